@@ -1,0 +1,1 @@
+"""The engine: draft trees, model runner, verifiers and the decoding loop; it knows no method."""

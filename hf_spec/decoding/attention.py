@@ -1,0 +1,178 @@
+"""Attention of packed token trees, registered with transformers under the name `hf_spec`.
+
+The model runs on one packed sequence (1, T) that holds the new tokens of every row. Each layer
+hands its queries, keys and values to `tree_attention`, which stores the keys and values in the
+rows' slots and lets every token attend to its own row: the committed part, then its ancestors.
+A call without a `spec_step` comes from outside the decoding loop and goes to PyTorch's SDPA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from hf_spec.decoding.kv_cache import KVPool
+
+NAME = "hf_spec"
+
+
+@dataclass
+class Segment:
+    """Consecutive packed tokens of one row that share what they may look back on.
+
+    Attributes:
+        slot: the row's slot in the pool.
+        start, end: place of the tokens in the packed sequence.
+        num_keys: how many positions of the slot the tokens look at.
+        position: (end - start,) int64, the true position of each token.
+        last_position: the largest of them, known without asking the device.
+        key_position: (num_keys,) int64, the true position of each key; differs from the storage
+            index where the branches of a tree lie one after the other.
+        visible: (end - start, num_keys) bool, or None when every key is visible.
+    """
+
+    slot: int
+    start: int
+    end: int
+    num_keys: int
+    position: Tensor
+    last_position: int
+    key_position: Tensor
+    visible: Tensor | None
+    _masks: dict[object, Tensor | None] = field(default_factory=dict)
+
+    def mask(self, window: int | None, groups: int, like: Tensor) -> Tensor | None:
+        """Additive mask (groups * T, num_keys) in the dtype and on the device of `like`.
+
+        Query heads that share a key head are folded into rows, so the mask repeats `groups` times.
+        Computed once per step and kind of layer.
+        """
+        key = (window, groups, like.dtype, like.device)
+        if key not in self._masks:
+            self._masks[key] = self._build_mask(window, groups, like)
+        return self._masks[key]
+
+    def _build_mask(self, window: int | None, groups: int, like: Tensor) -> Tensor | None:
+        visible = self.visible
+        # A window that reaches back to the first key for every query hides nothing.
+        if window is not None and self.last_position >= window:
+            inside = self.key_position[None, :] > self.position[:, None] - window
+            visible = inside if visible is None else visible & inside
+        if visible is None:
+            return None
+        mask = torch.zeros(visible.shape, dtype=like.dtype, device=visible.device)
+        return mask.masked_fill_(~visible, float("-inf")).to(like.device).repeat(groups, 1)
+
+
+@dataclass
+class PackedStep:
+    """Everything the attention function needs to know about one packed forward.
+
+    Attributes:
+        pool: where keys and values live.
+        writes: per row (slot, start, end, places): packed tokens [start, end) go to `places`.
+        segments: what each stretch of tokens attends to.
+    """
+
+    pool: KVPool
+    writes: Sequence[tuple[int, int, int, slice | Tensor]]
+    segments: Sequence[Segment]
+
+
+def tree_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    spec_step: PackedStep | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: object,
+) -> tuple[Tensor, None]:
+    """Store the new keys and values, then attend row by row (the torch reference).
+
+    Args:
+        module: the attention layer; its `layer_idx` names the buffers.
+        query: (1, H, T, D).
+        key, value: (1, H_kv, T, D) of the new tokens, rotated already.
+        attention_mask: ignored; what is visible comes from `spec_step`.
+        scaling: factor of the scores, 1 / sqrt(D) by default.
+        dropout: ignored, decoding uses none.
+        spec_step: the packed step; None hands the call to SDPA.
+        sliding_window: how far back a token sees, itself included.
+        softcap: scores are squashed to (-softcap, softcap) by tanh.
+        s_aux: (H,) attention sinks, a logit per head that takes probability and gives nothing.
+
+    Returns:
+        (1, T, H, D) and None (no weights).
+    """
+    if spec_step is None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
+        )
+    keys, values = spec_step.pool.layer(module.layer_idx, key, value)
+    for slot, start, end, places in spec_step.writes:
+        keys[slot, :, places] = key[0, :, start:end]
+        values[slot, :, places] = value[0, :, start:end]
+    window = sliding_window or getattr(module, "sliding_window", None)
+    num_heads, width = query.shape[1], value.shape[-1]
+    groups = num_heads // key.shape[1]
+    out = query.new_empty(1, query.shape[2], num_heads, width)
+    for segment in spec_step.segments:
+        length = segment.end - segment.start
+        # Query heads of one key head become rows of it: no copy of the keys for grouped queries.
+        rows = query[0, :, segment.start : segment.end].reshape(-1, groups * length, query.shape[-1])
+        attended = _attend(
+            rows,
+            keys[segment.slot, :, : segment.num_keys],
+            values[segment.slot, :, : segment.num_keys],
+            segment.mask(window, groups, query),
+            scaling,
+            softcap,
+            None if s_aux is None else s_aux.reshape(-1, groups).repeat_interleave(length, dim=1),
+        )
+        attended = attended.reshape(num_heads, length, width)
+        out[0, segment.start : segment.end] = attended.transpose(0, 1)
+    return out, None
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention of (H_kv, R, D) queries on (H_kv, S, D) keys; by hand where SDPA lacks a part."""
+    if softcap is None and sinks is None:
+        return F.scaled_dot_product_attention(
+            query[None], key[None], value[None], attn_mask=mask, scale=scaling
+        )[0]
+    scores = query @ key.transpose(-1, -2) * (scaling or query.shape[-1] ** -0.5)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if mask is not None:
+        scores = scores + mask
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[..., None].to(scores.dtype)], dim=-1)
+    weights = scores.softmax(dim=-1, dtype=torch.float32).to(value.dtype)
+    return weights[..., : key.shape[-2]] @ value
+
+
+def register() -> None:
+    """Make `hf_spec` known to transformers; models then take it through their config."""
+    AttentionInterface.register(NAME, tree_attention)
+    AttentionMaskInterface.register(NAME, sdpa_mask)

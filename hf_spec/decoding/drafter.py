@@ -1,0 +1,81 @@
+"""The contract of a drafter: whatever proposes tokens, in two verbs."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from transformers.generation import CandidateGenerator
+
+from hf_spec.decoding.runner import ForwardOutput
+from hf_spec.decoding.state import GenerationState, StopRules
+from hf_spec.decoding.tree import DraftTree, Verdict
+
+
+class Drafter(CandidateGenerator):
+    """Proposes a draft tree per round and hears what became of it.
+
+    It is also a `CandidateGenerator`, so a drafter that proposes chains works in the stock assisted
+    decoding of transformers at batch size 1.
+
+    Attributes:
+        hidden_layers: indices of the target's hidden states that `observe` wants to see.
+        forwards: forward passes of the drafter's own model so far.
+        samples: whether drafts are drawn at random; such trees carry `draft_probs`.
+    """
+
+    hidden_layers: tuple[int, ...] = ()
+    forwards: int = 0
+    samples: bool = False
+
+    @abstractmethod
+    def draft(self, state: GenerationState) -> DraftTree:
+        """Propose one tree per unfinished row; the root is the row's last token."""
+
+    def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
+        """Learn which nodes were accepted, and the target's hidden states. Nothing by default."""
+
+    @contextmanager
+    def active(self, state: GenerationState) -> Iterator[None]:
+        """Hold whatever a generation needs (a draft model made ready), and let go of it."""
+        yield
+
+    def get_candidates(
+        self, input_ids: Tensor, **kwargs: object
+    ) -> tuple[Tensor, Tensor | None]:
+        """Serve transformers' assisted decoding: the prompt followed by the drafted chain.
+
+        Args:
+            input_ids: (1, L) int64.
+            **kwargs: what other versions of transformers pass along; not needed.
+
+        Returns:
+            (1, L + K) int64 and None: the draft counts as deterministic.
+        """
+        state = self.__dict__.get("_assisted")
+        if state is None or state.num_rows != input_ids.shape[0]:
+            mask = torch.ones_like(input_ids)
+            state = GenerationState.create(input_ids, mask, StopRules([], input_ids.shape[0]))
+        else:
+            known = len(state.tokens[0])
+            for token in input_ids[0, known:].tolist():
+                state.append(0, token)
+        self._assisted = state
+        with self.active(state):
+            tree = self.draft(state)
+        path = [0]
+        while children := tree.host.children[path[-1]]:
+            path.append(children[0])
+        self._proposed = tree, path[1:]
+        drafted = [tree.host.tokens[node] for node in path[1:]]
+        return torch.cat([input_ids, input_ids.new_tensor([drafted])], dim=1), None
+
+    def update_candidate_strategy(
+        self, input_ids: Tensor, scores: Tensor, num_matches: int
+    ) -> None:
+        """Tell the drafter how many of its candidates transformers kept."""
+        tree, path = self._proposed
+        self.observe(Verdict(tree, [path[:num_matches]], [None]), ForwardOutput(torch.empty(0)))

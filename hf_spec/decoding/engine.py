@@ -1,0 +1,107 @@
+"""One speculative generation, from the inputs that `generate()` prepared to its output."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+
+from hf_spec.checks import check_inputs, check_settings
+from hf_spec.decoding.drafter import Drafter
+from hf_spec.decoding.loop import speculative_decode
+from hf_spec.decoding.processors import check_processors
+from hf_spec.decoding.runner import ModelRunner
+from hf_spec.decoding.state import GenerationState, StopRules
+from hf_spec.decoding.verification import NodeDraw, ResidualRejection, Verifier
+from hf_spec.outputs import SpecGenerateOutput
+
+
+def generate_with(
+    drafter: Drafter,
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: Sequence[Any],
+    stopping_criteria: Sequence[Any],
+    generation_config: GenerationConfig,
+    streamer: Any = None,
+    **model_kwargs: Any,
+) -> SpecGenerateOutput | Tensor:
+    """Decode in place of the method that `generate()` would have chosen.
+
+    Args:
+        drafter: proposes the drafts.
+        model: the target.
+        input_ids: (B, L) int64.
+        logits_processor: the prepared processors.
+        stopping_criteria: the prepared criteria.
+        generation_config: the resolved settings.
+        streamer: receives tokens, batch size 1.
+        **model_kwargs: `attention_mask`, `past_key_values` and what else `generate()` prepared.
+
+    Returns:
+        What `generate()` returns: (B, L + new) int64, or an output object if the config asks for it.
+
+    Raises:
+        UnsupportedError: if something here cannot be served exactly.
+    """
+    check_settings(generation_config, model_kwargs)
+    attention_mask = model_kwargs.get("attention_mask")
+    if attention_mask is None:
+        attention_mask = torch.ones_like(input_ids)
+    num_rows = input_ids.shape[0]
+    stop = StopRules(stopping_criteria, num_rows)
+    check_inputs(model, input_ids, attention_mask, model_kwargs, stop.max_length)
+    check_processors(logits_processor, num_rows)
+    pad = getattr(generation_config, "_pad_token_tensor", None)
+    as_dict = bool(generation_config.return_dict_in_generate)
+    state = GenerationState.create(
+        input_ids,
+        attention_mask.to(input_ids.device),
+        stop,
+        processors=logits_processor,
+        do_sample=bool(generation_config.do_sample),
+        pad_token_id=0 if pad is None else int(pad),
+        streamer=streamer,
+        keep_scores=as_dict and bool(generation_config.output_scores),
+        keep_logits=as_dict and bool(generation_config.output_logits),
+    )
+    target = ModelRunner(model, num_rows, drafter.hidden_layers)
+    cache = model_kwargs.get("past_key_values")
+    if cache is not None and cache.get_seq_length():
+        _resume(target, cache, state)
+    with target.active(), drafter.active(state):
+        verifier: Verifier = (ResidualRejection if drafter.samples else NodeDraw)(
+            logits_processor, num_rows
+        )
+        output = speculative_decode(target, drafter, verifier, state)
+    reused = getattr(cache, "_is_user_defined", False)
+    if cache is not None and (as_dict or reused):
+        output.past_key_values = _give_back(target, cache, state, model)
+    return output if as_dict else output.sequences
+
+
+def _resume(target: ModelRunner, cache: DynamicCache, state: GenerationState) -> None:
+    """Start from the keys and values of an earlier call."""
+    length = cache.get_seq_length()
+    masks = [mask[:length] for mask in state.frame_mask.cpu()]
+    target.pool.load(cache, masks)
+    target.stored = [int(mask.sum()) for mask in masks]
+
+
+def _give_back(
+    target: ModelRunner, cache: DynamicCache, state: GenerationState, model: PreTrainedModel
+) -> DynamicCache:
+    """Put the result into the user's own cache object, as plain `generate()` does."""
+    # The last token of the longest row has no keys and values yet, here as there.
+    width = state.prompt_length + max(state.generated) - 1
+    lengths = [
+        min(stored, len(tokens) - 1)
+        for stored, tokens in zip(target.stored, state.tokens, strict=True)
+    ]
+    fresh = DynamicCache(config=model.config)
+    target.pool.export(fresh, state.output_masks(width), lengths)
+    cache.layers = fresh.layers
+    return cache

@@ -1,0 +1,34 @@
+"""Speculative decoding: draft, one packed forward of the target, verify, commit."""
+
+from __future__ import annotations
+
+from hf_spec.decoding.drafter import Drafter
+from hf_spec.decoding.runner import ModelRunner
+from hf_spec.decoding.state import GenerationState
+from hf_spec.decoding.verification import Verifier
+from hf_spec.outputs import SpecGenerateOutput
+
+
+def speculative_decode(
+    target: ModelRunner, drafter: Drafter, verifier: Verifier, state: GenerationState
+) -> SpecGenerateOutput:
+    """Generate until every row has met a stop rule.
+
+    Args:
+        target: runs the target model; active.
+        drafter: proposes draft trees; started.
+        verifier: judges them against the target's logits without changing the output.
+        state: the sequences; holds the result afterwards.
+    """
+    while state.unfinished:
+        with state.clock("draft"):
+            tree = drafter.draft(state)
+        with state.clock("verify"):
+            output = target.forward(tree, state.tokens)
+        verdict = verifier.verify(tree, output.logits, state)
+        state.commit(verdict)
+        target.keep(verdict.paths)
+        drafter.observe(verdict, output)
+    state.stats.target_forwards = target.forwards
+    state.stats.draft_forwards = drafter.forwards
+    return state.finish()

@@ -1,0 +1,235 @@
+"""Logits processors over the nodes of a tree, exact for each node's own prefix.
+
+Three kinds, in the order the user gave them:
+
+* those that never read the prefix run once over all nodes;
+* transformers' own that read the prefix run once per prefix length, nodes as rows; where such a
+  class holds something per row of the batch, every row gets a copy that holds its share;
+* any other class, a user's above all, is called as plain `generate()` calls it: with the whole
+  batch, the node's prefix in the row's own place. Rows advance at different speeds, so each has a
+  copy of its own; it is called once for every token of the output and in order, which keeps
+  classes that remember earlier calls exact too.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation import logits_process as hf
+
+from hf_spec.errors import UnsupportedError
+
+Processor = Callable[[Tensor, Tensor], Tensor]
+
+PREFIX_FREE = (
+    hf.TemperatureLogitsWarper,
+    hf.TopKLogitsWarper,
+    hf.TopPLogitsWarper,
+    hf.TopHLogitsWarper,
+    hf.MinPLogitsWarper,
+    hf.TypicalLogitsWarper,
+    hf.EpsilonLogitsWarper,
+    hf.EtaLogitsWarper,
+    hf.InfNanRemoveLogitsProcessor,
+    hf.SuppressTokensLogitsProcessor,
+    hf.LogitNormalization,
+)
+
+READS_PREFIX = (
+    hf.MinLengthLogitsProcessor,
+    hf.MinNewTokensLengthLogitsProcessor,
+    hf.NoRepeatNGramLogitsProcessor,
+    hf.SequenceBiasLogitsProcessor,
+    hf.NoBadWordsLogitsProcessor,
+    hf.ForcedBOSTokenLogitsProcessor,
+    hf.ForcedEOSTokenLogitsProcessor,
+    hf.ExponentialDecayLengthPenalty,
+    hf.SuppressTokensAtBeginLogitsProcessor,
+    hf.WatermarkLogitsProcessor,
+    hf.RepetitionPenaltyLogitsProcessor,
+)
+
+# Classes that hold one entry per row of the batch, and the attribute that holds it.
+HELD_PER_ROW = {
+    hf.RepetitionPenaltyLogitsProcessor: "prompt_ignore_length",
+    hf.EncoderRepetitionPenaltyLogitsProcessor: "encoder_input_ids",
+    hf.EncoderNoRepeatNGramLogitsProcessor: "generated_ngrams",
+}
+
+REFUSED = {
+    hf.UnbatchedClassifierFreeGuidanceLogitsProcessor: "guidance_scale runs a second forward "
+    "of the model for every token of the output, which a draft tree cannot share",
+    hf.ClassifierFreeGuidanceLogitsProcessor: "it halves the batch",
+}
+
+
+def check_processors(processors: Sequence[Any], num_rows: int) -> None:
+    """Refuse processors that cannot be made exact.
+
+    Raises:
+        UnsupportedError: names the processor and the reason.
+    """
+    for processor in processors:
+        reason = REFUSED.get(type(processor))
+        held = getattr(processor, HELD_PER_ROW.get(type(processor), ""), None)
+        if isinstance(held, (Tensor, list)) and len(held) not in (1, num_rows):
+            reason = f"it holds {len(held)} rows for a batch of {num_rows}"
+        if reason is not None:
+            raise UnsupportedError(
+                f"{type(processor).__name__} cannot be used with spec_strategy: {reason}; "
+                "leave it out or call generate() without spec_strategy"
+            )
+
+
+class NodeProcessors:
+    """The processors of one `generate()` call, applied to nodes of trees.
+
+    Args:
+        processors: the prepared list of `generate()`.
+        num_rows: B.
+        stateless_only: leave the third kind out. For draft models, whose scores may differ from
+            the target's in any way, and whose calls must not disturb what a class remembers.
+    """
+
+    def __init__(self, processors: Sequence[Any], num_rows: int, stateless_only: bool = False):
+        self.num_rows = num_rows
+        self._steps = [
+            _step(processor, num_rows)
+            for processor in processors
+            if not stateless_only or _is_known(processor)
+        ]
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @property
+    def reads_prefix(self) -> bool:
+        """Whether any processor needs to know the tokens before a node."""
+        return any(not isinstance(step, _PrefixFree) for step in self._steps)
+
+    def __call__(
+        self, rows: Sequence[int], prefixes: Sequence[Tensor] | None, scores: Tensor
+    ) -> Tensor:
+        """Process the scores of some nodes.
+
+        Args:
+            rows: (M) the sequence of each node.
+            prefixes: per node (L,) int64, the frame up to and including the node; may be None when
+                `reads_prefix` is False.
+            scores: (M, V) float32; may be changed in place.
+
+        Returns:
+            (M, V) processed scores.
+        """
+        for step in self._steps:
+            scores = step(rows, prefixes or [], scores)
+        return scores
+
+
+class _PrefixFree:
+    def __init__(self, processor: Processor):
+        self.processor = processor
+
+    def __call__(self, rows: Sequence[int], prefixes: Sequence[Tensor], scores: Tensor) -> Tensor:
+        unused = torch.zeros(len(rows), 1, dtype=torch.long, device=scores.device)
+        return self.processor(unused, scores)
+
+
+class _ByLength:
+    """One call for all nodes with prefixes of the same length."""
+
+    def __init__(self, processor: Processor):
+        self.processor = processor
+
+    def __call__(self, rows: Sequence[int], prefixes: Sequence[Tensor], scores: Tensor) -> Tensor:
+        groups: dict[int, list[int]] = defaultdict(list)
+        for node, prefix in enumerate(prefixes):
+            groups[prefix.shape[0]].append(node)
+        for nodes in groups.values():
+            stacked = torch.stack([prefixes[node] for node in nodes])
+            if len(nodes) == len(rows):
+                return self.processor(stacked, scores)
+            scores[nodes] = self.processor(stacked, scores[nodes])
+        return scores
+
+
+class _ByRow:
+    """One call per node, with the copy of the processor that belongs to the node's row."""
+
+    def __init__(self, copies: Sequence[Processor]):
+        self.copies = copies
+
+    def __call__(self, rows: Sequence[int], prefixes: Sequence[Tensor], scores: Tensor) -> Tensor:
+        results = [
+            self.copies[row](prefix[None], scores[node : node + 1])
+            for node, (row, prefix) in enumerate(zip(rows, prefixes, strict=True))
+        ]
+        return torch.cat(results)
+
+
+class _AsBatch:
+    """One call per node, as a batch that shows the node's prefix in every place."""
+
+    def __init__(self, processor: Any, num_rows: int):
+        self.num_rows = num_rows
+        try:
+            spares = [copy.deepcopy(processor) for _ in range(num_rows - 1)]
+        except Exception as error:
+            raise UnsupportedError(
+                f"{type(processor).__name__} cannot be copied ({error}), so it cannot follow "
+                f"{num_rows} rows that advance at different speeds; use batch size 1"
+            ) from error
+        self.copies = [processor, *spares]
+
+    def __call__(self, rows: Sequence[int], prefixes: Sequence[Tensor], scores: Tensor) -> Tensor:
+        results = []
+        for node, (row, prefix) in enumerate(zip(rows, prefixes, strict=True)):
+            frame = prefix.expand(self.num_rows, -1).clone()
+            batch = scores[node].expand(self.num_rows, -1).clone()
+            results.append(self.copies[row](frame, batch)[row])
+        return torch.stack(results)
+
+
+def _is_known(processor: Any) -> bool:
+    kind = type(processor)
+    return (
+        kind in PREFIX_FREE
+        or kind in READS_PREFIX
+        or kind in HELD_PER_ROW
+        or kind is hf.PrefixConstrainedLogitsProcessor
+        or kind.__dict__.get("supports_continuous_batching") is True
+    )
+
+
+def _step(processor: Any, num_rows: int) -> Any:
+    kind = type(processor)
+    if kind in PREFIX_FREE or kind.__dict__.get("supports_continuous_batching") is True:
+        return _PrefixFree(processor)
+    if kind is hf.PrefixConstrainedLogitsProcessor:
+        return _ByRow([_constrained(processor, row) for row in range(num_rows)])
+    attribute = HELD_PER_ROW.get(kind)
+    if attribute is not None and isinstance(getattr(processor, attribute), (Tensor, list)):
+        return _ByRow([_share(processor, attribute, row) for row in range(num_rows)])
+    if kind in READS_PREFIX:
+        return _ByLength(processor)
+    return _AsBatch(processor, num_rows)
+
+
+def _share(processor: Any, attribute: str, row: int) -> Any:
+    held = getattr(processor, attribute)
+    index = row if len(held) > 1 else 0
+    share = copy.copy(processor)
+    setattr(share, attribute, held[index : index + 1])
+    if hasattr(share, "batch_size"):
+        share.batch_size = 1
+    return share
+
+
+def _constrained(processor: hf.PrefixConstrainedLogitsProcessor, row: int) -> Processor:
+    allowed = processor._prefix_allowed_tokens_fn
+    return hf.PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(row, ids), 1)

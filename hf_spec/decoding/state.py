@@ -1,0 +1,234 @@
+"""The sequences being generated: tokens, stop rules, streamer, scores and statistics per row."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+
+from hf_spec.decoding.tree import Verdict
+from hf_spec.outputs import RowStats, SpecGenerateOutput, SpecStats
+
+
+class StopRules:
+    """Checks a sequence after every single token, also inside an accepted block.
+
+    Length and end-of-sequence checks are integer comparisons. Every other criterion is called as
+    plain `generate()` would call it, with one row at a time in its own place of the batch.
+
+    Args:
+        criteria: the prepared stopping criteria of `generate()`.
+        num_rows: B.
+    """
+
+    def __init__(self, criteria: Sequence[Any], num_rows: int):
+        self.num_rows = num_rows
+        self.max_length: int | None = None
+        self._eos: set[int] = set()
+        self._others = []
+        for criterion in criteria:
+            if type(criterion) is MaxLengthCriteria:
+                known = self.max_length
+                longest = criterion.max_length
+                self.max_length = longest if known is None else min(longest, known)
+            elif type(criterion) is EosTokenCriteria:
+                self._eos.update(criterion.eos_token_id.tolist())
+            else:
+                self._others.append(criterion)
+
+    def __call__(self, row: int, frame: Tensor, token: int, scores: Any) -> bool:
+        """Whether `row` ends with its newest token.
+
+        Args:
+            row: index of the sequence.
+            frame: (L,) int64, the row as plain `generate()` holds it, newest token included.
+            token: the newest token.
+            scores: what plain `generate()` would pass: a tuple of (1, V) tensors, or None.
+        """
+        if token in self._eos:
+            return True
+        if self.max_length is not None and frame.shape[0] >= self.max_length:
+            return True
+        for criterion in self._others:
+            verdict = criterion(frame.expand(self.num_rows, -1), scores)
+            if isinstance(verdict, Tensor) and verdict.ndim:
+                verdict = verdict[row if verdict.shape[0] > 1 else 0]
+            if bool(verdict):
+                return True
+        return False
+
+
+@dataclass
+class GenerationState:
+    """Everything a round of decoding reads and changes, apart from models.
+
+    Attributes:
+        frames: (B, capacity) int64; row r up to `frame_length(r)` is what plain `generate()` would
+            call its `input_ids`: the prompt with its left padding, then the generated tokens.
+        frame_mask: (B, L) bool over the prompt, False where it is padding.
+        tokens: per row the committed tokens without padding.
+        stop: the stop rules.
+        processors: the prepared logits processors of `generate()`, for drafters that want them.
+        do_sample: whether tokens are drawn or the most likely one is taken.
+        pad_token_id: fills rows that end before the longest one.
+        streamer: receives the tokens of each round (batch size 1).
+        keep_scores, keep_logits: whether the output wants them.
+    """
+
+    frames: Tensor
+    frame_mask: Tensor
+    tokens: list[list[int]]
+    stop: StopRules
+    processors: Sequence[Any] = ()
+    do_sample: bool = False
+    pad_token_id: int = 0
+    streamer: Any = None
+    keep_scores: bool = False
+    keep_logits: bool = False
+    stats: SpecStats = field(init=False)
+    finished: list[bool] = field(init=False)
+    generated: list[int] = field(init=False)
+    scores: list[list[Tensor]] = field(init=False)
+    logits: list[list[Tensor]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.finished = [False] * self.num_rows
+        self.generated = [0] * self.num_rows
+        self.scores = [[] for _ in self.tokens]
+        self.logits = [[] for _ in self.tokens]
+        self.stats = SpecStats([RowStats() for _ in self.tokens])
+        self._started = time.perf_counter()
+
+    @classmethod
+    def create(
+        cls, input_ids: Tensor, attention_mask: Tensor, stop: StopRules, **options: Any
+    ) -> GenerationState:
+        """Start from a prompt in the layout of plain `generate()`.
+
+        Args:
+            input_ids: (B, L) int64, padded on the left.
+            attention_mask: (B, L), 0 for padding.
+            stop: the stop rules; their maximum length, if any, sizes the frames.
+            **options: the remaining attributes.
+        """
+        num_rows, width = input_ids.shape
+        capacity = stop.max_length or 2 * width
+        frames = input_ids.new_zeros(num_rows, max(capacity, width + 1) + 1)
+        frames[:, :width] = input_ids
+        mask = attention_mask.bool()
+        tokens = [input_ids[row][mask[row]].tolist() for row in range(num_rows)]
+        return cls(frames, mask, tokens, stop, **options)
+
+    @property
+    def num_rows(self) -> int:
+        """B, finished rows included."""
+        return len(self.tokens)
+
+    @property
+    def prompt_length(self) -> int:
+        """Width of the padded prompt."""
+        return self.frame_mask.shape[1]
+
+    @property
+    def unfinished(self) -> list[int]:
+        """Rows that still generate."""
+        return [row for row, done in enumerate(self.finished) if not done]
+
+    def frame_length(self, row: int) -> int:
+        """Length of the row as plain `generate()` counts it, padding included."""
+        return self.prompt_length + self.generated[row]
+
+    def room(self, row: int) -> int:
+        """How many tokens the row may still gain, at least 1 for an unfinished row."""
+        if self.stop.max_length is None:
+            return self.frames.shape[1] - 1
+        return self.stop.max_length - self.frame_length(row)
+
+    def prefix(self, row: int, path: Sequence[int] = ()) -> Tensor:
+        """(L,) int64: the frame of `row` followed by the tokens of `path`.
+
+        The path is written behind the committed frame, where the next call overwrites it.
+        """
+        start = self.frame_length(row)
+        end = start + len(path)
+        if end > self.frames.shape[1]:
+            self.frames = torch.cat([self.frames, torch.zeros_like(self.frames)], dim=1)
+        if path:
+            self.frames[row, start:end] = torch.tensor(path, device=self.frames.device)
+        return self.frames[row, :end]
+
+    @contextmanager
+    def clock(self, part: str) -> Iterator[None]:
+        """Add the time of the block to `draft_seconds` or `verify_seconds`."""
+        start = time.perf_counter()
+        yield
+        name = f"{part}_seconds"
+        setattr(self.stats, name, getattr(self.stats, name) + time.perf_counter() - start)
+
+    def commit(self, verdict: Verdict) -> None:
+        """Append each row's new tokens one by one until a stop rule holds."""
+        host = verdict.tree.host
+        for row in self.unfinished:
+            block = verdict.tokens(row)
+            for index, token in enumerate(block):
+                self.append(row, token)
+                if verdict.scores is not None:
+                    self.scores[row].append(verdict.scores[row][index])
+                if verdict.logits is not None:
+                    self.logits[row].append(verdict.logits[row][index])
+                seen = tuple(s[None] for s in self.scores[row]) if self.keep_scores else None
+                frame = self.frames[row, : self.frame_length(row)]
+                if self.stop(row, frame, token, seen):
+                    self.finished[row] = True
+                    block = block[: index + 1]
+                    break
+            accepted = min(len(verdict.accepted[row]), len(block))
+            self.stats.rows[row].count(len(host.nodes(row)) - 1, host.height(row), accepted)
+            if self.streamer is not None:
+                self.streamer.put(torch.tensor(block))
+
+    def finish(self) -> SpecGenerateOutput:
+        """Close the streamer and return the sequences in the layout of plain `generate()`."""
+        if self.streamer is not None:
+            self.streamer.end()
+        longest = max(self.generated)
+        sequences = self.frames[:, : self.prompt_length + longest].clone()
+        for row, count in enumerate(self.generated):
+            sequences[row, self.prompt_length + count :] = self.pad_token_id
+        stats = self.stats
+        total = time.perf_counter() - self._started
+        stats.other_seconds = total - stats.draft_seconds - stats.verify_seconds
+        return SpecGenerateOutput(
+            sequences=sequences,
+            scores=self._per_step(self.scores, longest) if self.keep_scores else None,
+            logits=self._per_step(self.logits, longest) if self.keep_logits else None,
+            spec_stats=stats,
+        )
+
+    def output_masks(self, width: int) -> list[Tensor]:
+        """Per row (width,) bool over the output frame, True for real tokens."""
+        masks = []
+        for row, count in enumerate(self.generated):
+            generated = torch.arange(width - self.prompt_length) < count
+            masks.append(torch.cat([self.frame_mask[row].cpu(), generated]))
+        return masks
+
+    def append(self, row: int, token: int) -> None:
+        """Commit one token to `row`."""
+        self.prefix(row, [token])
+        self.generated[row] += 1
+        self.tokens[row].append(token)
+
+    @staticmethod
+    def _per_step(rows: list[list[Tensor]], steps: int) -> tuple[Tensor, ...]:
+        blank = torch.zeros_like(rows[0][0])
+        return tuple(
+            torch.stack([row[step] if step < len(row) else blank for row in rows])
+            for step in range(steps)
+        )

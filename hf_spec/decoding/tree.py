@@ -1,0 +1,174 @@
+"""The draft tree: a ragged batch of token trees as flat tensors.
+
+A chain and a batch of one are the same thing with other numbers. Node 0 of each row is its *root*,
+the last committed token, whose keys and values are not stored yet; a finished row has no nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """Token trees of B rows with N nodes in all, rows one after the other.
+
+    Attributes:
+        token_ids: (N,) int64.
+        parent: (N,) int64, index into the same arrays, -1 for a root. Parents precede children.
+        depth: (N,) int64, 0 for a root; a node's position is its root's position + depth.
+        row: (N,) int64, the sequence a node belongs to.
+        row_start: (B + 1,) int64, where each row begins.
+        draft_probs: (N, V) float32 or None; row i is the distribution that the children of node i
+            were drawn from, after every processor. Only for drafts that were sampled.
+    """
+
+    token_ids: Tensor
+    parent: Tensor
+    depth: Tensor
+    row: Tensor
+    row_start: Tensor
+    draft_probs: Tensor | None = None
+
+    @classmethod
+    def from_rows(
+        cls,
+        rows: Sequence[tuple[Sequence[int], Sequence[int]]],
+        device: torch.device | str = "cpu",
+        draft_probs: Tensor | None = None,
+    ) -> DraftTree:
+        """Build a tree from one (tokens, parents) pair per row.
+
+        Args:
+            rows: per row the node tokens and, of the same length, the index of each node's parent
+                within the row, -1 for the root. Both empty for a finished row.
+            device: where the tensors live.
+            draft_probs: see the class.
+
+        Raises:
+            ValueError: if a row does not start with its only root or a parent follows its child.
+        """
+        tokens: list[int] = []
+        parent: list[int] = []
+        depth: list[int] = []
+        row: list[int] = []
+        row_start = [0]
+        for index, (row_tokens, row_parents) in enumerate(rows):
+            base = len(tokens)
+            if len(row_tokens) != len(row_parents):
+                raise ValueError(
+                    f"row {index} has {len(row_tokens)} tokens and {len(row_parents)} parents"
+                )
+            for node, above in enumerate(row_parents):
+                if (above < 0) != (node == 0) or above >= node:
+                    raise ValueError(f"row {index}: node {node} cannot have parent {above}")
+                parent.append(base + above if node else -1)
+                depth.append(depth[base + above] + 1 if node else 0)
+            tokens.extend(row_tokens)
+            row.extend([index] * len(row_tokens))
+            row_start.append(len(tokens))
+        tensors = [torch.tensor(x, dtype=torch.long) for x in (tokens, parent, depth, row, row_start)]
+        tree = cls(*(t.to(device) for t in tensors), draft_probs=draft_probs)
+        # The host copy is at hand here; asking the device for it later would be a sync.
+        tree.__dict__["host"] = HostTree(tokens, parent, depth, row_start)
+        return tree
+
+    @property
+    def num_nodes(self) -> int:
+        """N, roots included."""
+        return self.token_ids.shape[0]
+
+    @property
+    def num_rows(self) -> int:
+        """B, finished rows included."""
+        return self.row_start.shape[0] - 1
+
+    @cached_property
+    def host(self) -> HostTree:
+        """The same tree as Python lists (one device-to-host copy, cached)."""
+        packed = torch.cat([self.token_ids, self.parent, self.depth, self.row_start]).tolist()
+        n = self.num_nodes
+        return HostTree(packed[:n], packed[n : 2 * n], packed[2 * n : 3 * n], packed[3 * n :])
+
+    @cached_property
+    def ancestor_mask(self) -> Tensor:
+        """(N, N) bool, True where the column is the row itself or one of its ancestors.
+
+        Built on the device by pointer doubling: after step s every node sees 2**s generations.
+        """
+        index = torch.arange(self.num_nodes, device=self.parent.device)
+        mask = index[:, None] == index[None, :]
+        hop = torch.where(self.parent < 0, index, self.parent)
+        for _ in range(max(self.num_nodes - 1, 0).bit_length()):
+            mask = mask | mask[hop]
+            hop = hop[hop]
+        return mask
+
+
+@dataclass(frozen=True)
+class HostTree:
+    """A `DraftTree` as Python lists, for everything that walks it on the host."""
+
+    tokens: list[int]
+    parent: list[int]
+    depth: list[int]
+    row_start: list[int]
+
+    @cached_property
+    def children(self) -> list[list[int]]:
+        """Node indices of each node's children, in order of rank (the order they were added)."""
+        children: list[list[int]] = [[] for _ in self.tokens]
+        for node, above in enumerate(self.parent):
+            if above >= 0:
+                children[above].append(node)
+        return children
+
+    def nodes(self, row: int) -> range:
+        """Indices of the nodes of `row`; the first one is its root."""
+        return range(self.row_start[row], self.row_start[row + 1])
+
+    def child(self, node: int, token: int) -> int | None:
+        """The child of `node` that carries `token`, if there is one."""
+        return next((c for c in self.children[node] if self.tokens[c] == token), None)
+
+    def height(self, row: int) -> int:
+        """Depth of the deepest node of `row`; 0 for a root alone or a finished row."""
+        return max((self.depth[node] for node in self.nodes(row)), default=0)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the target made of a draft tree.
+
+    Attributes:
+        tree: the tree that was judged.
+        accepted: per row the accepted nodes in path order, without the root; indices into the tree.
+        bonus: per row the target's own token after the last accepted one, None for finished rows.
+        scores: per row the processed scores of every token the verdict commits (accepted, then the
+            bonus), each (V,) float32, or None when nobody asked for them.
+        logits: the same before the processors.
+    """
+
+    tree: DraftTree
+    accepted: list[list[int]]
+    bonus: list[int | None]
+    scores: list[list[Tensor]] | None = None
+    logits: list[list[Tensor]] | None = None
+
+    def tokens(self, row: int) -> list[int]:
+        """The tokens that `row` gains: the accepted ones, then the bonus token."""
+        bonus = self.bonus[row]
+        if bonus is None:
+            return []
+        return [self.tree.host.tokens[node] for node in self.accepted[row]] + [bonus]
+
+    @property
+    def paths(self) -> list[list[int]]:
+        """Per row the accepted nodes, counted from the row's root."""
+        starts = self.tree.host.row_start
+        return [[node - start for node in row] for row, start in zip(self.accepted, starts)]

@@ -1,0 +1,174 @@
+"""Verifiers: which draft tokens the target accepts, without changing what it would say.
+
+Both walk each row's tree from its root. At a node, p is the target's distribution for the next
+token there, after every processor of the user, evaluated with that node's own prefix.
+
+==================  =============================================================================
+`NodeDraw`          draw x ~ p (greedy: the argmax). If a child carries x, go there; otherwise emit
+                    x and stop. Exact for every draft that does not depend on these draws.
+`ResidualRejection` for children drawn from q without replacement: accept a child x when
+                    u q(x) < p(x), u uniform; otherwise p <- norm(max(p - q, 0)), q <- norm(q
+                    without x) and on to its sibling; if none is left, emit a draw from p.
+                    (Leviathan et al. 2023, arXiv 2211.17192, Alg. 1; siblings as in Miao et al.
+                    2024, arXiv 2305.09781, with sampling without replacement.)
+==================  =============================================================================
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor
+
+from hf_spec.decoding.processors import NodeProcessors
+from hf_spec.decoding.state import GenerationState
+from hf_spec.decoding.tree import DraftTree, Verdict
+
+
+class Verifier(LogitsProcessor):
+    """Judges draft trees; as a logits processor it is the user's processors in one.
+
+    Args:
+        processors: the prepared list of `generate()`.
+        num_rows: B.
+    """
+
+    def __init__(self, processors: Sequence[Any], num_rows: int):
+        self.processors = NodeProcessors(processors, num_rows)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Process (B, V) scores of the rows whose (B, L) ids are given, as plain generate does."""
+        return self.processors(range(input_ids.shape[0]), list(input_ids), scores)
+
+    def verify(self, tree: DraftTree, logits: Tensor, state: GenerationState) -> Verdict:
+        """Walk every unfinished row down its tree.
+
+        Args:
+            tree: N draft nodes.
+            logits: (N, V) of the target, one row per node.
+            state: the sequences; not changed.
+
+        Returns:
+            Accepted nodes and the bonus token per row, with scores if the state keeps them.
+        """
+        host = tree.host
+        walk = _Walk(self.processors, logits, state)
+        accepted: list[list[int]] = [[] for _ in range(tree.num_rows)]
+        bonus: list[int | None] = [None] * tree.num_rows
+        here = {row: host.row_start[row] for row in state.unfinished}
+        self._begin(walk)
+        # One level per turn, all rows together; rows drop out where the target disagrees.
+        while here:
+            paths = {row: [host.tokens[node] for node in accepted[row]] for row in here}
+            for row, (token, node) in self._step(tree, walk, here, paths).items():
+                if node is None:
+                    bonus[row] = token
+                else:
+                    accepted[row].append(node)
+            here = {row: accepted[row][-1] for row in here if bonus[row] is None}
+        return Verdict(
+            tree,
+            accepted,
+            bonus,
+            walk.scores if state.keep_scores else None,
+            walk.logits if state.keep_logits else None,
+        )
+
+    def _begin(self, walk: _Walk) -> None:
+        """Prepare what can be computed for all nodes at once."""
+
+    @abstractmethod
+    def _step(
+        self, tree: DraftTree, walk: _Walk, here: dict[int, int], paths: dict[int, list[int]]
+    ) -> dict[int, tuple[int, int | None]]:
+        """Per row the token that follows its current node, and the child that carries it if any."""
+
+
+class _Walk:
+    """The target's scores along the way, processed for the nodes that are visited and no others."""
+
+    def __init__(self, processors: NodeProcessors, logits: Tensor, state: GenerationState):
+        self.processors = processors
+        self.raw = logits
+        self.state = state
+        self.scores: list[list[Tensor]] = [[] for _ in range(state.num_rows)]
+        self.logits: list[list[Tensor]] = [[] for _ in range(state.num_rows)]
+        self.choice: list[int] | None = None
+
+    def visit(self, here: dict[int, int], paths: dict[int, list[int]]) -> Tensor:
+        """(len(here), V) float32 processed scores of the current nodes."""
+        rows, nodes = list(here), list(here.values())
+        raw = self.raw[nodes].to(self.state.frames.device, torch.float32, copy=True)
+        if self.state.keep_logits:
+            for row, logits in zip(rows, raw.clone(), strict=True):
+                self.logits[row].append(logits)
+        prefixes = None
+        if self.processors.reads_prefix:
+            prefixes = [self.state.prefix(row, paths[row]) for row in rows]
+        scores = self.processors(rows, prefixes, raw)
+        if self.state.keep_scores:
+            for row, score in zip(rows, scores, strict=True):
+                self.scores[row].append(score)
+        return scores
+
+
+class NodeDraw(Verifier):
+    """One draw per node; see the module. Greedy decoding is the case where the draw is certain."""
+
+    def _begin(self, walk: _Walk) -> None:
+        state = walk.state
+        plain = not (len(self.processors) or state.do_sample)
+        if plain and not (state.keep_scores or state.keep_logits):
+            walk.choice = walk.raw.argmax(dim=-1).tolist()
+
+    def _step(
+        self, tree: DraftTree, walk: _Walk, here: dict[int, int], paths: dict[int, list[int]]
+    ) -> dict[int, tuple[int, int | None]]:
+        if walk.choice is not None:
+            tokens = [walk.choice[node] for node in here.values()]
+        else:
+            scores = walk.visit(here, paths)
+            if walk.state.do_sample:
+                tokens = torch.multinomial(scores.softmax(dim=-1), 1)[:, 0].tolist()
+            else:
+                tokens = scores.argmax(dim=-1).tolist()
+        return {
+            row: (token, tree.host.child(node, token))
+            for (row, node), token in zip(here.items(), tokens, strict=True)
+        }
+
+
+class ResidualRejection(Verifier):
+    """Leviathan's rule on chains, its extension to siblings on trees; see the module."""
+
+    def _step(
+        self, tree: DraftTree, walk: _Walk, here: dict[int, int], paths: dict[int, list[int]]
+    ) -> dict[int, tuple[int, int | None]]:
+        target_probs = walk.visit(here, paths).softmax(dim=-1)
+        return {
+            row: self._judge(tree, node, probs)
+            for (row, node), probs in zip(here.items(), target_probs, strict=True)
+        }
+
+    @staticmethod
+    def _judge(tree: DraftTree, node: int, target: Tensor) -> tuple[int, int | None]:
+        children = tree.host.children[node]
+        if children:
+            assert tree.draft_probs is not None, "sampled drafts carry their distributions"
+            draft = tree.draft_probs[node].to(target.device, copy=True)
+        for child in children:
+            token = tree.host.tokens[child]
+            if float(torch.rand(()) * draft[token]) < float(target[token]):
+                return token, child
+            residual = (target - draft).clamp_(min=0)
+            total = residual.sum()
+            # An empty residual means p = q up to rounding: a rejection there has no probability.
+            target = residual / total if total > 0 else target
+            draft[token] = 0
+            rest = draft.sum()
+            draft = draft / rest if rest > 0 else draft
+        return int(torch.multinomial(target, 1)), None

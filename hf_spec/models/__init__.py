@@ -1,0 +1,1 @@
+"""Neural parts: draft models, and the heads and adapters of the trained methods."""

@@ -1,0 +1,123 @@
+"""The contract of a strategy, and the registry that finds it by name.
+
+A strategy is one file: a frozen config dataclass and a drafter, tied together by `register`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+from transformers import PreTrainedModel
+
+from hf_spec.decoding.drafter import Drafter
+from hf_spec.errors import OptionError
+
+
+@dataclass(frozen=True)
+class StrategyConfig:
+    """Options of a strategy. Every field is a plain JSON value, so configs can be stored.
+
+    Attributes:
+        strategy: the registered name, set by `register`.
+        needs_assistant: whether `assistant=` must be given.
+    """
+
+    strategy: ClassVar[str] = ""
+    needs_assistant: ClassVar[bool] = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """The options and the strategy's name, as JSON values."""
+        return {"strategy": self.strategy, **dataclasses.asdict(self)}
+
+    def check(self, name: str, low: float, high: float = math.inf) -> None:
+        """Refuse a numeric option outside [low, high] or of another type than its default.
+
+        Raises:
+            OptionError: names the option, its value and the range.
+        """
+        value = getattr(self, name)
+        whole = isinstance(type(self).__dataclass_fields__[name].default, int)
+        numeric = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+        if not numeric or not low <= value <= high:
+            kind = "a whole number" if whole else "a number"
+            limits = f"of at least {low}" if high == math.inf else f"between {low} and {high}"
+            raise OptionError(
+                f"{type(self).__name__}({name}={value!r}): {name} must be {kind} {limits}"
+            )
+
+
+MakeDrafter = Callable[[Any, PreTrainedModel, Any], Drafter]
+Config = TypeVar("Config", bound=type[StrategyConfig])
+
+_CONFIGS: dict[str, type[StrategyConfig]] = {}
+_MAKERS: dict[str, MakeDrafter] = {}
+
+
+def register(name: str, make_drafter: MakeDrafter) -> Callable[[Config], Config]:
+    """Class decorator: make a config known as `spec_strategy=name`.
+
+    Args:
+        name: lower case, letters, digits and underscores.
+        make_drafter: called with (config, target model, assistant) for every generation.
+
+    Raises:
+        ValueError: if the name is badly formed or taken.
+    """
+
+    def add(config_class: Config) -> Config:
+        if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+            raise ValueError(f"strategy name {name!r} is not lower_case_with_underscores")
+        if name in _CONFIGS:
+            raise ValueError(f"strategy name {name!r} belongs to {_CONFIGS[name].__name__} already")
+        config_class.strategy = name
+        _CONFIGS[name] = config_class
+        _MAKERS[name] = make_drafter
+        return config_class
+
+    return add
+
+
+def known_strategies() -> list[str]:
+    """Names of all registered strategies, sorted."""
+    return sorted(_CONFIGS)
+
+
+def parse_strategy(value: object) -> StrategyConfig:
+    """Turn what the user passed as `spec_strategy` into a config.
+
+    Args:
+        value: a name, a config, or a config as the dictionary that a stored generation config
+            holds.
+
+    Raises:
+        OptionError: for an unknown name or option, or a value of another type.
+    """
+    if isinstance(value, StrategyConfig):
+        return value
+    options: dict[str, Any] = {}
+    if isinstance(value, dict):
+        options = {str(key): option for key, option in value.items()}
+        value = options.pop("strategy", None)
+    if not isinstance(value, str) or value not in _CONFIGS:
+        raise OptionError(
+            f"unknown spec_strategy {value!r}; known: {', '.join(known_strategies())} "
+            "(a name, or a config object such as hf_spec.LookupConfig())"
+        )
+    config_class = _CONFIGS[value]
+    fields = {field.name for field in dataclasses.fields(config_class)}
+    if unknown := sorted(set(options) - fields):
+        raise OptionError(
+            f"{config_class.__name__} has no option {', '.join(unknown)}; "
+            f"known: {', '.join(sorted(fields))}"
+        )
+    return config_class(**options)
+
+
+def make_drafter(config: StrategyConfig, target: PreTrainedModel, assistant: object) -> Drafter:
+    """Build the drafter of a config for one generation."""
+    return _MAKERS[config.strategy](config, target, assistant)

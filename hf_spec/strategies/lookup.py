@@ -1,0 +1,135 @@
+"""Drafts copied from the text itself: earlier occurrences of the last few tokens (LLMA / PLD).
+
+The continuation of a repeated n-gram is often repeated too. The index covers the prompt and the
+output and grows with it; several occurrences become one tree, the longest and most recent first.
+Sources: Yang et al. 2023, arXiv 2304.04487 (LLMA: match 2, copy 7); Saxena 2023 (prompt lookup).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+
+from transformers import PreTrainedModel
+
+from hf_spec.decoding.drafter import Drafter
+from hf_spec.decoding.state import GenerationState
+from hf_spec.decoding.tree import DraftTree
+from hf_spec.errors import AssistantError, OptionError
+from hf_spec.strategies.base import StrategyConfig, register
+
+
+def _make(config: LookupConfig, target: PreTrainedModel, assistant: object) -> LookupDrafter:
+    if assistant is not None:
+        raise AssistantError(
+            f"spec_strategy='lookup' takes no assistant, got {type(assistant).__name__}; "
+            "drop assistant=, or choose 'draft' or 'tree'"
+        )
+    return LookupDrafter(config)
+
+
+@register("lookup", _make)
+@dataclass(frozen=True)
+class LookupConfig(StrategyConfig):
+    """Options of the lookup drafter.
+
+    Attributes:
+        match_length: longest n-gram that is looked up.
+        min_match_length: shortest one, tried when the longer ones have no match.
+        copy_length: how many tokens are copied from behind a match.
+        max_matches: how many occurrences may become branches of the tree.
+        max_draft_tokens: most nodes of the tree, root excluded.
+    """
+
+    match_length: int = 2
+    min_match_length: int = 1
+    copy_length: int = 7
+    max_matches: int = 2
+    max_draft_tokens: int = 15
+
+    def __post_init__(self) -> None:
+        for name in ("match_length", "min_match_length", "copy_length", "max_matches"):
+            self.check(name, 1)
+        self.check("max_draft_tokens", 1)
+        if self.min_match_length > self.match_length:
+            raise OptionError(
+                f"LookupConfig(min_match_length={self.min_match_length}) is larger than "
+                f"match_length={self.match_length}"
+            )
+
+
+class LookupDrafter(Drafter):
+    """Proposes what followed earlier occurrences of the last tokens."""
+
+    def __init__(self, config: LookupConfig):
+        self.config = config
+        self._indexes: list[_NgramIndex] = []
+
+    @contextmanager
+    def active(self, state: GenerationState) -> Iterator[None]:
+        """Start an index per row, unless one is at hand already."""
+        if len(self._indexes) != state.num_rows:
+            lengths = range(self.config.min_match_length, self.config.match_length + 1)
+            self._indexes = [_NgramIndex(lengths) for _ in state.tokens]
+        yield
+
+    def draft(self, state: GenerationState) -> DraftTree:
+        """One trie of continuations per unfinished row."""
+        rows: list[tuple[list[int], list[int]]] = [([], []) for _ in state.tokens]
+        for row in state.unfinished:
+            sequence = state.tokens[row]
+            self._indexes[row].extend(sequence)
+            rows[row] = self._trie(row, sequence, state.room(row) - 1)
+        return DraftTree.from_rows(rows, device=state.frames.device)
+
+    def _trie(self, row: int, sequence: list[int], room: int) -> tuple[list[int], list[int]]:
+        tokens, parents = [sequence[-1]], [-1]
+        children: dict[tuple[int, int], int] = {}
+        copied = min(self.config.copy_length, room)
+        branches = 0
+        # Occurrences that add nothing are passed over, but not thousands of them.
+        looked_at = islice(self._indexes[row].matches(sequence), 8 * self.config.max_matches)
+        for end in looked_at:
+            if branches == self.config.max_matches:
+                break
+            size, node = len(tokens), 0
+            for token in sequence[end : end + copied]:
+                below = children.get((node, token))
+                if below is None:
+                    if len(tokens) > self.config.max_draft_tokens:
+                        return tokens, parents
+                    below = children[node, token] = len(tokens)
+                    tokens.append(token)
+                    parents.append(node)
+                node = below
+            branches += len(tokens) > size
+        return tokens, parents
+
+
+class _NgramIndex:
+    """Where each n-gram of a growing sequence ends, for the given lengths."""
+
+    def __init__(self, lengths: Sequence[int]):
+        self.lengths = lengths
+        self._ends: list[dict[tuple[int, ...], list[int]]] = [defaultdict(list) for _ in lengths]
+        self._indexed = 0
+
+    def extend(self, sequence: Sequence[int]) -> None:
+        """Index every n-gram that has a token behind it."""
+        for end in range(self._indexed + 1, len(sequence)):
+            for length, ends in zip(self.lengths, self._ends, strict=True):
+                if end >= length:
+                    ends[tuple(sequence[end - length : end])].append(end)
+        self._indexed = max(self._indexed, len(sequence) - 1)
+
+    def matches(self, sequence: Sequence[int]) -> Iterator[int]:
+        """Places behind earlier occurrences of the sequence's end: longest first, then newest."""
+        seen: set[int] = set()
+        for length, ends in zip(reversed(self.lengths), reversed(self._ends), strict=True):
+            for end in reversed(ends.get(tuple(sequence[-length:]), [])):
+                if end not in seen:
+                    seen.add(end)
+                    yield end

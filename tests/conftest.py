@@ -1,0 +1,30 @@
+"""Shared fixtures. The real models are loaded once per session, in float32 and evaluation mode."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_spec.checkpoints import gemma3_270m, smollm2_135m_instruct
+
+
+def load_float32(folder: Path) -> tuple[Any, Any]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return model, AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> tuple[Any, Any]:
+    """SmolLM2-135M-Instruct: (model, tokenizer)."""
+    return load_float32(smollm2_135m_instruct())
+
+
+@pytest.fixture(scope="session")
+def gemma3() -> tuple[Any, Any]:
+    """Gemma-3-270M, base model with a sliding window: (model, tokenizer)."""
+    return load_float32(gemma3_270m())
