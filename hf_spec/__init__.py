@@ -9,6 +9,7 @@ from hf_spec.models.truncated import truncated_draft
 from hf_spec.outputs import SpecGenerateOutput, SpecStats
 from hf_spec.strategies import (
     DraftConfig,
+    GsdConfig,
     LookupConfig,
     StrategyConfig,
     TreeConfig,
@@ -20,6 +21,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AssistantError",
     "DraftConfig",
+    "GsdConfig",
     "LookupConfig",
     "OptionError",
     "SpecError",

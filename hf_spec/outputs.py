@@ -23,7 +23,7 @@ class RowStats:
         return self.accepted_tokens / self.target_forwards if self.target_forwards else 0.0
 
     def count(self, drafted: int, depth: int, accepted: int) -> None:
-        """Add one round: `drafted` nodes of a draft `depth` levels deep, `accepted` of them kept."""
+        """Add a round: `drafted` nodes in a draft `depth` levels deep, `accepted` of them kept."""
         self.target_forwards += 1
         self.drafted_tokens += drafted
         self.accepted_tokens += accepted

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -86,7 +87,7 @@ class PackedStep:
     segments: Sequence[Segment]
 
 
-def tree_attention(
+def tree_attention(  # noqa: PLR0913 - the signature that transformers calls
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -98,14 +99,15 @@ def tree_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **kwargs: object,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Store the new keys and values, then attend row by row (the torch reference).
 
     Args:
         module: the attention layer; its `layer_idx` names the buffers.
         query: (1, H, T, D).
-        key, value: (1, H_kv, T, D) of the new tokens, rotated already.
+        key: (1, H_kv, T, D) of the new tokens, rotated already.
+        value: likewise.
         attention_mask: ignored; what is visible comes from `spec_step`.
         scaling: factor of the scores, 1 / sqrt(D) by default.
         dropout: ignored, decoding uses none.
@@ -113,6 +115,7 @@ def tree_attention(
         sliding_window: how far back a token sees, itself included.
         softcap: scores are squashed to (-softcap, softcap) by tanh.
         s_aux: (H,) attention sinks, a logit per head that takes probability and gives nothing.
+        **kwargs: whatever else a model passes; for SDPA only.
 
     Returns:
         (1, T, H, D) and None (no weights).
@@ -121,7 +124,8 @@ def tree_attention(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
         )
-    keys, values = spec_step.pool.layer(module.layer_idx, key, value)
+    layer_index: Any = module.layer_idx
+    keys, values = spec_step.pool.layer(layer_index, key, value)
     for slot, start, end, places in spec_step.writes:
         keys[slot, :, places] = key[0, :, start:end]
         values[slot, :, places] = value[0, :, start:end]
@@ -132,7 +136,8 @@ def tree_attention(
     for segment in spec_step.segments:
         length = segment.end - segment.start
         # Query heads of one key head become rows of it: no copy of the keys for grouped queries.
-        rows = query[0, :, segment.start : segment.end].reshape(-1, groups * length, query.shape[-1])
+        rows = query[0, :, segment.start : segment.end]
+        rows = rows.reshape(-1, groups * length, query.shape[-1])
         attended = _attend(
             rows,
             keys[segment.slot, :, : segment.num_keys],
@@ -147,7 +152,7 @@ def tree_attention(
     return out, None
 
 
-def _attend(
+def _attend(  # noqa: PLR0913 - one entry per term of the formula
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -43,7 +43,7 @@ class Drafter(CandidateGenerator):
         """Hold whatever a generation needs (a draft model made ready), and let go of it."""
         yield
 
-    def get_candidates(
+    def get_candidates(  # type: ignore[override]
         self, input_ids: Tensor, **kwargs: object
     ) -> tuple[Tensor, Tensor | None]:
         """Serve transformers' assisted decoding: the prompt followed by the drafted chain.

@@ -19,7 +19,7 @@ from hf_spec.decoding.verification import NodeDraw, ResidualRejection, Verifier
 from hf_spec.outputs import SpecGenerateOutput
 
 
-def generate_with(
+def generate_with(  # noqa: PLR0913 - the signature that generate() calls
     drafter: Drafter,
     model: PreTrainedModel,
     input_ids: Tensor,
@@ -42,7 +42,7 @@ def generate_with(
         **model_kwargs: `attention_mask`, `past_key_values` and what else `generate()` prepared.
 
     Returns:
-        What `generate()` returns: (B, L + new) int64, or an output object if the config asks for it.
+        What `generate()` returns: (B, L + new) int64, or an output object if the config wants it.
 
     Raises:
         UnsupportedError: if something here cannot be served exactly.

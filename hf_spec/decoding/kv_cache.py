@@ -1,4 +1,4 @@
-"""Keys and values of a ragged batch: one buffer per layer, a slot per row, each with its own length.
+"""Keys and values of a ragged batch: a buffer per layer, a slot per row, each with its own length.
 
 Nothing is ever padded, cropped or concatenated. A forward writes its tokens behind the committed
 part of their slot; the accepted ones are then moved together and the rest is overwritten by the
@@ -9,6 +9,7 @@ keep full-length storage; the window is in the attention mask.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,7 +76,8 @@ class KVPool:
         """
         length = max((int(mask.sum()) for mask in frame_masks), default=0)
         self.reserve(length)
-        for index, layer in enumerate(cache.layers):
+        layers: Sequence[Any] = cache.layers
+        for index, layer in enumerate(layers):
             key_buffer, value_buffer = self.layer(index, layer.keys, layer.values)
             for row, mask in enumerate(frame_masks):
                 stored = layer.keys.shape[2]

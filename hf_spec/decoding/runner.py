@@ -21,6 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_spec.decoding import attention
 from hf_spec.decoding.alibi import tree_alibi
 from hf_spec.decoding.attention import PackedStep, Segment
+
 try:
     from hf_spec.decoding.cpu_linear import fast_cpu_linears
 except ImportError:

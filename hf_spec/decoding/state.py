@@ -34,9 +34,8 @@ class StopRules:
         self._others = []
         for criterion in criteria:
             if type(criterion) is MaxLengthCriteria:
-                known = self.max_length
-                longest = criterion.max_length
-                self.max_length = longest if known is None else min(longest, known)
+                limits = [x for x in (self.max_length, criterion.max_length) if x is not None]
+                self.max_length = min(limits)
             elif type(criterion) is EosTokenCriteria:
                 self._eos.update(criterion.eos_token_id.tolist())
             else:
@@ -204,12 +203,13 @@ class GenerationState:
         stats = self.stats
         total = time.perf_counter() - self._started
         stats.other_seconds = total - stats.draft_seconds - stats.verify_seconds
-        return SpecGenerateOutput(
-            sequences=sequences,
-            scores=self._per_step(self.scores, longest) if self.keep_scores else None,
-            logits=self._per_step(self.logits, longest) if self.keep_logits else None,
-            spec_stats=stats,
-        )
+        # The annotations of transformers say LongTensor and tuple[Tensor]; it fills in the same.
+        fields: dict[str, Any] = {
+            "sequences": sequences,
+            "scores": self._per_step(self.scores, longest) if self.keep_scores else None,
+            "logits": self._per_step(self.logits, longest) if self.keep_logits else None,
+        }
+        return SpecGenerateOutput(**fields, spec_stats=stats)
 
     def output_masks(self, width: int) -> list[Tensor]:
         """Per row (width,) bool over the output frame, True for real tokens."""

@@ -72,8 +72,9 @@ class DraftTree:
             tokens.extend(row_tokens)
             row.extend([index] * len(row_tokens))
             row_start.append(len(tokens))
-        tensors = [torch.tensor(x, dtype=torch.long) for x in (tokens, parent, depth, row, row_start)]
-        tree = cls(*(t.to(device) for t in tensors), draft_probs=draft_probs)
+        fields = (tokens, parent, depth, row, row_start)
+        tensors = [torch.tensor(field, dtype=torch.long).to(device) for field in fields]
+        tree = cls(*tensors, draft_probs=draft_probs)  # type: ignore[misc]
         # The host copy is at hand here; asking the device for it later would be a sync.
         tree.__dict__["host"] = HostTree(tokens, parent, depth, row_start)
         return tree
@@ -171,4 +172,7 @@ class Verdict:
     def paths(self) -> list[list[int]]:
         """Per row the accepted nodes, counted from the row's root."""
         starts = self.tree.host.row_start
-        return [[node - start for node in row] for row, start in zip(self.accepted, starts)]
+        return [
+            [node - start for node in row]
+            for row, start in zip(self.accepted, starts, strict=False)
+        ]

@@ -7,8 +7,8 @@ from weakref import WeakKeyDictionary
 
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hf_spec.errors import AssistantError, SpecError
 from hf_spec.checks import check_model
+from hf_spec.errors import AssistantError, SpecError
 
 # Loading takes seconds; a name given in every call is loaded once per target model.
 _LOADED: WeakKeyDictionary[PreTrainedModel, dict[str, PreTrainedModel]] = WeakKeyDictionary()
@@ -33,10 +33,9 @@ def resolve_draft_model(
             "id>, for instance hf_spec.truncated_draft(model, num_layers)"
         )
     if isinstance(assistant, (str, os.PathLike)):
-        model = _load(os.fspath(assistant), target)
-    else:
-        unwrap = getattr(assistant, "get_base_model", None)
-        model = unwrap() if callable(unwrap) else assistant
+        assistant = _load(os.fspath(assistant), target)
+    unwrap = getattr(assistant, "get_base_model", None)
+    model = unwrap() if callable(unwrap) else assistant
     if not isinstance(model, PreTrainedModel):
         raise AssistantError(
             f"assistant of type {type(assistant).__name__} is no draft model; pass a "
@@ -59,8 +58,10 @@ def _load(name: str, target: PreTrainedModel) -> PreTrainedModel:
     loaded = _LOADED.setdefault(target, {})
     if name not in loaded:
         try:
-            model = AutoModelForCausalLM.from_pretrained(name, dtype=target.dtype)
+            model = AutoModelForCausalLM.from_pretrained(
+                name, dtype=target.dtype, device_map={"": target.device}
+            )
         except Exception as error:
             raise AssistantError(f"assistant={name!r} cannot be loaded: {error}") from error
-        loaded[name] = model.to(target.device).eval()
+        loaded[name] = model.eval()
     return loaded[name]

@@ -8,10 +8,12 @@ from hf_spec.strategies.base import (
     register,
 )
 from hf_spec.strategies.draft_model import DraftConfig, TreeConfig
+from hf_spec.strategies.gsd import GsdConfig
 from hf_spec.strategies.lookup import LookupConfig
 
 __all__ = [
     "DraftConfig",
+    "GsdConfig",
     "LookupConfig",
     "StrategyConfig",
     "TreeConfig",

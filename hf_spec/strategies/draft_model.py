@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_spec.decoding.drafter import Drafter
+from hf_spec.decoding.graph import TokenGraph, Unmerged
 from hf_spec.decoding.length_policy import LengthPolicy, make_policy
 from hf_spec.decoding.processors import NodeProcessors
 from hf_spec.decoding.runner import ForwardOutput, ModelRunner
@@ -31,11 +32,14 @@ from hf_spec.models.assistant import resolve_draft_model
 from hf_spec.strategies.base import StrategyConfig, register
 
 
-def _make(config: DraftConfig, target: PreTrainedModel, assistant: object) -> DraftModelDrafter:
+def make_drafter(
+    config: DraftConfig, target: PreTrainedModel, assistant: object
+) -> DraftModelDrafter:
+    """The drafter of this family of configs, with its draft model found and checked."""
     return DraftModelDrafter(config, resolve_draft_model(config.strategy, assistant, target))
 
 
-@register("draft", _make)
+@register("draft", make_drafter)
 @dataclass(frozen=True)
 class DraftConfig(StrategyConfig):
     """Options of a drafted chain.
@@ -71,7 +75,7 @@ class DraftConfig(StrategyConfig):
         return TreeShape(children=1, expanded=1, max_nodes=self.max_draft_tokens)
 
 
-@register("tree", _make)
+@register("tree", make_drafter)
 @dataclass(frozen=True)
 class TreeConfig(DraftConfig):
     """Options of a drafted tree; `max_draft_tokens` is its depth.
@@ -119,38 +123,16 @@ class TreeShape:
     max_nodes: int
     min_probability: float = 0.0
     min_sibling_ratio: float = 0.0
+    merge_length: int | None = None
 
 
 @dataclass
-class _RowGrowth:
-    """A tree under construction; `reach` is the probability of the path to each node."""
+class _Growth:
+    """A draft under construction: the graph, the nodes to expand next, sampled distributions."""
 
-    tokens: list[int]
-    parents: list[int] = field(default_factory=lambda: [-1])
-    reach: list[float] = field(default_factory=lambda: [1.0])
-    depth: list[int] = field(default_factory=lambda: [0])
+    graph: TokenGraph
     frontier: list[int] = field(default_factory=lambda: [0])
     distributions: dict[int, Tensor] = field(default_factory=dict)
-
-    def add(self, parent: int, token: int, probability: float) -> int:
-        self.tokens.append(token)
-        self.parents.append(parent)
-        self.reach.append(self.reach[parent] * probability)
-        self.depth.append(self.depth[parent] + 1)
-        return len(self.tokens) - 1
-
-    def path(self, node: int) -> list[int]:
-        """Tokens from the root's first descendant down to `node`."""
-        tokens = []
-        while node:
-            tokens.append(self.tokens[node])
-            node = self.parents[node]
-        return tokens[::-1]
-
-    def best(self, count: int) -> list[int]:
-        """The root and the `count` most probable nodes; a parent never ranks below its child."""
-        others = range(1, len(self.tokens))
-        return [0, *sorted(heapq.nsmallest(count, others, key=lambda n: (-self.reach[n], n)))]
 
 
 class DraftModelDrafter(Drafter):
@@ -167,7 +149,7 @@ class DraftModelDrafter(Drafter):
         self.model = model
         self.policy = config.make_policy()
         self._runner: ModelRunner | None = None
-        self._origin: list[list[int]] = []
+        self._sent: dict[int, Unmerged] = {}
 
     @property
     def forwards(self) -> int:  # type: ignore[override]
@@ -187,7 +169,10 @@ class DraftModelDrafter(Drafter):
 
     def draft(self, state: GenerationState) -> DraftTree:
         """One tree per unfinished row, one draft forward per level."""
-        growths = {row: _RowGrowth([state.tokens[row][-1]]) for row in state.unfinished}
+        growths = {
+            row: _Growth(TokenGraph(state.tokens[row], self.shape.merge_length))
+            for row in state.unfinished
+        }
         limits = {row: min(self.policy.limit(row), state.room(row) - 1) for row in growths}
         level = 0
         growing = [row for row in growths if limits[row] > 0]
@@ -201,44 +186,44 @@ class DraftModelDrafter(Drafter):
                 and growths[row].frontier
                 and self._goes_on(row, growths[row], level)
             ]
-        return self._finish(state, growths)
+        self._sent = {
+            row: growth.graph.spell_out()
+            if self.samples
+            else growth.graph.unmerge(self.shape.max_nodes, limits[row])
+            for row, growth in growths.items()
+        }
+        distributions = [
+            growths[row].distributions.get(node)
+            for row in growths
+            for node in self._sent[row].nodes
+        ]
+        return self._tree(state, self._sent, _stack(distributions))
 
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
         """Keep the accepted part of the draft model's keys and values; tell the policy."""
         assert self._runner is not None, "observe comes after draft"
-        host = verdict.tree.host
-        paths = [
-            [origin[offset] for offset in path]
-            for origin, path in zip(self._origin, verdict.paths, strict=True)
-        ]
-        self._runner.keep(paths)
-        for row, path in enumerate(paths):
-            if host.nodes(row):
-                self.policy.observe(row, host.height(row), len(path))
+        kept: list[list[int]] = [[] for _ in verdict.accepted]
+        for row, sent in self._sent.items():
+            path = verdict.paths[row]
+            # Behind a merge edge the stored keys and values belong to another path.
+            valid = next((i for i, node in enumerate(path) if sent.merged[node]), len(path))
+            kept[row] = [sent.nodes[node] for node in path[:valid]]
+            self.policy.observe(row, verdict.tree.host.height(row), len(path))
+        self._runner.keep(kept)
 
-    def _goes_on(self, row: int, growth: _RowGrowth, level: int) -> bool:
-        best = max(growth.frontier, key=lambda node: growth.reach[node])
-        above = growth.reach[growth.parents[best]]
-        return self.policy.goes_on(row, level - 1, growth.reach[best] / above if above else 0.0)
+    def _goes_on(self, row: int, growth: _Growth, level: int) -> bool:
+        graph = growth.graph
+        best = max(growth.frontier, key=lambda node: graph.reach[node])
+        above = graph.reach[graph.fathers[best]]
+        return self.policy.goes_on(row, level - 1, graph.reach[best] / above if above else 0.0)
 
     def _grow(
-        self, state: GenerationState, growths: dict[int, _RowGrowth], growing: Sequence[int]
+        self, state: GenerationState, growths: dict[int, _Growth], growing: Sequence[int]
     ) -> None:
-        """Run the frontier of every growing row and hang its children into the trees."""
-        tree = self._tree(state, {row: growths[row] for row in growing})
-        starts = tree.host.row_start
+        """Run the frontier of every growing row and hang its children into the graphs."""
+        tree = self._tree(state, {row: growths[row].graph.spell_out() for row in growing})
         owners = [(row, node) for row in growing for node in growths[row].frontier]
-        assert self._runner is not None
-        output = self._runner.forward(
-            tree, state.tokens, [starts[row] + node for row, node in owners]
-        )
-        rows = [row for row, _ in owners]
-        prefixes = None
-        if self._processors.reads_prefix:
-            # A copy each: prefixes of one row share the space behind its committed tokens.
-            prefixes = [state.prefix(row, growths[row].path(node)).clone() for row, node in owners]
-        logits = output.logits.to(state.frames.device, torch.float32)
-        probs = self._processors(rows, prefixes, logits).softmax(dim=-1)
+        probs = self._probabilities(state, growths, tree, owners)
         if self.samples:
             drawn = torch.multinomial(probs, self.shape.children)
             likely = probs.gather(-1, drawn)
@@ -248,52 +233,61 @@ class DraftModelDrafter(Drafter):
         for row in growing:
             growths[row].frontier = []
         for index, (row, node) in enumerate(owners):
-            growth = growths[row]
             if self.samples:
-                growth.distributions[node] = probs[index]
-            self._hang(growth, node, tokens[index], chances[index])
+                growths[row].distributions[node] = probs[index]
+            self._hang(growths[row], node, tokens[index], chances[index])
         for row in growing:
             growth = growths[row]
-            best = heapq.nsmallest(
-                self.shape.expanded, growth.frontier, key=lambda n: -growth.reach[n]
-            )
+            reach = growth.graph.reach
+            best = heapq.nsmallest(self.shape.expanded, growth.frontier, key=lambda n: -reach[n])
             growth.frontier = sorted(best)
 
+    def _probabilities(
+        self,
+        state: GenerationState,
+        growths: dict[int, _Growth],
+        tree: DraftTree,
+        owners: Sequence[tuple[int, int]],
+    ) -> Tensor:
+        """(nodes, V) float32: the draft model's distribution after each (row, node)."""
+        assert self._runner is not None, "drafting happens while active"
+        starts = tree.host.row_start
+        nodes = [starts[row] + node for row, node in owners]
+        output = self._runner.forward(tree, state.tokens, nodes)
+        prefixes = None
+        if self._processors.reads_prefix:
+            # A copy each: prefixes of one row share the space behind its committed tokens.
+            prefixes = [
+                state.prefix(row, growths[row].graph.path(node)).clone() for row, node in owners
+            ]
+        logits = output.logits.to(state.frames.device, torch.float32)
+        return self._processors([row for row, _ in owners], prefixes, logits).softmax(dim=-1)
+
     def _hang(
-        self, growth: _RowGrowth, node: int, tokens: Sequence[int], chances: Sequence[float]
+        self, growth: _Growth, node: int, tokens: Sequence[int], chances: Sequence[float]
     ) -> None:
         # Whether a drawn child is sent must not depend on what was drawn, or the draft would no
         # longer follow `draft_probs`: sampled trees stop growing by count alone.
-        if self.samples and len(growth.tokens) + len(tokens) > self.shape.max_nodes + 1:
+        if self.samples and len(growth.graph) + len(tokens) > self.shape.max_nodes + 1:
             return
         for token, chance in zip(tokens, chances, strict=True):
             pruned = chance < self.shape.min_sibling_ratio * chances[0] and not self.samples
             if chance <= 0 or pruned:
                 continue
-            child = growth.add(node, token, chance)
-            if chance >= self.shape.min_probability:
+            child = growth.graph.add(node, token, chance)
+            if child is not None and chance >= self.shape.min_probability:
                 growth.frontier.append(child)
 
-    def _tree(self, state: GenerationState, growths: dict[int, _RowGrowth]) -> DraftTree:
+    def _tree(
+        self,
+        state: GenerationState,
+        drafts: dict[int, Unmerged],
+        draft_probs: Tensor | None = None,
+    ) -> DraftTree:
         rows: list[tuple[list[int], list[int]]] = [([], []) for _ in state.tokens]
-        for row, growth in growths.items():
-            rows[row] = (growth.tokens, growth.parents)
-        return DraftTree.from_rows(rows, device=state.frames.device)
-
-    def _finish(self, state: GenerationState, growths: dict[int, _RowGrowth]) -> DraftTree:
-        """The tree for the target: the most probable nodes, renumbered."""
-        rows: list[tuple[list[int], list[int]]] = [([], []) for _ in state.tokens]
-        self._origin = [[] for _ in state.tokens]
-        distributions: list[Tensor | None] = []
-        for row, growth in growths.items():
-            everything = len(growth.tokens)
-            kept = growth.best(everything if self.samples else self.shape.max_nodes)
-            place = {node: index for index, node in enumerate(kept)}
-            self._origin[row] = kept
-            parents = [-1, *(place[growth.parents[node]] for node in kept[1:])]
-            rows[row] = ([growth.tokens[node] for node in kept], parents)
-            distributions.extend(growth.distributions.get(node) for node in kept)
-        return DraftTree.from_rows(rows, state.frames.device, _stack(distributions))
+        for row, draft in drafts.items():
+            rows[row] = (draft.tokens, draft.parents)
+        return DraftTree.from_rows(rows, state.frames.device, draft_probs)
 
 
 def _stack(distributions: Sequence[Tensor | None]) -> Tensor | None:

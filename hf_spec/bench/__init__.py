@@ -1,0 +1,1 @@
+"""Benchmarks of decoding: all contenders in one process, prompt by prompt, interleaved."""

@@ -1,0 +1,130 @@
+"""What can be measured: plain generate, the lookups of others, and our strategies."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_spec.outputs import SpecStats
+from hf_spec.strategies import StrategyConfig
+
+
+@dataclass(frozen=True)
+class Run:
+    """Outcome of one generation.
+
+    Attributes:
+        sequence: (L,) int64, prompt included.
+        target_forwards: forward passes of the target model; None where they cannot be counted.
+        stats: our own statistics, for our own strategies.
+    """
+
+    sequence: Tensor
+    target_forwards: int | None = None
+    stats: SpecStats | None = None
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A named way to generate.
+
+    Attributes:
+        name: as it appears in tables.
+        run: called with (1, L) ids and a number of new tokens.
+        count: like `run`, untimed, when counting forwards needs another call; None otherwise.
+    """
+
+    name: str
+    run: Callable[[Tensor, int], Run]
+    count: Callable[[Tensor, int], int] | None = None
+
+
+def plain(model: PreTrainedModel) -> Contender:
+    """`generate()` itself, greedy."""
+    return Contender("plain", lambda ids, new: _counted(model, ids, max_new_tokens=new))
+
+
+def transformers_lookup(model: PreTrainedModel, match_length: int, copy_length: int) -> Contender:
+    """The prompt lookup of transformers."""
+    return Contender(
+        "transformers lookup",
+        lambda ids, new: _counted(
+            model,
+            ids,
+            max_new_tokens=new,
+            prompt_lookup_num_tokens=copy_length,
+            max_matching_ngram_size=match_length,
+        ),
+    )
+
+
+def transformers_assistant(model: PreTrainedModel, assistant: PreTrainedModel) -> Contender:
+    """The assisted decoding of transformers."""
+    return Contender(
+        "transformers assistant",
+        lambda ids, new: _counted(model, ids, max_new_tokens=new, assistant_model=assistant),
+    )
+
+
+def economize_lookup(
+    model: PreTrainedModel, match_length: int, copy_length: int
+) -> Contender | None:
+    """The lookup of the package `economize`; None if it is not installed."""
+    if importlib.util.find_spec("economize") is None:
+        return None
+    import economize
+    from economize.techniques.lookup import LookupConfig
+
+    wrapped = economize.apply(
+        model,
+        LookupConfig(max_ngram=match_length),
+        decoding=economize.DecodeConfig(cycle_length=copy_length + 1),
+    )
+
+    def run(ids: Tensor, new_tokens: int) -> Run:
+        return Run(wrapped.generate(ids, max_new_tokens=new_tokens, do_sample=False)[0])
+
+    def count(ids: Tensor, new_tokens: int) -> int:
+        return int(wrapped.decode(ids[0], new_tokens).cost_summary()["exact_calls"])
+
+    return Contender("economize lookup", run, count)
+
+
+def strategy(
+    model: Any, config: StrategyConfig, assistant: Any = None, name: str | None = None
+) -> Contender:
+    """One of our strategies."""
+
+    def run(ids: Tensor, new_tokens: int) -> Run:
+        output = model.generate(
+            ids,
+            max_new_tokens=new_tokens,
+            do_sample=False,
+            spec_strategy=config,
+            assistant=assistant,
+            return_dict_in_generate=True,
+        )
+        stats = output.spec_stats
+        return Run(output.sequences[0], stats.target_forwards, stats)
+
+    return Contender(name or config.strategy, run)
+
+
+def _counted(model: Any, ids: Tensor, **options: Any) -> Run:
+    forwards = 0
+
+    def count(*_: Any) -> None:
+        nonlocal forwards
+        forwards += 1
+
+    handle = model.register_forward_pre_hook(count)
+    try:
+        sequence = model.generate(ids, do_sample=False, **options)[0]
+    finally:
+        handle.remove()
+    return Run(sequence, forwards)

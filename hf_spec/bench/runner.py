@@ -1,0 +1,143 @@
+"""Interleaved timing: for every prompt and repetition all contenders run, one after the other."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import transformers
+
+from hf_spec.bench.contenders import Contender
+from hf_spec.bench.prompts import Prompt
+
+
+@dataclass(frozen=True)
+class Record:
+    """One timed generation.
+
+    Attributes:
+        prompt, task, contender, repeat: which one.
+        seconds: wall-clock time of the call.
+        plain_seconds: of plain generate on the same prompt in the same repetition.
+        new_tokens: tokens generated.
+        target_forwards: None where they cannot be counted.
+        identical: whether the output equals plain generate's.
+        tau, draft_seconds, verify_seconds, other_seconds, accepted_by_position: statistics of our
+            own strategies.
+    """
+
+    prompt: str
+    task: str
+    contender: str
+    repeat: int
+    seconds: float
+    plain_seconds: float
+    new_tokens: int
+    target_forwards: int | None
+    identical: bool
+    tau: float | None = None
+    draft_seconds: float | None = None
+    verify_seconds: float | None = None
+    other_seconds: float | None = None
+    accepted_by_position: tuple[int, ...] | None = None
+
+    @property
+    def ratio(self) -> float:
+        """Speed relative to plain generate in the same repetition."""
+        return self.plain_seconds / self.seconds
+
+
+def measure(
+    contenders: Sequence[Contender],
+    prompts: Sequence[Prompt],
+    tokenizer: Any,
+    new_tokens: int,
+    repeats: int,
+    progress: Callable[[], None] = lambda: None,
+) -> list[Record]:
+    """Time every contender on every prompt.
+
+    Args:
+        contenders: the first one is the reference (plain generate).
+        prompts: what to generate from.
+        tokenizer: the model's.
+        new_tokens: most tokens generated.
+        repeats: timed repetitions; the order of the contenders rotates from one to the next.
+        progress: called after every generation.
+
+    Returns:
+        One record per contender, prompt and repetition; a warm-up on the first prompt is not timed.
+    """
+    reference = contenders[0]
+    warm_up = prompts[0].encode(tokenizer)
+    for contender in contenders:
+        contender.run(warm_up, min(new_tokens, 16))
+    records: list[Record] = []
+    for prompt in prompts:
+        ids = prompt.encode(tokenizer)
+        counts = {c.name: c.count(ids, new_tokens) for c in contenders if c.count is not None}
+        for repeat in range(repeats):
+            turn = repeat % len(contenders)
+            runs = {}
+            for contender in [*contenders[turn:], *contenders[:turn]]:
+                _synchronize()
+                start = time.perf_counter()
+                run = contender.run(ids, new_tokens)
+                _synchronize()
+                runs[contender.name] = run, time.perf_counter() - start
+                progress()
+            expected, plain_seconds = runs[reference.name]
+            for name, (run, seconds) in runs.items():
+                stats = run.stats
+                records.append(
+                    Record(
+                        prompt.id,
+                        prompt.task,
+                        name,
+                        repeat,
+                        seconds,
+                        plain_seconds,
+                        run.sequence.shape[0] - ids.shape[1],
+                        counts.get(name, run.target_forwards),
+                        torch.equal(run.sequence, expected.sequence),
+                        *(
+                            ()
+                            if stats is None
+                            else (
+                                stats.tau,
+                                stats.draft_seconds,
+                                stats.verify_seconds,
+                                stats.other_seconds,
+                                tuple(stats.accepted_by_position),
+                            )
+                        ),
+                    )
+                )
+    return records
+
+
+def environment() -> dict[str, Any]:
+    """What a reader needs to judge the numbers: device, threads and versions."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
+    return {
+        "device": device or platform.machine(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def to_json(records: Sequence[Record], **facts: Any) -> dict[str, Any]:
+    """Everything measured, with the environment and whatever else is given."""
+    return {**facts, "environment": environment(), "records": [asdict(r) for r in records]}
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -1,0 +1,158 @@
+"""The token graph: drafted tokens whose repeated runs are drafted once.
+
+Different hypotheses often continue with the same words. When a new token would repeat an existing
+node together with the `merge_length` tokens before it, its father gets an edge to that node instead
+of a node of its own, so that everything below is shared (Gong et al. 2024, arXiv 2407.16207). Every
+path from the root is a draft; `unmerge` spells the best ones out as a tree for the target.
+
+`merge_length` r compares r + 1 tokens. The paper's Table 5 counts tau = r (tau = 0 merges equal
+tokens whatever comes before them), its text tau = r + 1; a larger value merges less.
+
+The graph is acyclic by construction: an edge that would close a cycle is not made.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Unmerged:
+    """Paths of a graph as one tree.
+
+    Attributes:
+        tokens, parents: as `DraftTree.from_rows` takes them.
+        nodes: per tree node the graph node it spells out.
+        merged: per tree node whether the edge above it is a merge edge.
+    """
+
+    tokens: list[int]
+    parents: list[int]
+    nodes: list[int]
+    merged: list[bool]
+
+
+class TokenGraph:
+    """A draft of one row under construction; node 0 is the root.
+
+    Args:
+        context: the committed tokens; the last one becomes the root.
+        merge_length: tokens before a node that must agree for a merge; None never merges.
+
+    Attributes:
+        tokens: per node.
+        fathers: per node the node it was drafted under, -1 for the root.
+        depth: per node, along fathers.
+        reach: per node the draft probability of its path along fathers.
+        edges: per node (node, probability) in order of rank; merge edges included.
+    """
+
+    def __init__(self, context: Sequence[int], merge_length: int | None = None):
+        self.tokens = [context[-1]]
+        self.fathers = [-1]
+        self.depth = [0]
+        self.reach = [1.0]
+        self.edges: list[list[tuple[int, float]]] = [[]]
+        self.merge_length = merge_length
+        self._history = tuple(context[-(merge_length or 0) - 1 : -1])
+        self._index: dict[tuple[int, ...], list[int]] = defaultdict(list)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def add(self, father: int, token: int, probability: float) -> int | None:
+        """Draft `token` under `father`.
+
+        Args:
+            father: an existing node.
+            token: not a child of `father` yet.
+            probability: the draft model's, given the path to `father`.
+
+        Returns:
+            The new node, or None if the token was merged into an existing one.
+        """
+        run = None
+        if self.merge_length is not None:
+            run = (*self._tail(father, self.merge_length), token)
+            for node in self._index[run]:
+                if not self._reaches(node, father):
+                    self.edges[father].append((node, probability))
+                    return None
+        node = len(self.tokens)
+        self.tokens.append(token)
+        self.fathers.append(father)
+        self.depth.append(self.depth[father] + 1)
+        self.reach.append(self.reach[father] * probability)
+        self.edges.append([])
+        self.edges[father].append((node, probability))
+        if run is not None:
+            self._index[run].append(node)
+        return node
+
+    def path(self, node: int) -> list[int]:
+        """Tokens from the root's child down to `node`, along fathers."""
+        tokens = []
+        while node:
+            tokens.append(self.tokens[node])
+            node = self.fathers[node]
+        return tokens[::-1]
+
+    def spell_out(self) -> Unmerged:
+        """The drafted nodes as they are, in order of drafting, without merge edges."""
+        count = len(self)
+        return Unmerged(self.tokens, self.fathers, list(range(count)), [False] * count)
+
+    def unmerge(self, max_nodes: int, max_depth: int) -> Unmerged:
+        """The most probable paths as a tree; ties go to the path found first.
+
+        Args:
+            max_nodes: most nodes below the root.
+            max_depth: most levels below the root.
+        """
+        tree = Unmerged([self.tokens[0]], [-1], [0], [False])
+        depth = [0]
+        counter = 0
+        heap: list[tuple[float, int, int, int, bool]] = []
+        place, reach = 0, 1.0
+        while True:
+            if depth[place] < max_depth:
+                node = tree.nodes[place]
+                for child, probability in self.edges[node]:
+                    counter += 1
+                    merged = self.fathers[child] != node
+                    heapq.heappush(heap, (-reach * probability, counter, place, child, merged))
+            if not heap or len(tree.nodes) > max_nodes:
+                return tree
+            below, _, above, node, merged = heapq.heappop(heap)
+            place, reach = len(tree.nodes), -below
+            tree.tokens.append(self.tokens[node])
+            tree.parents.append(above)
+            tree.nodes.append(node)
+            tree.merged.append(merged)
+            depth.append(depth[above] + 1)
+
+    def _tail(self, node: int, length: int) -> tuple[int, ...]:
+        """The last `length` tokens up to `node`, committed ones where the path is shorter."""
+        tokens: list[int] = []
+        while node >= 0 and len(tokens) < length:
+            tokens.append(self.tokens[node])
+            node = self.fathers[node]
+        known = max(0, len(self._history) - (length - len(tokens)))
+        return (*self._history[known:], *reversed(tokens))
+
+    def _reaches(self, start: int, goal: int) -> bool:
+        """Whether `goal` is `start` or lies below it; an edge goal -> start would close a cycle."""
+        seen = {start}
+        stack = [start]
+        while stack:
+            node = stack.pop()
+            if node == goal:
+                return True
+            for child, _ in self.edges[node]:
+                if child not in seen:
+                    seen.add(child)
+                    stack.append(child)
+        return False
