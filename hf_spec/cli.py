@@ -1,6 +1,7 @@
-"""The `hf-spec` command. Sub-commands live in modules of their own; this file only puts them together.
+"""The `hf-spec` command. Its sub-commands live in modules of their own and are put together here.
 
-The core package stays light: typer and rich come with the `demo` extra, and without them the command says so.
+The core package stays light: typer and rich come with the `demo` extra, and without them the
+command says so.
 """
 
 from __future__ import annotations

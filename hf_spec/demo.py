@@ -1,8 +1,9 @@
-"""`hf-spec demo`: a real model generating plainly and speculatively in turn, with its own exact output.
+"""`hf-spec demo`: a real model generating plainly and speculatively in turn.
 
-Each prompt is first shown (streamed, untimed), then measured: plain and speculative runs alternate, so that a
-change of the machine's speed meets both. A ratio compares two neighbouring runs; the table gives the median of
-the ratios and their range. Only the public API is used, so this file doubles as an example of it.
+Each prompt is first shown (streamed, untimed), then measured: plain and speculative runs alternate,
+so that a change of the machine's speed meets both. A ratio compares two neighbouring runs; the
+table gives the median of the ratios and their range. Only the public API is used, so this file
+doubles as an example of it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -49,23 +51,19 @@ class Account:
 
 SUMMARY_PROMPT = """Summarize this text. Use its own sentences where you can.
 
-The lighthouse on Harrow Point was built in 1871 after three ships were lost in a single winter. Its lamp burned \
-whale oil at first, then paraffin, and since 1934 it has been electric. The tower is 41 metres high and stands on \
-a granite base that was cut on the mainland and brought over in barges. Two families lived there until the light \
-was automated in 1986. Today the keeper's house is a small museum, open from May to September, and the light can \
-still be seen from a distance of 33 kilometres on a clear night. Each year about nine thousand people climb its \
-196 steps."""
+The lighthouse on Harrow Point was built in 1871 after three ships were lost in a single winter. \
+Its lamp burned whale oil at first, then paraffin, and since 1934 it has been electric. The tower \
+is 41 metres high and stands on a granite base that was cut on the mainland and brought over in \
+barges. Two families lived there until the light was automated in 1986. Today the keeper's house \
+is a small museum, open from May to September, and the light can still be seen from a distance of \
+33 kilometres on a clear night. Each year about nine thousand people climb its 196 steps."""
 
-CONVERSATION_PROMPT = (
+CHAT_PROMPT = (
     "My sister starts a new job in another city next month and she is nervous. "
     "What could I write to her in a short letter?"
 )
 
-PROMPTS = {
-    "code": CODE_PROMPT,
-    "summary": SUMMARY_PROMPT,
-    "conversation": CONVERSATION_PROMPT,
-}
+PROMPTS = {"code": CODE_PROMPT, "summary": SUMMARY_PROMPT, "chat": CHAT_PROMPT}
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,8 @@ class Comparison:
     @property
     def identical(self) -> bool:
         """Whether every run, plain or speculative, gave the same tokens."""
-        return all(run.token_ids == self.plain[0].token_ids for run in self.plain + self.speculative)
+        runs = self.plain + self.speculative
+        return all(run.token_ids == runs[0].token_ids for run in runs)
 
     @property
     def ratios(self) -> list[float]:
@@ -110,7 +109,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is measured: a model, its tokenizer, and the arguments that turn a plain call speculative."""
+    """What is measured: a model, its tokenizer and what turns a plain call speculative."""
 
     model: Any
     tokenizer: Any
@@ -118,7 +117,7 @@ class Subject:
     max_new_tokens: int
 
     def tokenize(self, text: str) -> dict[str, torch.Tensor]:
-        """Put one user message into the model's chat template; tensors of shape [1, T] on its device."""
+        """Put one user message into the chat template; tensors of shape [1, T], on the device."""
         encoded = self.tokenizer.apply_chat_template(
             [{"role": "user", "content": text}],
             add_generation_prompt=True,
@@ -182,7 +181,7 @@ def compare(subject: Subject, repeats: int, console: Console) -> Iterator[Compar
     """
     from transformers import TextStreamer
 
-    warm_up = subject.tokenize(CONVERSATION_PROMPT)
+    warm_up = subject.tokenize(CHAT_PROMPT)
     for arguments in ({}, subject.spec_arguments):
         subject.generate(warm_up, **arguments, max_new_tokens=WARM_UP_TOKENS)
     for name, text in PROMPTS.items():
@@ -191,14 +190,15 @@ def compare(subject: Subject, repeats: int, console: Console) -> Iterator[Compar
         console.print(text.strip().splitlines()[0], style="dim", markup=False)
         streamer = TextStreamer(subject.tokenizer, skip_prompt=True, skip_special_tokens=True)
         subject.generate(inputs, **subject.spec_arguments, streamer=streamer)
-        with console.status(f"{name}: {repeats} timed pairs"):
-            yield measure(subject, name, inputs, repeats)
+        # A plain line: an animated one would take processor time from what it announces.
+        console.print(f"timing {repeats} pairs of runs ...", style="dim")
+        yield measure(subject, name, inputs, repeats)
 
 
 def measure(
     subject: Subject, name: str, inputs: dict[str, torch.Tensor], repeats: int
 ) -> Comparison:
-    """Run plain and speculative generation alternately; each kind goes first in half of the pairs."""
+    """Run both kinds alternately; each goes first in half of the pairs."""
     comparison = Comparison(name)
     for repeat in range(repeats):
         kinds = [({}, comparison.plain), (subject.spec_arguments, comparison.speculative)]
@@ -208,12 +208,27 @@ def measure(
 
 
 def results_table(comparisons: list[Comparison], strategy: str) -> Table:
-    """Return the table that `hf-spec demo` prints, one row a prompt and one for all of them."""
-    table = Table(title=f"plain generate() against spec_strategy={strategy!r}")
+    """Return the table of results: one row a prompt, and one for all of them together.
+
+    "forwards" are target forwards; plain generation needs one per token.
+    """
+    # Fits 80 columns, the width of a pipe or a continuous-integration log.
+    table = Table(
+        title=f"plain generate() against spec_strategy={strategy!r}",
+        box=box.SIMPLE,
+        collapse_padding=True,
+        pad_edge=False,
+    )
     table.add_column("prompt")
-    for heading in ("tokens", "plain\ntok/s", "spec.\ntok/s", "ratio\n(min–max)", "tau"):
-        table.add_column(heading, justify="right")
-    table.add_column("target forwards\nper token", justify="right")
+    for heading in (
+        "tokens",
+        "plain\ntok/s",
+        "spec.\ntok/s",
+        "ratio (min–max)",
+        "tau",
+        "forwards\nper token",
+    ):
+        table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("identical")
     for comparison in comparisons:
         table.add_row(*_row(comparison))
@@ -259,7 +274,7 @@ def _row(comparison: Comparison) -> list[str]:
         str(len(comparison.plain[0].token_ids)),
         f"{statistics.median(run.tokens_per_second for run in comparison.plain):.1f}",
         f"{statistics.median(run.tokens_per_second for run in comparison.speculative):.1f}",
-        f"{statistics.median(ratios):.2f}x {spread}",
+        f"{statistics.median(ratios):.2f} {spread}",
         tau,
         forwards_per_token,
         "yes" if comparison.identical else "[bold red]NO",
@@ -271,8 +286,8 @@ def _load_model() -> tuple[Any, Any]:
 
     folder = smollm2_135m_instruct()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
-    return model, AutoTokenizer.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model.to(device).eval(), AutoTokenizer.from_pretrained(folder)
 
 
 def _describe(model: Any, spec_arguments: dict[str, Any]) -> str:

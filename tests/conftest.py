@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,16 @@ import pytest
 import torch
 
 from hf_spec.checkpoints import gemma3_270m, smollm2_135m_instruct
+
+
+@pytest.fixture(autouse=True)
+def one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tiny tensors gain nothing from threads, and lose tenfold where cores are shared."""
+    before = torch.get_num_threads()
+    if request.node.get_closest_marker("real") is None:
+        torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def load_float32(folder: Path) -> tuple[Any, Any]:

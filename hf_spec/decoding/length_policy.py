@@ -91,6 +91,6 @@ def make_policy(name: str, max_draft_tokens: int, threshold: float) -> LengthPol
     Raises:
         OptionError: if there is none.
     """
-    if name not in POLICIES:
+    if not isinstance(name, str) or name not in POLICIES:
         raise OptionError(f"unknown length_policy {name!r}; known: {', '.join(sorted(POLICIES))}")
     return POLICIES[name](max_draft_tokens, threshold)

@@ -8,21 +8,23 @@ Three kinds, in the order the user gave them:
 * any other class, a user's above all, is called as plain `generate()` calls it: with the whole
   batch, the node's prefix in the row's own place. Rows advance at different speeds, so each has a
   copy of its own; it is called once for every token of the output and in order, which keeps
-  classes that remember earlier calls exact too.
+  classes that remember earlier calls exact too. (A function cannot be copied: what it remembers
+  outside itself is shared by all rows, so keep such a memory in a class.)
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.generation import logits_process as hf
 
-from hf_spec.errors import UnsupportedError
+from hf_spec.errors import OptionError, UnsupportedError
 
 Processor = Callable[[Tensor, Tensor], Tensor]
 
@@ -61,10 +63,20 @@ HELD_PER_ROW = {
     hf.EncoderNoRepeatNGramLogitsProcessor: "generated_ngrams",
 }
 
+# Of these, the ones whose entry serves all rows that `num_return_sequences` makes of one prompt.
+SHARED_BY_COPIES = (
+    hf.EncoderRepetitionPenaltyLogitsProcessor,
+    hf.EncoderNoRepeatNGramLogitsProcessor,
+)
+
 REFUSED = {
     hf.UnbatchedClassifierFreeGuidanceLogitsProcessor: "guidance_scale runs a second forward "
     "of the model for every token of the output, which a draft tree cannot share",
-    hf.ClassifierFreeGuidanceLogitsProcessor: "it halves the batch",
+    hf.ClassifierFreeGuidanceLogitsProcessor: "it takes two rows of scores for one of tokens",
+    hf.DiaClassifierFreeGuidanceLogitsProcessor: "it takes two rows of scores for one of tokens",
+    hf.DiaEOSChannelFilterLogitsProcessor: "its rows are channels that depend on each other",
+    hf.DiaEOSDelayPatternLogitsProcessor: "its rows are channels that depend on each other",
+    hf.WhisperNoSpeechDetection: "it runs the model itself",
 }
 
 
@@ -72,12 +84,20 @@ def check_processors(processors: Sequence[Any], num_rows: int) -> None:
     """Refuse processors that cannot be made exact.
 
     Raises:
+        OptionError: if something in the list cannot be called with token ids and scores.
         UnsupportedError: names the processor and the reason.
     """
     for processor in processors:
-        reason = REFUSED.get(type(processor))
-        held = getattr(processor, HELD_PER_ROW.get(type(processor), ""), None)
-        if isinstance(held, (Tensor, list)) and len(held) not in (1, num_rows):
+        # The same test as in transformers' LogitsProcessorList, which would fail in mid-generation.
+        if not callable(processor) or len(inspect.signature(processor.__call__).parameters) > 2:
+            raise OptionError(
+                f"logits_processor holds {processor!r}, which cannot be called with "
+                "(input_ids, scores); pass instances of LogitsProcessor or functions of those two"
+            )
+        reason = next((why for kind, why in REFUSED.items() if isinstance(processor, kind)), None)
+        held = _held(processor)
+        shared = isinstance(processor, SHARED_BY_COPIES)
+        if held is not None and (num_rows % len(held) if shared else num_rows - len(held)):
             reason = f"it holds {len(held)} rows for a batch of {num_rows}"
         if reason is not None:
             raise UnsupportedError(
@@ -177,8 +197,11 @@ class _AsBatch:
 
     def __init__(self, processor: Any, num_rows: int):
         self.num_rows = num_rows
+        # A model inside a processor is no state of it, and too large to copy.
+        members = getattr(processor, "__dict__", {}).values()
+        shared = {id(member): member for member in members if isinstance(member, nn.Module)}
         try:
-            spares = [copy.deepcopy(processor) for _ in range(num_rows - 1)]
+            spares = [copy.deepcopy(processor, dict(shared)) for _ in range(num_rows - 1)]
         except Exception as error:
             raise UnsupportedError(
                 f"{type(processor).__name__} cannot be copied ({error}), so it cannot follow "
@@ -196,35 +219,35 @@ class _AsBatch:
 
 
 def _is_known(processor: Any) -> bool:
-    kind = type(processor)
-    return (
-        kind in PREFIX_FREE
-        or kind in READS_PREFIX
-        or kind in HELD_PER_ROW
-        or kind is hf.PrefixConstrainedLogitsProcessor
-        or kind.__dict__.get("supports_continuous_batching") is True
-    )
+    kinds = (*PREFIX_FREE, *READS_PREFIX, *HELD_PER_ROW, hf.PrefixConstrainedLogitsProcessor)
+    return type(processor) in kinds
 
 
 def _step(processor: Any, num_rows: int) -> Any:
     kind = type(processor)
-    if kind in PREFIX_FREE or kind.__dict__.get("supports_continuous_batching") is True:
+    if kind in PREFIX_FREE:
         return _PrefixFree(processor)
     if kind is hf.PrefixConstrainedLogitsProcessor:
         return _ByRow([_constrained(processor, row) for row in range(num_rows)])
-    attribute = HELD_PER_ROW.get(kind)
-    if attribute is not None and isinstance(getattr(processor, attribute), (Tensor, list)):
-        return _ByRow([_share(processor, attribute, row) for row in range(num_rows)])
+    held = _held(processor)
+    if held is not None:
+        places = [row * len(held) // num_rows for row in range(num_rows)]
+        return _ByRow([_share(processor, held[place : place + 1]) for place in places])
     if kind in READS_PREFIX:
         return _ByLength(processor)
     return _AsBatch(processor, num_rows)
 
 
-def _share(processor: Any, attribute: str, row: int) -> Any:
-    held = getattr(processor, attribute)
-    index = row if len(held) > 1 else 0
+def _held(processor: Any) -> Tensor | list[Any] | None:
+    """What the processor holds per row of the batch, if anything."""
+    attribute = HELD_PER_ROW.get(type(processor))
+    held = getattr(processor, attribute) if attribute else None
+    return held if isinstance(held, (Tensor, list)) else None
+
+
+def _share(processor: Any, held: Tensor | list[Any]) -> Any:
     share = copy.copy(processor)
-    setattr(share, attribute, held[index : index + 1])
+    setattr(share, HELD_PER_ROW[type(processor)], held)
     if hasattr(share, "batch_size"):
         share.batch_size = 1
     return share
@@ -232,4 +255,6 @@ def _share(processor: Any, attribute: str, row: int) -> Any:
 
 def _constrained(processor: hf.PrefixConstrainedLogitsProcessor, row: int) -> Processor:
     allowed = processor._prefix_allowed_tokens_fn
-    return hf.PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(row, ids), 1)
+    return hf.PrefixConstrainedLogitsProcessor(
+        lambda _, ids: allowed(row // processor._num_beams, ids), 1
+    )

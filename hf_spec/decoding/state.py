@@ -41,6 +41,10 @@ class StopRules:
             else:
                 self._others.append(criterion)
 
+    def ends_sequence(self, token: int) -> bool:
+        """Whether `token` ends any sequence; processors and drafters need not look behind it."""
+        return token in self._eos
+
     def __call__(self, row: int, frame: Tensor, token: int, scores: Any) -> bool:
         """Whether `row` ends with its newest token.
 

@@ -65,7 +65,8 @@ class Verifier(LogitsProcessor):
         while here:
             paths = {row: [host.tokens[node] for node in accepted[row]] for row in here}
             for row, (token, node) in self._step(tree, walk, here, paths).items():
-                if node is None:
+                # Behind an end of sequence plain generate() asks neither model nor processors.
+                if node is None or state.stop.ends_sequence(token):
                     bonus[row] = token
                 else:
                     accepted[row].append(node)

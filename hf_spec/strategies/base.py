@@ -97,7 +97,7 @@ def parse_strategy(value: object) -> StrategyConfig:
     Raises:
         OptionError: for an unknown name or option, or a value of another type.
     """
-    if isinstance(value, StrategyConfig):
+    if isinstance(value, StrategyConfig) and value.strategy in _CONFIGS:
         return value
     options: dict[str, Any] = {}
     if isinstance(value, dict):

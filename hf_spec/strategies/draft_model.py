@@ -224,11 +224,12 @@ class DraftModelDrafter(Drafter):
         tree = self._tree(state, {row: growths[row].graph.spell_out() for row in growing})
         owners = [(row, node) for row in growing for node in growths[row].frontier]
         probs = self._probabilities(state, growths, tree, owners)
+        children = min(self.shape.children, probs.shape[-1])
         if self.samples:
-            drawn = torch.multinomial(probs, self.shape.children)
+            drawn = torch.multinomial(probs, children)
             likely = probs.gather(-1, drawn)
         else:
-            likely, drawn = probs.topk(self.shape.children, dim=-1)
+            likely, drawn = probs.topk(children, dim=-1)
         chances, tokens = likely.tolist(), drawn.tolist()
         for row in growing:
             growths[row].frontier = []
@@ -238,8 +239,9 @@ class DraftModelDrafter(Drafter):
             self._hang(growths[row], node, tokens[index], chances[index])
         for row in growing:
             growth = growths[row]
-            reach = growth.graph.reach
-            best = heapq.nsmallest(self.shape.expanded, growth.frontier, key=lambda n: -reach[n])
+            graph, reach = growth.graph, growth.graph.reach
+            alive = [n for n in growth.frontier if not state.stop.ends_sequence(graph.tokens[n])]
+            best = heapq.nsmallest(self.shape.expanded, alive, key=lambda n: -reach[n])
             growth.frontier = sorted(best)
 
     def _probabilities(

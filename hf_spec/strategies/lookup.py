@@ -51,9 +51,11 @@ class LookupConfig(StrategyConfig):
     max_draft_tokens: int = 15
 
     def __post_init__(self) -> None:
-        for name in ("match_length", "min_match_length", "copy_length", "max_matches"):
+        # An index is kept per length, and a branch per match.
+        for name in ("match_length", "min_match_length", "max_matches"):
+            self.check(name, 1, 64)
+        for name in ("copy_length", "max_draft_tokens"):
             self.check(name, 1)
-        self.check("max_draft_tokens", 1)
         if self.min_match_length > self.match_length:
             raise OptionError(
                 f"LookupConfig(min_match_length={self.min_match_length}) is larger than "

@@ -1,1 +1,1 @@
-"""Fused operations for speculative decoding, one folder an operation, each beside its plain torch reference."""
+"""Fused operations for speculative decoding, one folder each, beside their torch references."""

@@ -1,0 +1,238 @@
+"""Tree attention against the definition: every node attends along its own path, one by one."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from hf_spec.decoding.attention import NAME, PackedStep, Segment, register, tree_attention
+from hf_spec.decoding.kv_cache import KVPool
+from hf_spec.decoding.tree import DraftTree
+from tests import tiny_models
+
+HEADS, KV_HEADS, WIDTH, VALUE_WIDTH = 4, 2, 8, 6
+# Committed tokens per row, and the tree behind them (its root included).
+COMMITTED = (11, 0, 5)
+ROWS = [
+    ([0] * 7, [-1, 0, 0, 1, 1, 2, 5]),
+    ([0] * 1, [-1]),
+    ([0] * 4, [-1, 0, 1, 0]),
+]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "scaled": {"scaling": 0.9},
+    "window": {"sliding_window": 4},
+    "window of one": {"sliding_window": 1},
+    "window beyond all": {"sliding_window": 64},
+    "softcap": {"softcap": 1.5},
+    "sinks": {"s_aux": torch.tensor([0.5, -1.0, 2.0, 0.0])},
+    "window, softcap and sinks": {
+        "sliding_window": 3,
+        "softcap": 2.0,
+        "s_aux": torch.tensor([0.5, -1.0, 2.0, 0.0]),
+    },
+}
+
+
+class Layer(nn.Module):
+    """As much of an attention layer as the function looks at."""
+
+    def __init__(self, key_heads: int):
+        super().__init__()
+        self.layer_idx = 0
+        self.num_key_value_groups = HEADS // key_heads
+        self.is_causal = True
+
+
+@dataclass
+class Case:
+    """Random states of a packed step: what is stored already and what is new."""
+
+    tree: DraftTree
+    pool: KVPool
+    step: PackedStep
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+def make_case(key_heads: int, seed: int = 0) -> Case:
+    torch.manual_seed(seed)
+    tree = DraftTree.from_rows(ROWS)
+    total = tree.num_nodes
+    query = torch.randn(1, HEADS, total, WIDTH, dtype=torch.float64)
+    key = torch.randn(1, key_heads, total, WIDTH, dtype=torch.float64)
+    value = torch.randn(1, key_heads, total, VALUE_WIDTH, dtype=torch.float64)
+    pool = KVPool(len(ROWS))
+    for buffer in pool.layer(0, key, value):
+        buffer.normal_()
+    writes: list[tuple[int, int, int, slice | Tensor]] = []
+    segments = []
+    for row, committed in enumerate(COMMITTED):
+        nodes = tree.host.nodes(row)
+        depth = tree.depth[nodes.start : nodes.stop]
+        visible = torch.ones(len(nodes), committed + len(nodes), dtype=torch.bool)
+        visible[:, committed:] = tree.ancestor_mask[nodes.start : nodes.stop, nodes.start : nodes.stop]
+        position = committed + depth
+        segments.append(
+            Segment(
+                slot=row,
+                start=nodes.start,
+                end=nodes.stop,
+                num_keys=committed + len(nodes),
+                position=position,
+                last_position=int(position.max()),
+                key_position=torch.cat([torch.arange(committed), position]),
+                visible=visible,
+            )
+        )
+        places = slice(committed, committed + len(nodes))
+        # The last row's places go in as indices, the form used where they are not consecutive.
+        index = torch.arange(places.start, places.stop)
+        writes.append((row, nodes.start, nodes.stop, index if row == 2 else places))
+    return Case(tree, pool, PackedStep(pool, writes, segments), query, key, value)
+
+
+def attend_along_paths(
+    case: Case,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+) -> Tensor:
+    """(1, N, H, D): the textbook sum per node and head over the tokens of the node's path."""
+    host = case.tree.host
+    out = torch.zeros(1, case.tree.num_nodes, HEADS, VALUE_WIDTH, dtype=torch.float64)
+    groups = HEADS // case.key.shape[1]
+    for row, committed in enumerate(COMMITTED):
+        for node in host.nodes(row):
+            path = [node]
+            while host.parent[path[0]] >= 0:
+                path.insert(0, host.parent[path[0]])
+            for head in range(HEADS):
+                of = head // groups
+                stored = slice(0, committed)
+                keys = torch.cat([case.pool.keys[0][row, of, stored], case.key[0, of, path]])
+                values = torch.cat([case.pool.values[0][row, of, stored], case.value[0, of, path]])
+                scores = keys @ case.query[0, head, node] * (scaling or 1 / math.sqrt(WIDTH))
+                if softcap:
+                    scores = softcap * torch.tanh(scores / softcap)
+                # The path is contiguous, so its own length counts true positions.
+                if sliding_window:
+                    scores[: max(0, len(scores) - sliding_window)] = -math.inf
+                weights = scores.exp()
+                total = weights.sum()
+                if s_aux is not None:
+                    total = total + s_aux[head].double().exp()
+                out[0, node, head] = (weights / total) @ values
+    return out
+
+
+@pytest.mark.parametrize("key_heads", [HEADS, KV_HEADS, 1], ids=["MHA", "GQA", "MQA"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_node_attends_along_its_own_path(name: str, key_heads: int) -> None:
+    case = make_case(key_heads)
+    options = OPTIONS[name]
+    out, weights = tree_attention(
+        Layer(key_heads), case.query, case.key, case.value, None, spec_step=case.step, **options
+    )
+    expected = attend_along_paths(case, **options)
+    assert weights is None
+    # float64 throughout, but softmax by hand returns through float32.
+    exact = not {"softcap", "s_aux"} & set(options)
+    torch.testing.assert_close(out, expected, atol=1e-12 if exact else 1e-6, rtol=0)
+
+
+def test_the_window_counts_positions_not_storage_places() -> None:
+    """Node 6 of row 0 sees its grandparent, which lies four places before it but two positions."""
+    case = make_case(KV_HEADS)
+    layer = Layer(KV_HEADS)
+    before, _ = tree_attention(
+        layer, case.query, case.key, case.value, None, spec_step=case.step, sliding_window=3
+    )
+    changed = case.value.clone()
+    changed[0, :, 2] += 1
+    after, _ = tree_attention(
+        layer, case.query, case.key, changed, None, spec_step=case.step, sliding_window=3
+    )
+    moved = (before != after).any(dim=-1).all(dim=-1)[0].nonzero().flatten().tolist()
+    assert moved == [2, 5, 6]
+
+
+def test_the_window_of_the_layer_counts_where_the_model_passes_none() -> None:
+    case = make_case(KV_HEADS)
+    layer = Layer(KV_HEADS)
+    layer.sliding_window = 4
+    out, _ = tree_attention(layer, case.query, case.key, case.value, None, spec_step=case.step)
+    torch.testing.assert_close(out, attend_along_paths(case, sliding_window=4))
+
+
+def test_new_keys_and_values_are_stored_in_their_slots() -> None:
+    case = make_case(KV_HEADS)
+    before = case.pool.keys[0].clone(), case.pool.values[0].clone()
+    tree_attention(Layer(KV_HEADS), case.query, case.key, case.value, None, spec_step=case.step)
+    for buffer, old, new in zip(
+        (case.pool.keys[0], case.pool.values[0]), before, (case.key, case.value), strict=True
+    ):
+        for row, committed in enumerate(COMMITTED):
+            nodes = case.tree.host.nodes(row)
+            end = committed + len(nodes)
+            assert torch.equal(buffer[row, :, committed:end], new[0, :, nodes.start : nodes.stop])
+            assert torch.equal(buffer[row, :, :committed], old[row, :, :committed])
+            assert torch.equal(buffer[row, :, end:], old[row, :, end:])
+
+
+def test_masks_are_computed_once_per_kind_of_layer() -> None:
+    segment = make_case(KV_HEADS).step.segments[0]
+    like = torch.zeros(1)
+    assert segment.mask(None, 2, like) is segment.mask(None, 2, like)
+    assert segment.mask(3, 2, like) is segment.mask(3, 2, like)
+    assert not torch.equal(segment.mask(3, 2, like), segment.mask(None, 2, like))
+
+
+def test_without_a_step_it_is_sdpa() -> None:
+    torch.manual_seed(0)
+    query = torch.randn(2, HEADS, 5, WIDTH)
+    key, value = torch.randn(2, 2, KV_HEADS, 5, WIDTH)
+    layer = Layer(KV_HEADS)
+    ours, _ = tree_attention(layer, query, key, value, None, scaling=0.3)
+    theirs, _ = sdpa_attention_forward(layer, query, key, value, None, scaling=0.3)
+    assert torch.equal(ours, theirs)
+
+
+def test_a_model_switched_by_hand_generates_as_before() -> None:
+    """Registered under its name, the function also serves calls from outside the decoding loop."""
+    register()
+    assert AttentionInterface()[NAME] is tree_attention
+    assert NAME in AttentionMaskInterface().valid_keys()
+    model = tiny_models.build("llama")
+    batch = tiny_models.ragged_batch()
+    plain = model.generate(**batch, max_new_tokens=8, do_sample=False)
+    before = model.config._attn_implementation
+    model.set_attn_implementation(NAME)
+    try:
+        switched = model.generate(**batch, max_new_tokens=8, do_sample=False)
+    finally:
+        model.set_attn_implementation(before)
+    assert torch.equal(plain, switched)
+
+
+def test_scores_of_unreached_slots_stay_out() -> None:
+    """Rubbish behind the visible keys, as rejected drafts leave it, changes nothing."""
+    rng = random.Random(0)
+    case = make_case(KV_HEADS)
+    layer = Layer(KV_HEADS)
+    out, _ = tree_attention(layer, case.query, case.key, case.value, None, spec_step=case.step)
+    for row, committed in enumerate(COMMITTED):
+        end = committed + len(case.tree.host.nodes(row))
+        case.pool.keys[0][row, :, end:] = 1e6 * rng.random()
+    again, _ = tree_attention(layer, case.query, case.key, case.value, None, spec_step=case.step)
+    assert torch.equal(out, again)

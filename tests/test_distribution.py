@@ -1,0 +1,283 @@
+"""Sampling keeps the target's own distribution: chi-square on a vocabulary of eight tokens.
+
+The first three generated tokens of `model.generate(do_sample=True, spec_strategy=...)` are compared
+jointly with probabilities that come from plain forwards of every possible prefix and transformers'
+own processors. Deliberately broken verifiers must fail the same test, or it would prove nothing.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from scipy.stats import chisquare
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.generation import logits_process as hf
+
+from hf_spec import DraftConfig, LookupConfig, TreeConfig
+from hf_spec.decoding import engine
+from hf_spec.decoding.verification import NodeDraw, ResidualRejection
+from hf_spec.strategies import draft_model
+
+VOCAB = 8
+STEPS = 3
+ROWS_PER_CALL = 100
+DRAWS = 8_000
+TWIN_DRAWS = 3_000
+
+# Seeds are fixed, so a test passes always or never. It has to be lucky only when a change of the
+# code shifts the random stream: one false alarm in a million per test keeps that a rarity, while
+# every broken twin below is beyond 1e-9 with fewer draws.
+ALPHA = 1e-6
+REJECTED = 1e-9
+
+REPETITIVE = [1, 2, 3, 1, 2, 4, 1, 2]
+# Padded on the left with token 0; lookup finds matches in each.
+RAGGED = [REPETITIVE, [5, 6, 5], [3, 3, 4, 3, 3]]
+
+PLAIN: dict[str, Any] = {}
+TOP_K = {"temperature": 0.7, "top_k": 4}
+TOP_P = {"top_p": 0.8}
+REPETITION = {"repetition_penalty": 1.3}
+
+
+@cache
+def tiny(seed: int) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        initializer_range=0.4,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def arguments(strategy: str) -> dict[str, Any]:
+    draft = tiny(1)
+    return {
+        "lookup": {"spec_strategy": LookupConfig(max_matches=3)},
+        "draft": {"spec_strategy": DraftConfig(max_draft_tokens=2), "assistant": draft},
+        "itself": {"spec_strategy": DraftConfig(max_draft_tokens=2), "assistant": tiny(0)},
+        "tree": {"spec_strategy": TreeConfig(children=2, max_nodes=6), "assistant": draft},
+        "siblings": {
+            "spec_strategy": TreeConfig(children=3, max_nodes=12, sample_drafts=True),
+            "assistant": draft,
+        },
+    }[strategy]
+
+
+def processors(settings: dict[str, Any], prompt: list[int]) -> list[Any]:
+    """What generate() makes of the settings, in its order."""
+    made = {
+        "repetition_penalty": hf.RepetitionPenaltyLogitsProcessor,
+        "temperature": hf.TemperatureLogitsWarper,
+        "top_k": hf.TopKLogitsWarper,
+        "top_p": hf.TopPLogitsWarper,
+    }
+    return [make(settings[name]) for name, make in made.items() if name in settings]
+
+
+@torch.no_grad()
+def exact(prompt: list[int], settings: dict[str, Any], eos: int | None) -> Tensor:
+    """(VOCAB ** STEPS,) probabilities of every continuation, from one forward per prefix."""
+    prefixes = torch.tensor([prompt])
+    joint = torch.ones(1, 1, dtype=torch.float64)
+    for _ in range(STEPS):
+        scores = tiny(0)(prefixes, use_cache=False).logits[:, -1].float()
+        for processor in processors(settings, prompt):
+            scores = processor(prefixes, scores)
+        probs = scores.double().softmax(dim=-1)
+        if eos is not None:
+            ended = (prefixes[:, len(prompt) :] == eos).any(dim=1)
+            probs[ended] = torch.eye(VOCAB, dtype=torch.float64)[0]
+        joint = joint.reshape(-1, 1) * probs
+        nodes = torch.arange(VOCAB).repeat(prefixes.shape[0])[:, None]
+        prefixes = torch.cat([prefixes.repeat_interleave(VOCAB, dim=0), nodes], dim=1)
+    return joint.flatten()
+
+
+def sample(
+    prompts: list[list[int]], settings: dict[str, Any], strategy: str, draws: int, eos: int | None
+) -> Tensor:
+    """(prompts, draws, STEPS) tokens that generate() draws."""
+    width = max(len(p) for p in prompts)
+    padded = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+    copies = ROWS_PER_CALL // len(prompts)
+    torch.manual_seed(7)
+    drawn = []
+    for _ in range(-(-draws // copies)):
+        out = tiny(0).generate(
+            padded,
+            attention_mask=mask,
+            do_sample=True,
+            max_new_tokens=STEPS,
+            num_return_sequences=copies,
+            eos_token_id=eos,
+            **{"top_k": 0, **settings},
+            **arguments(strategy),
+        )
+        new = out[:, width:]
+        missing = STEPS - new.shape[1]
+        new = torch.nn.functional.pad(new, (0, missing))
+        drawn.append(new.reshape(len(prompts), copies, STEPS))
+    return torch.cat(drawn, dim=1)
+
+
+def p_value(tokens: Tensor, joint: Tensor) -> float:
+    """Chi-square of (draws, STEPS) tokens against the joint; rare continuations share a cell."""
+    place = VOCAB ** torch.arange(STEPS - 1, -1, -1)
+    counts = torch.bincount((tokens * place).sum(dim=1), minlength=VOCAB**STEPS).double()
+    if counts[joint < 1e-12].sum() > 0:
+        return 0.0
+    expected = joint * len(tokens)
+    common = expected >= 10
+    observed = torch.cat([counts[common], counts[~common].sum()[None]])
+    expected = torch.cat([expected[common], expected[~common].sum()[None]])
+    filled = expected > 1e-6
+    return float(chisquare(observed[filled], expected[filled], sum_check=False).pvalue)
+
+
+def worst_p_value(
+    prompts: list[list[int]],
+    settings: dict[str, Any],
+    strategy: str,
+    draws: int = DRAWS,
+    eos: int | None = None,
+) -> float:
+    drawn = sample(prompts, settings, strategy, draws, eos)
+    return min(
+        p_value(tokens, exact(prompt, settings, eos))
+        for prompt, tokens in zip(prompts, drawn, strict=True)
+    )
+
+
+CASES = [
+    ("lookup", PLAIN),
+    ("lookup", REPETITION),
+    ("draft", PLAIN),
+    ("draft", TOP_K),
+    ("draft", REPETITION),
+    ("itself", TOP_P),
+    ("tree", PLAIN),
+    ("tree", REPETITION),
+    ("siblings", PLAIN),
+    ("siblings", TOP_K),
+    ("siblings", REPETITION),
+]
+NAMES = [f"{strategy}-{'-'.join(settings) or 'plain'}" for strategy, settings in CASES]
+
+
+@pytest.mark.parametrize(("strategy", "settings"), CASES, ids=NAMES)
+def test_joint_distribution_of_the_first_tokens(strategy: str, settings: dict[str, Any]) -> None:
+    assert worst_p_value([REPETITIVE], settings, strategy) > ALPHA
+
+
+@pytest.mark.parametrize("strategy", ["lookup", "draft", "siblings"])
+def test_every_row_of_a_ragged_batch_has_its_own_distribution(strategy: str) -> None:
+    # Token 2 ends a row, so that rows of one batch finish at different times.
+    assert worst_p_value(RAGGED, REPETITION, strategy, draws=DRAWS // 2, eos=2) > ALPHA
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prompts", [[REPETITIVE], RAGGED], ids=["one", "ragged"])
+@pytest.mark.parametrize("settings", [PLAIN, TOP_K, REPETITION], ids=["plain", "top_k", "penalty"])
+@pytest.mark.parametrize("strategy", ["lookup", "draft", "tree", "siblings"])
+def test_joint_distribution_with_100_000_draws(
+    strategy: str, settings: dict[str, Any], prompts: list[list[int]]
+) -> None:
+    assert worst_p_value(prompts, settings, strategy, draws=100_000) > ALPHA
+
+
+class NoResidual(ResidualRejection):
+    """After a rejection it draws from the target's distribution itself."""
+
+    @staticmethod
+    def _judge(tree: Any, node: int, target: Tensor) -> tuple[int, int | None]:
+        for child in tree.host.children[node]:
+            token = tree.host.tokens[child]
+            if float(torch.rand(()) * tree.draft_probs[node, token]) < float(target[token]):
+                return token, child
+        return int(torch.multinomial(target, 1)), None
+
+
+class SiblingsWithoutUpdate(ResidualRejection):
+    """Every sibling is held against the probabilities that were right for the first."""
+
+    @staticmethod
+    def _judge(tree: Any, node: int, target: Tensor) -> tuple[int, int | None]:
+        residual = target
+        for child in tree.host.children[node]:
+            token = tree.host.tokens[child]
+            if float(torch.rand(()) * tree.draft_probs[node, token]) < float(target[token]):
+                return token, child
+            residual = (target - tree.draft_probs[node]).clamp(min=0)
+        return int(torch.multinomial(residual, 1)), None
+
+
+class RedrawnBonus(NodeDraw):
+    """Draws again where no child carries the token that was drawn."""
+
+    def _step(self, tree: Any, walk: Any, here: Any, paths: Any) -> dict[int, Any]:
+        first = super()._step(tree, walk, here, paths)
+        second = super()._step(tree, walk, here, paths)
+        return {
+            row: (token, child) if child is not None else (second[row][0], None)
+            for row, (token, child) in first.items()
+        }
+
+
+def flatter(distributions: Any) -> Tensor | None:
+    """What the draft model said before a temperature of 0.5, not what was drawn from."""
+    probs = draft_model_stack(distributions)
+    if probs is None:
+        return None
+    return torch.nn.functional.normalize(probs.sqrt(), p=1, dim=-1)
+
+
+draft_model_stack = draft_model._stack
+
+
+class TestBrokenTwins:
+    """What the test above must not let pass."""
+
+    @pytest.mark.parametrize("strategy", ["draft", "siblings"])
+    def test_rejection_without_residual(
+        self, strategy: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(engine, "ResidualRejection", NoResidual)
+        assert worst_p_value([REPETITIVE], PLAIN, strategy, TWIN_DRAWS) < REJECTED
+
+    def test_siblings_judged_like_the_first(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(engine, "ResidualRejection", SiblingsWithoutUpdate)
+        assert worst_p_value([REPETITIVE], PLAIN, "siblings", TWIN_DRAWS) < REJECTED
+
+    @pytest.mark.parametrize("strategy", ["lookup", "tree"])
+    def test_bonus_redrawn_after_a_miss(
+        self, strategy: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(engine, "NodeDraw", RedrawnBonus)
+        assert worst_p_value([REPETITIVE], PLAIN, strategy, TWIN_DRAWS) < REJECTED
+
+    def test_draft_probs_that_were_not_drawn_from(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(draft_model, "_stack", flatter)
+        assert worst_p_value([REPETITIVE], {"temperature": 0.5}, "draft", TWIN_DRAWS) < REJECTED
+
+    def test_one_row_with_the_prefix_of_another(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        class WrongPrefix(NodeDraw):
+            def _step(self, tree: Any, walk: Any, here: Any, paths: Any) -> dict[int, Any]:
+                return super()._step(tree, walk, here, {row: [] for row in paths})
+
+        monkeypatch.setattr(engine, "NodeDraw", WrongPrefix)
+        assert worst_p_value([REPETITIVE], {"repetition_penalty": 3.0}, "tree", TWIN_DRAWS) < REJECTED
