@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from hf_spec.decoding.kv_cache import check_reusable
-from hf_spec.errors import SpecError, UnsupportedError
+from hf_spec.errors import OptionError, UnsupportedError
 
 # Layers whose whole past is a set of keys and values, so that a token can be taken back.
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
@@ -28,10 +28,13 @@ OTHER_METHODS = {
     "assistant_early_exit": "early-exit speculation (use hf_spec.truncated_draft)",
     "use_mtp": "transformers' multi-token prediction",
     "speculation_type": "another speculation",
+    "assistant_ensemble_weight": "a mixture with the assistant, which changes the output",
     "token_healing": "token healing",
-    "cache_implementation": "a cache of its own",
     "prefill_chunk_size": "chunked prefill (long prompts are run in stretches anyway)",
 }
+
+# Names of the cache that generate() makes by itself; "hybrid" stands in old files and is ignored.
+OWN_CACHES = (None, "dynamic", "hybrid")
 
 # Keyword arguments of the decoding step that are understood; anything else would be dropped.
 UNDERSTOOD = {
@@ -41,8 +44,35 @@ UNDERSTOOD = {
     "use_cache",
     "logits_to_keep",
     "return_dict",
-    "token_type_ids",
 }
+
+
+class Settings:
+    """Generation settings of a call, by name, as `generate()` resolves them.
+
+    Args:
+        model: its `generation_config` has the last word.
+        arguments: of the call, by name; what they say goes first, `generation_config` comes second.
+
+    Raises:
+        OptionError: if `generation_config` is none.
+    """
+
+    def __init__(self, model: PreTrainedModel, arguments: Mapping[str, Any]):
+        config = arguments.get("generation_config")
+        if config is not None and not isinstance(config, GenerationConfig):
+            raise OptionError(
+                f"generation_config of type {type(config).__name__}: pass a GenerationConfig, or "
+                "the settings as keyword arguments"
+            )
+        self._arguments = arguments
+        self._configs = [config, getattr(model, "generation_config", None)]
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self._arguments:
+            return self._arguments[name]
+        values = (getattr(config, name, None) for config in self._configs)
+        return next((value for value in values if value is not None), None)
 
 
 def check_model(model: object) -> None:
@@ -79,34 +109,126 @@ def check_model(model: object) -> None:
         )
 
 
-def check_settings(config: GenerationConfig, model_kwargs: Mapping[str, Any]) -> None:
-    """Refuse generation settings that another decoding method owns, and unknown model inputs.
+def check_evaluation(model: PreTrainedModel) -> None:
+    """Refuse a target in training mode wherever that changes its forward pass.
+
+    Raises:
+        UnsupportedError: if there is dropout or gradient checkpointing.
+    """
+    training = [module for module in model.modules() if module.training]
+    if not training:
+        return
+    random = any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in training)
+    recomputes = any(getattr(m, "gradient_checkpointing", False) for m in training)
+    config = model.config.get_text_config().to_dict()
+    drops = sorted(k for k, v in config.items() if "drop" in k and isinstance(v, float) and v > 0)
+    if random or recomputes or drops:
+        raise UnsupportedError(
+            f"{type(model).__name__} is in training mode with dropout or gradient checkpointing"
+            f"{' (' + ', '.join(drops) + ')' if drops else ''}; call model.eval() before generate()"
+        )
+
+
+def check_settings(settings: Settings) -> None:
+    """Refuse generation settings that another decoding method owns.
 
     Raises:
         UnsupportedError: names the setting and its value.
     """
-    if (config.num_beams or 1) > 1:
+    if settings["num_beams"] not in (None, 1):
         raise UnsupportedError(
-            f"num_beams={config.num_beams}: spec_strategy decodes greedily or by sampling; "
+            f"num_beams={settings['num_beams']!r}: spec_strategy decodes greedily or by sampling; "
             "set num_beams=1"
         )
     for name, method in OTHER_METHODS.items():
-        value = getattr(config, name, None)
+        value = settings[name]
         if value is not None and value is not False:
             raise UnsupportedError(f"{name}={value!r} asks for {method}; unset it")
+    if settings["guidance_scale"] not in (None, 1):
+        raise UnsupportedError(
+            f"guidance_scale={settings['guidance_scale']!r} runs a second forward of the model for "
+            "every token of the output, which a draft tree cannot share; unset it"
+        )
     for name in ("output_attentions", "output_hidden_states"):
-        if getattr(config, name, None):
+        if settings[name]:
             raise UnsupportedError(
                 f"{name}=True is not available with spec_strategy: the forward passes hold drafts; "
                 "run the finished sequence through model() instead"
             )
-    if not model_kwargs.get("use_cache", True):
-        raise UnsupportedError("use_cache=False: speculative decoding keeps keys and values")
-    extra = sorted(k for k, v in model_kwargs.items() if v is not None and k not in UNDERSTOOD)
-    if extra:
+    if settings["use_cache"] is False:
         raise UnsupportedError(
-            f"model inputs {', '.join(extra)} cannot be used with spec_strategy; "
-            "text given as input_ids can"
+            "use_cache=False: speculative decoding keeps keys and values; leave it out"
+        )
+    if settings["cache_implementation"] not in OWN_CACHES:
+        raise UnsupportedError(
+            f"cache_implementation={settings['cache_implementation']!r} cannot be combined with "
+            "spec_strategy, which keeps its own keys and values; leave it out"
+        )
+
+
+def check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Refuse inputs of the wrong type or shape, before `generate()` works on them.
+
+    Args:
+        arguments: of the call, by name.
+
+    Raises:
+        UnsupportedError: names the argument and what was given.
+    """
+    shape = None
+    for name in ("inputs", "input_ids"):
+        ids = arguments.get(name)
+        if ids is None:
+            continue
+        if not isinstance(ids, Tensor):
+            raise UnsupportedError(
+                f"{name} of type {type(ids).__name__}: spec_strategy needs a tensor of token ids, "
+                "as tokenizer(text, return_tensors='pt').input_ids"
+            )
+        if ids.ndim != 2 or 0 in ids.shape or ids.dtype not in (torch.long, torch.int):
+            raise UnsupportedError(
+                f"{name} of shape {tuple(ids.shape)} and {ids.dtype}: spec_strategy needs token "
+                "ids of shape (batch, length), int64, at least one token in every row"
+            )
+        shape = ids.shape
+    for name in ("attention_mask", "position_ids"):
+        given = arguments.get(name)
+        if given is None:
+            continue
+        fits = isinstance(given, Tensor) and given.ndim == 2 and not given.dtype.is_complex
+        if shape is not None and fits:
+            one_for_all = name == "position_ids" and given.shape[0] == 1
+            fits = given.shape[1] == shape[1] and (one_for_all or given.shape[0] == shape[0])
+        if not fits:
+            what = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
+            raise UnsupportedError(
+                f"{name} ({what}) does not match the input_ids "
+                f"{tuple(shape) if shape is not None else '(none)'}; pass the whole sequence, also "
+                "with a reused past_key_values"
+            )
+    cache = arguments.get("past_key_values")
+    if cache is not None:
+        check_reusable(cache)
+
+
+def check_streamer(streamer: object, num_rows: int = 1) -> None:
+    """Refuse a streamer that is none, or for several sequences.
+
+    Raises:
+        OptionError: if it lacks a method.
+        UnsupportedError: if rows that advance at different speeds would feed it.
+    """
+    if streamer is None:
+        return
+    if not (hasattr(streamer, "put") and hasattr(streamer, "end")):
+        raise OptionError(
+            f"streamer={streamer!r} has no put() and end(); pass a transformers streamer such as "
+            "TextStreamer(tokenizer)"
+        )
+    if num_rows > 1:
+        raise UnsupportedError(
+            f"streamer= with {num_rows} sequences, which advance at different speeds; "
+            "stream one sequence at a time"
         )
 
 
@@ -121,69 +243,103 @@ def check_inputs(
 
     Args:
         model: the target.
-        input_ids: (B, L) int64, expanded for `num_return_sequences`.
-        attention_mask: (B, L) or longer where a cache holds the beginning.
-        model_kwargs: for `past_key_values`, `position_ids` and `token_type_ids`.
+        input_ids: (B, L) integers, expanded for `num_return_sequences`.
+        attention_mask: (B, L).
+        model_kwargs: what `generate()` prepared for the model.
         max_length: longest sequence that can come out, in tokens.
 
     Raises:
         UnsupportedError: names the row or the value.
     """
-    if input_ids.ndim != 2 or input_ids.shape[1] == 0:
+    extra = sorted(k for k, v in model_kwargs.items() if v is not None and k not in UNDERSTOOD)
+    if extra:
         raise UnsupportedError(
-            f"input_ids of shape {tuple(input_ids.shape)}: spec_strategy needs a prompt of at "
-            "least one token per row, given as input_ids"
+            f"model inputs {', '.join(extra)} cannot be used with spec_strategy; "
+            "text given as input_ids can"
         )
-    vocab = model.get_input_embeddings().weight.shape[0]
-    if int(input_ids.min()) < 0 or int(input_ids.max()) >= vocab:
+    low, high = int(input_ids.min()), int(input_ids.max())
+    embeddings: Any = model.get_input_embeddings()
+    vocab = embeddings.weight.shape[0]
+    if low < 0 or high >= vocab:
         raise UnsupportedError(
-            f"input_ids hold values from {int(input_ids.min())} to {int(input_ids.max())}, "
-            f"the model's vocabulary 0 to {vocab - 1}"
-        )
-    bad = (attention_mask[:, -1] == 0).nonzero().flatten().tolist()
-    if bad:
-        raise UnsupportedError(
-            f"rows {bad} end in padding (attention_mask 0 in the last column); "
-            "pad on the left: tokenizer.padding_side = 'left'"
-        )
-    if attention_mask.shape != input_ids.shape:
-        raise UnsupportedError(
-            f"attention_mask of shape {tuple(attention_mask.shape)} does not match input_ids "
-            f"{tuple(input_ids.shape)}; pass the whole sequence as input_ids, also with a reused "
-            "past_key_values"
+            f"input_ids hold values from {low} to {high}; the model's vocabulary is 0 to "
+            f"{vocab - 1}, so check that the tokenizer belongs to the model"
         )
     positions = model_kwargs.get("position_ids")
+    for name, given in (("attention_mask", attention_mask), ("position_ids", positions)):
+        if given is not None and given.shape[1] != input_ids.shape[1]:
+            raise UnsupportedError(
+                f"{name} of {given.shape[1]} columns for a prompt of {input_ids.shape[1]} tokens; "
+                "leave it out, or give the prompt as input_ids"
+            )
+    _check_mask(model, attention_mask)
     if positions is not None:
-        expected = (attention_mask.long().cumsum(-1) - 1).clamp_(min=0)
-        given = positions.expand(input_ids.shape[0], -1)[:, -input_ids.shape[1] :]
-        if given.shape != expected.shape or not torch.equal(given[attention_mask.bool()].to(
-            expected.device), expected[attention_mask.bool()]):
+        expected = attention_mask.long().cumsum(-1) - 1
+        if bool(((positions != expected) & (attention_mask == 1)).any()):
             raise UnsupportedError(
                 "position_ids other than 0, 1, 2, ... over the attended tokens cannot be used with "
                 "spec_strategy; leave them out"
             )
-    types = model_kwargs.get("token_type_ids")
-    if types is not None and bool(types.any()):
-        raise UnsupportedError("token_type_ids other than 0 cannot be used with spec_strategy")
-    cache = model_kwargs.get("past_key_values")
-    if cache is not None:
-        check_reusable(cache)
-        stored = cache.get_seq_length()
-        if stored and (stored >= input_ids.shape[1]):
-            raise UnsupportedError(
-                f"past_key_values hold {stored} tokens and input_ids {input_ids.shape[1]}; "
-                "input_ids must hold the whole sequence, with at least one token that is not cached"
-            )
-    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
-    kind = rope.get("rope_type", "default") if isinstance(rope, Mapping) else "default"
-    limit = getattr(model.config.get_text_config(), "original_max_position_embeddings", None)
-    limit = limit or rope.get("original_max_position_embeddings")
-    limit = limit or getattr(model.config.get_text_config(), "max_position_embeddings", 0)
+    if not isinstance(max_length, (int, type(None))):
+        raise UnsupportedError(
+            f"a length of {max_length} tokens: max_new_tokens and max_length must be whole numbers"
+        )
+    _check_cache(model, model_kwargs.get("past_key_values"), input_ids)
+    _check_rope(model, max_length)
+
+
+def _check_mask(model: PreTrainedModel, mask: Tensor) -> None:
+    if not bool(((mask == 0) | (mask == 1)).all()):
+        raise UnsupportedError(
+            "attention_mask holds values other than 0 and 1, which cannot be used with "
+            "spec_strategy; pass 1 for tokens and 0 for padding"
+        )
+    if bad := (mask[:, -1] == 0).nonzero().flatten().tolist():
+        raise UnsupportedError(
+            f"rows {bad} end in padding (attention_mask 0 in the last column) or hold nothing else;"
+            " pad on the left: tokenizer.padding_side = 'left'"
+        )
+    holes = (mask.long().diff(dim=-1) < 0).any(dim=-1)
+    if bool(holes.any()) and getattr(model.config.get_text_config(), "sliding_window", None):
+        raise UnsupportedError(
+            f"rows {holes.nonzero().flatten().tolist()} have padding between their tokens, where "
+            "a sliding window counts it and spec_strategy does not; pad on the left only"
+        )
+
+
+def _check_cache(model: PreTrainedModel, cache: Any, input_ids: Tensor) -> None:
+    stored = cache.get_seq_length() if cache is not None else 0
+    if not stored:
+        return
+    num_rows, length = input_ids.shape
+    if stored >= length:
+        raise UnsupportedError(
+            f"past_key_values hold {stored} tokens and input_ids {length}; "
+            "input_ids must hold the whole sequence, with at least one token that is not cached"
+        )
+    config = model.config.get_text_config()
+    layers = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
+    rows = cache.layers[0].keys.shape[0]
+    if rows != num_rows or len(cache.layers) != layers:
+        raise UnsupportedError(
+            f"past_key_values hold {rows} rows of {len(cache.layers)} layers, where the call has "
+            f"{num_rows} rows and the model {layers} layers; pass the cache of the same batch"
+        )
+
+
+def _check_rope(model: PreTrainedModel, max_length: int | None) -> None:
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None)
+    rope = rope if isinstance(rope, Mapping) else {}
+    kind = rope.get("rope_type", "default")
+    limit = (
+        getattr(config, "original_max_position_embeddings", None)
+        or rope.get("original_max_position_embeddings")
+        or getattr(config, "max_position_embeddings", None)
+        or 0
+    )
     if kind in LENGTH_DEPENDENT_ROPE and (max_length is None or max_length > limit):
         raise UnsupportedError(
             f"rope_type={kind!r} changes its frequencies past {limit} tokens, so a draft would "
             f"change the output; keep max_length at {limit} or below (it is {max_length})"
         )
-
-
-__all__ = ["SpecError", "check_inputs", "check_model", "check_settings"]

@@ -16,7 +16,14 @@ from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation import StoppingCriteriaList, StopStringCriteria
 
-from hf_spec.checks import check_model
+from hf_spec.checks import (
+    Settings,
+    check_arguments,
+    check_evaluation,
+    check_model,
+    check_settings,
+    check_streamer,
+)
 from hf_spec.decoding import attention
 from hf_spec.decoding.engine import generate_with
 from hf_spec.errors import AssistantError, OptionError, UnsupportedError
@@ -24,14 +31,17 @@ from hf_spec.strategies import StrategyConfig, make_drafter, parse_strategy
 
 # Arguments of generate() that choose or feed another decoding method.
 REFUSED_ARGUMENTS = {
-    "assistant_model": "pass the draft model as assistant=",
+    "assistant_model": "pass the draft model as assistant=; for transformers' own assisted "
+    "decoding set model.generation_config.spec_strategy = None",
+    "assistant_tokenizer": "drafts are made of the target's own tokens",
     "custom_generate": "it replaces the decoding loop, and so does spec_strategy",
     "negative_prompt_ids": "classifier-free guidance is not available with spec_strategy",
     "synced_gpus": "FSDP and ZeRO-3 generation is not available with spec_strategy",
     "inputs_embeds": "give the prompt as input_ids",
 }
 
-_original = None
+# Attribute of the wrapper that holds what it wraps.
+_WRAPPED = "_hf_spec_wrapped"
 
 
 class _StoredStrategy:
@@ -48,24 +58,24 @@ class _StoredStrategy:
 
 
 def enable() -> None:
-    """Wrap `GenerationMixin.generate`; importing hf_spec does this. Calling it again is harmless."""
-    global _original
-    if _original is not None:
+    """Wrap `GenerationMixin.generate`, as importing hf_spec does; a second call is harmless."""
+    original = GenerationMixin.generate
+    if hasattr(original, _WRAPPED):
         return
-    _original = GenerationMixin.generate
     attention.register()
-    GenerationMixin.generate = _wrap(_original)  # type: ignore[method-assign]
+    wrapper = _wrap(original)
+    setattr(wrapper, _WRAPPED, original)
+    GenerationMixin.generate = wrapper  # type: ignore[method-assign]
     GenerationConfig.spec_strategy = _StoredStrategy()  # type: ignore[attr-defined]
 
 
 def disable() -> None:
-    """Give `GenerationMixin.generate` back as it was. Calling it again is harmless."""
-    global _original
-    if _original is None:
+    """Give `GenerationMixin.generate` back as it was; a second call is harmless."""
+    original = getattr(GenerationMixin.generate, _WRAPPED, None)
+    if original is None:
         return
-    GenerationMixin.generate = _original  # type: ignore[method-assign]
+    GenerationMixin.generate = original  # type: ignore[method-assign]
     del GenerationConfig.spec_strategy  # type: ignore[attr-defined]
-    _original = None
 
 
 def _wrap(original: Any) -> Any:
@@ -99,7 +109,7 @@ def _resolve(model: PreTrainedModel, argument: Any, config: GenerationConfig | N
     """The strategy from the call, the given generation config or the model's, in that order."""
     if argument is not None:
         return argument
-    if config is not None and config.is_assistant:
+    if getattr(config, "is_assistant", False):
         return None
     own = getattr(model, "generation_config", None)
     for source in (config, own):
@@ -114,14 +124,14 @@ def _speculate(
 ) -> Any:
     config = parse_strategy(strategy)
     for name, reason in REFUSED_ARGUMENTS.items():
-        if given.get(name) is not None:
+        if given.get(name) is not None and given[name] is not False:
             raise UnsupportedError(f"{name}= cannot be combined with spec_strategy: {reason}")
-    if given.get("cache_implementation") is not None:
-        raise UnsupportedError(
-            f"cache_implementation={given['cache_implementation']!r} cannot be combined with "
-            "spec_strategy, which keeps its own keys and values; leave it out"
-        )
     check_model(model)
+    check_evaluation(model)
+    settings = Settings(model, given)
+    check_settings(settings)
+    check_arguments(given)
+    check_streamer(given.get("streamer"))
     if config.needs_assistant and assistant is None:
         raise AssistantError(
             f"spec_strategy={config.strategy!r} needs assistant=<model, folder or Hub id>, for "
@@ -129,24 +139,19 @@ def _speculate(
         )
     drafter = make_drafter(config, model, assistant)
     streamer = given.get("streamer")
-    given = _with_stop_strings(model, given)
+    given = _with_stop_strings(settings["stop_strings"], given)
 
-    def decode(
-        model: PreTrainedModel, input_ids: Tensor, **prepared: Any
-    ) -> Any:
+    def decode(model: PreTrainedModel, input_ids: Tensor, **prepared: Any) -> Any:
         # The original has put the prompt into the streamer already; it does not pass it on.
         return generate_with(drafter, model, input_ids, streamer=streamer, **prepared)
 
     return original(model, **given, custom_generate=decode)
 
 
-def _with_stop_strings(model: PreTrainedModel, given: dict[str, Any]) -> dict[str, Any]:
+def _with_stop_strings(strings: Any, given: dict[str, Any]) -> dict[str, Any]:
     """Turn stop strings into a criterion here, because the tokenizer does not get through."""
     given = dict(given)
     tokenizer = given.pop("tokenizer", None)
-    config = given.get("generation_config")
-    sources = (given, vars(config) if config is not None else {}, vars(model.generation_config))
-    strings = next((s["stop_strings"] for s in sources if s.get("stop_strings") is not None), None)
     if strings is None:
         return given
     if tokenizer is None:
@@ -155,5 +160,7 @@ def _with_stop_strings(model: PreTrainedModel, given: dict[str, Any]) -> dict[st
             "tokenizer=tokenizer)"
         )
     criteria = StoppingCriteriaList(given.get("stopping_criteria") or [])
-    criteria.append(StopStringCriteria(stop_strings=strings, tokenizer=tokenizer))
+    # As in plain generate(), a criterion that the caller made goes before the setting.
+    if not any(type(criterion) is StopStringCriteria for criterion in criteria):
+        criteria.append(StopStringCriteria(stop_strings=strings, tokenizer=tokenizer))
     return {**given, "stopping_criteria": criteria, "stop_strings": None}

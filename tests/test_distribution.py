@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation import logits_process as hf
 
-from hf_spec import DraftConfig, LookupConfig, TreeConfig
+from hf_spec import DraftConfig, GsdConfig, LookupConfig, TreeConfig
 from hf_spec.decoding import engine
 from hf_spec.decoding.verification import NodeDraw, ResidualRejection
 from hf_spec.strategies import draft_model
@@ -42,6 +42,7 @@ PLAIN: dict[str, Any] = {}
 TOP_K = {"temperature": 0.7, "top_k": 4}
 TOP_P = {"top_p": 0.8}
 REPETITION = {"repetition_penalty": 1.3}
+NO_REPEATS = {"no_repeat_ngram_size": 1}
 
 
 @cache
@@ -68,6 +69,11 @@ def arguments(strategy: str) -> dict[str, Any]:
     return {
         "lookup": {"spec_strategy": LookupConfig(max_matches=3)},
         "draft": {"spec_strategy": DraftConfig(max_draft_tokens=2), "assistant": draft},
+        "confident": {
+            "spec_strategy": DraftConfig(length_policy="confidence", confidence_threshold=0.2),
+            "assistant": draft,
+        },
+        "gsd": {"spec_strategy": GsdConfig(min_probability=0.0), "assistant": draft},
         "itself": {"spec_strategy": DraftConfig(max_draft_tokens=2), "assistant": tiny(0)},
         "tree": {"spec_strategy": TreeConfig(children=2, max_nodes=6), "assistant": draft},
         "siblings": {
@@ -81,6 +87,7 @@ def processors(settings: dict[str, Any], prompt: list[int]) -> list[Any]:
     """What generate() makes of the settings, in its order."""
     made = {
         "repetition_penalty": hf.RepetitionPenaltyLogitsProcessor,
+        "no_repeat_ngram_size": hf.NoRepeatNGramLogitsProcessor,
         "temperature": hf.TemperatureLogitsWarper,
         "top_k": hf.TopKLogitsWarper,
         "top_p": hf.TopPLogitsWarper,
@@ -169,7 +176,9 @@ CASES = [
     ("draft", PLAIN),
     ("draft", TOP_K),
     ("draft", REPETITION),
+    ("confident", PLAIN),
     ("itself", TOP_P),
+    ("gsd", PLAIN),
     ("tree", PLAIN),
     ("tree", REPETITION),
     ("siblings", PLAIN),
@@ -182,6 +191,11 @@ NAMES = [f"{strategy}-{'-'.join(settings) or 'plain'}" for strategy, settings in
 @pytest.mark.parametrize(("strategy", "settings"), CASES, ids=NAMES)
 def test_joint_distribution_of_the_first_tokens(strategy: str, settings: dict[str, Any]) -> None:
     assert worst_p_value([REPETITIVE], settings, strategy) > ALPHA
+
+
+@pytest.mark.parametrize("strategy", ["tree", "siblings"])
+def test_what_the_prefix_forbids_never_comes(strategy: str) -> None:
+    assert worst_p_value([[5, 6, 5]], NO_REPEATS, strategy) > ALPHA
 
 
 @pytest.mark.parametrize("strategy", ["lookup", "draft", "siblings"])
@@ -197,7 +211,7 @@ def test_every_row_of_a_ragged_batch_has_its_own_distribution(strategy: str) -> 
 def test_joint_distribution_with_100_000_draws(
     strategy: str, settings: dict[str, Any], prompts: list[list[int]]
 ) -> None:
-    assert worst_p_value(prompts, settings, strategy, draws=100_000) > ALPHA
+    assert worst_p_value(prompts, settings, strategy, draws=100_000 // len(prompts)) > ALPHA
 
 
 class NoResidual(ResidualRejection):
@@ -280,4 +294,4 @@ class TestBrokenTwins:
                 return super()._step(tree, walk, here, {row: [] for row in paths})
 
         monkeypatch.setattr(engine, "NodeDraw", WrongPrefix)
-        assert worst_p_value([REPETITIVE], {"repetition_penalty": 3.0}, "tree", TWIN_DRAWS) < REJECTED
+        assert worst_p_value([[5, 6, 5]], NO_REPEATS, "tree", TWIN_DRAWS) < REJECTED

@@ -1,12 +1,26 @@
-"""Tiny random models of many architectures, float32, with a vocabulary of 97 tokens."""
+"""Tiny random models of many architectures, float32, with a vocabulary of 97 tokens.
+
+Also the prompts, the tokenizer and the strategies that the tests share.
+"""
 
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 import transformers as T
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import WordLevel
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+import hf_spec
 
 VOCAB = 97
 WINDOW = 8
@@ -32,6 +46,12 @@ _GPT_LIKE = {
     "n_positions": 256,
     "initializer_range": 0.3,
 }
+_SLIDING_MIX = {
+    "head_dim": 8,
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _FALCON = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -56,13 +76,7 @@ def _configs() -> dict[str, PreTrainedConfig]:
         "gemma2": T.Gemma2Config(
             **base, head_dim=8, sliding_window=WINDOW, query_pre_attn_scalar=8
         ),
-        "gemma3": T.Gemma3TextConfig(
-            **base,
-            head_dim=8,
-            sliding_window=WINDOW,
-            query_pre_attn_scalar=8,
-            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-        ),
+        "gemma3": T.Gemma3TextConfig(**base, **_SLIDING_MIX, query_pre_attn_scalar=8),
         "phi3": T.Phi3Config(**base),
         "opt": T.OPTConfig(
             vocab_size=VOCAB,
@@ -115,13 +129,51 @@ def _configs() -> dict[str, PreTrainedConfig]:
         "bloom": T.BloomConfig(
             vocab_size=VOCAB, hidden_size=32, n_layer=3, n_head=4, initializer_range=0.3
         ),
-        "gpt_oss": T.GptOssConfig(
-            **base,
-            head_dim=8,
-            sliding_window=WINDOW,
-            num_local_experts=4,
+        "gpt_oss": T.GptOssConfig(**base, **_SLIDING_MIX, **_EXPERTS),
+        "olmo2": T.Olmo2Config(**base),
+        "olmo3": T.Olmo3Config(
+            **base, sliding_window=WINDOW, layer_types=_SLIDING_MIX["layer_types"]
+        ),
+        "glm": T.GlmConfig(**base, head_dim=8),
+        "glm4": T.Glm4Config(**base, head_dim=8),
+        "cohere": T.CohereConfig(**base),
+        "cohere2": T.Cohere2Config(**base, **_SLIDING_MIX),
+        "granite": T.GraniteConfig(**base),
+        "smollm3": T.SmolLM3Config(**base),
+        "exaone4": T.Exaone4Config(**base, **_SLIDING_MIX),
+        "mixtral": T.MixtralConfig(**base, **_EXPERTS, sliding_window=WINDOW),
+        "qwen3_moe": T.Qwen3MoeConfig(
+            **base, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
+        ),
+        "deepseek_v3": T.DeepseekV3Config(
+            **{**base, "num_key_value_heads": 4},
+            q_lora_rank=16,
+            kv_lora_rank=16,
+            qk_rope_head_dim=8,
+            qk_nope_head_dim=8,
+            v_head_dim=12,
+            n_routed_experts=4,
             num_experts_per_tok=2,
-            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            n_group=1,
+            topk_group=1,
+            first_k_dense_replace=1,
+            moe_intermediate_size=32,
+        ),
+        "phi": T.PhiConfig(**base),
+        "stablelm": T.StableLmConfig(**base),
+        "nemotron": T.NemotronConfig(**base),
+        "diffllama": T.DiffLlamaConfig(**base),
+        "persimmon": T.PersimmonConfig(**base),
+        "gptj": T.GPTJConfig(**_GPT_LIKE, rotary_dim=4),
+        "codegen": T.CodeGenConfig(**_GPT_LIKE, rotary_dim=4),
+        "xglm": T.XGLMConfig(
+            vocab_size=VOCAB,
+            d_model=32,
+            ffn_dim=64,
+            num_layers=3,
+            attention_heads=4,
+            max_position_embeddings=256,
+            init_std=0.3,
         ),
     }
 
@@ -151,14 +203,68 @@ def repetitive_prompt(length: int = 21, period: int = 7, seed: int = 1) -> torch
     return pattern.repeat(1, length // period + 1)[:, :length]
 
 
-def ragged_batch(lengths: tuple[int, ...] = (12, 9, 5, 11, 3), seed: int = 2) -> dict:
+@cache
+def settled_prompt(name: str, length: int = 36) -> Tensor:
+    """(1, 21 + length) int64: the repetitive prompt and what the model says to it.
+
+    Random models fall into loops after a while, so that lookup has something to find.
+    """
+    model = build(name)
+    return model.generate(repetitive_prompt(), max_new_tokens=length, do_sample=False)
+
+
+def prompts(name: str, kind: str) -> dict[str, Tensor]:
+    """The inputs of one test: `one` sequence or a `ragged` batch of five, padded on the left."""
+    settled = settled_prompt(name)
+    if kind == "one":
+        return {"input_ids": settled}
+    rows = [settled[0], settled[0, :-8]]
+    batch = ragged_batch((5, 11, 3))
+    rows += [ids[mask.bool()] for ids, mask in zip(*batch.values(), strict=True)]
+    return left_padded(rows)
+
+
+STRATEGIES = ("lookup", "draft", "tree", "gsd")
+
+
+def speculation(name: str, strategy: str) -> dict[str, Any]:
+    """Keyword arguments that make `generate()` of the named model use a strategy."""
+    if strategy == "lookup":
+        return {"spec_strategy": strategy}
+    return {"spec_strategy": strategy, "assistant": draft_model(name)}
+
+
+@cache
+def draft_model(name: str, num_layers: int = 2) -> PreTrainedModel:
+    """The first layers of the named model, made once per session."""
+    return hf_spec.truncated_draft(build(name), num_layers)
+
+
+@cache
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One two-letter word per token, written without spaces between them."""
+    words = [consonant + vowel for consonant in "bcdfghjklmnpqrstvwxz" for vowel in "aeiou"]
+    # Transformers' stop strings are tried out behind the word "abcdef".
+    vocab = {word: index for index, word in enumerate(["<pad>", *words[: VOCAB - 2], "abcdef"])}
+    backend = Tokenizer(WordLevel(vocab, unk_token="<pad>"))
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>")
+
+
+def ragged_batch(lengths: tuple[int, ...] = (12, 9, 5, 11, 3), seed: int = 2) -> dict[str, Tensor]:
     """`input_ids` and `attention_mask` of prompts of the given lengths, padded on the left."""
     generator = torch.Generator().manual_seed(seed)
-    width = max(lengths)
-    input_ids = torch.zeros(len(lengths), width, dtype=torch.long)
+    patterns = [torch.randint(3, VOCAB, (3,), generator=generator) for _ in lengths]
+    rows = zip(patterns, lengths, strict=True)
+    return left_padded([pattern.repeat(length)[:length] for pattern, length in rows])
+
+
+def left_padded(rows: list[Tensor]) -> dict[str, Tensor]:
+    """`input_ids` and `attention_mask` of prompts given one by one."""
+    width = max(len(row) for row in rows)
+    input_ids = torch.zeros(len(rows), width, dtype=torch.long)
     mask = torch.zeros_like(input_ids)
-    for row, length in enumerate(lengths):
-        pattern = torch.randint(3, VOCAB, (3,), generator=generator).repeat(width)[:length]
-        input_ids[row, width - length :] = pattern
-        mask[row, width - length :] = 1
+    for index, row in enumerate(rows):
+        input_ids[index, width - len(row) :] = row
+        mask[index, width - len(row) :] = 1
     return {"input_ids": input_ids, "attention_mask": mask}

@@ -36,18 +36,17 @@ def measure_step_cost(
         counts: numbers of nodes, root included.
 
     Returns:
-        form -> node count -> seconds of each repetition. Forms: "plain" is one token through the
-        model as `generate()` runs it (node count 1 only), "stock" our packed forward with the
-        model's own linear layers, "packed" the same with `fast_cpu_linears`.
+        form -> node count -> seconds of each repetition. Forms: "transformers" runs as many tokens
+        behind a `DynamicCache`, as `generate()` and its assisted decoding do; "off" and "auto" are
+        our tree forward without and with packed weights on the CPU (`set_cpu_packing`).
     """
     seconds: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     with torch.no_grad():
         for repeat in range(repeats + 1):
-            rounds = [("plain", 1, _plain_step(model, context))]
-            for form, mode in (("stock", "off"), ("packed", "auto")):
-                previous = set_cpu_packing(mode)
-                rounds += [(form, n, _tree_step(model, context, n)) for n in counts]
-                set_cpu_packing(previous)
+            rounds = [("transformers", n, _plain_step(model, context, n)) for n in counts]
+            for mode in ("off", "auto"):
+                set_cpu_packing(mode)
+                rounds += [(mode, n, _tree_step(model, context, n)) for n in counts]
             if repeat:  # The first round packs weights and warms caches.
                 for form, count, spent in rounds:
                     seconds[form][count].append(spent)
@@ -69,26 +68,28 @@ def _tree_step(model: PreTrainedModel, context: list[int], count: int) -> float:
         return time.perf_counter() - start
 
 
-def _plain_step(model: PreTrainedModel, context: list[int]) -> float:
+def _plain_step(model: PreTrainedModel, context: list[int], count: int) -> float:
     cache = DynamicCache(config=model.config)
     model(torch.tensor([context]), past_key_values=cache, use_cache=True, logits_to_keep=1)
-    token = torch.tensor([context[:1]])
+    tokens = torch.tensor([context[:count]])
     start = time.perf_counter()
-    model(token, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    model(tokens, past_key_values=cache, use_cache=True)
     return time.perf_counter() - start
 
 
 def table(seconds: dict[str, dict[int, list[float]]]) -> str:
     """Markdown: median milliseconds by node count, and cost relative to one node."""
-    counts = sorted(seconds["stock"])
+    counts = sorted(seconds["auto"])
     middle = {form: {n: median(v) * 1e3 for n, v in rows.items()} for form, rows in seconds.items()}
-    one = middle["packed"][1]
+    one, plain = middle["auto"][1], middle["transformers"][1]
     lines = ["| nodes | " + " | ".join(map(str, counts)) + " |", "|---|" + "---|" * len(counts)]
     for form, rows in middle.items():
         cells = [f"{rows[n]:.0f}" if n in rows else "" for n in counts]
         lines.append(f"| {form}, ms | " + " | ".join(cells) + " |")
-    relative = [f"{middle['packed'][n] / one:.2f}" for n in counts]
-    return "\n".join([*lines, "| packed, relative to 1 node | " + " | ".join(relative) + " |"])
+    for name, unit in (("its own 1 node", one), ("transformers' 1 token", plain)):
+        cells = [f"{middle['auto'][n] / unit:.2f}" for n in counts]
+        lines.append(f"| auto, relative to {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -20,6 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from hf_spec.decoding.kv_cache import KVPool
+from hf_spec.errors import UnsupportedError
 
 NAME = "hf_spec"
 
@@ -80,11 +81,13 @@ class PackedStep:
         pool: where keys and values live.
         writes: per row (slot, start, end, places): packed tokens [start, end) go to `places`.
         segments: what each stretch of tokens attends to.
+        written: layers that have stored their keys and values in this step.
     """
 
     pool: KVPool
     writes: Sequence[tuple[int, int, int, slice | Tensor]]
     segments: Sequence[Segment]
+    written: set[int] = field(default_factory=set)
 
 
 def tree_attention(  # noqa: PLR0913 - the signature that transformers calls
@@ -96,7 +99,6 @@ def tree_attention(  # noqa: PLR0913 - the signature that transformers calls
     scaling: float | None = None,
     dropout: float = 0.0,
     spec_step: PackedStep | None = None,
-    sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **kwargs: Any,
@@ -112,24 +114,33 @@ def tree_attention(  # noqa: PLR0913 - the signature that transformers calls
         scaling: factor of the scores, 1 / sqrt(D) by default.
         dropout: ignored, decoding uses none.
         spec_step: the packed step; None hands the call to SDPA.
-        sliding_window: how far back a token sees, itself included.
         softcap: scores are squashed to (-softcap, softcap) by tanh.
         s_aux: (H,) attention sinks, a logit per head that takes probability and gives nothing.
-        **kwargs: whatever else a model passes; for SDPA only.
+        **kwargs: `sliding_window`, how far back a token sees, itself included; whatever else a
+            model passes is for SDPA only.
 
     Returns:
         (1, T, H, D) and None (no weights).
+
+    Raises:
+        UnsupportedError: if a layer calls it a second time in the same step.
     """
     if spec_step is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
         )
     layer_index: Any = module.layer_idx
+    if layer_index in spec_step.written:
+        raise UnsupportedError(
+            f"{type(module).__name__} {layer_index} attends twice in one forward, so a tree would "
+            "overwrite its own keys and values; generate without spec_strategy"
+        )
+    spec_step.written.add(layer_index)
     keys, values = spec_step.pool.layer(layer_index, key, value)
     for slot, start, end, places in spec_step.writes:
         keys[slot, :, places] = key[0, :, start:end]
         values[slot, :, places] = value[0, :, start:end]
-    window = sliding_window or getattr(module, "sliding_window", None)
+    window = kwargs["sliding_window"] if "sliding_window" in kwargs else _mask_window(module)
     num_heads, width = query.shape[1], value.shape[-1]
     groups = num_heads // key.shape[1]
     out = query.new_empty(1, query.shape[2], num_heads, width)
@@ -150,6 +161,15 @@ def tree_attention(  # noqa: PLR0913 - the signature that transformers calls
         attended = attended.reshape(num_heads, length, width)
         out[0, segment.start : segment.end] = attended.transpose(0, 1)
     return out, None
+
+
+def _mask_window(module: nn.Module) -> int | None:
+    """The window of a layer whose model writes it into the mask and does not pass it on."""
+    config: Any = getattr(module, "config", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None and kinds[module.layer_idx] != "sliding_attention":
+        return None
+    return getattr(config, "sliding_window", None)
 
 
 def _attend(  # noqa: PLR0913 - one entry per term of the formula

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
-from hf_spec.checks import check_inputs, check_settings
+from hf_spec.checks import check_inputs, check_streamer
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.loop import speculative_decode
 from hf_spec.decoding.processors import check_processors
@@ -47,7 +47,6 @@ def generate_with(  # noqa: PLR0913 - the signature that generate() calls
     Raises:
         UnsupportedError: if something here cannot be served exactly.
     """
-    check_settings(generation_config, model_kwargs)
     attention_mask = model_kwargs.get("attention_mask")
     if attention_mask is None:
         attention_mask = torch.ones_like(input_ids)
@@ -55,10 +54,11 @@ def generate_with(  # noqa: PLR0913 - the signature that generate() calls
     stop = StopRules(stopping_criteria, num_rows)
     check_inputs(model, input_ids, attention_mask, model_kwargs, stop.max_length)
     check_processors(logits_processor, num_rows)
+    check_streamer(streamer, num_rows)
     pad = getattr(generation_config, "_pad_token_tensor", None)
     as_dict = bool(generation_config.return_dict_in_generate)
     state = GenerationState.create(
-        input_ids,
+        input_ids.long(),
         attention_mask.to(input_ids.device),
         stop,
         processors=logits_processor,

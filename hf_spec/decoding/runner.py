@@ -21,16 +21,17 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_spec.decoding import attention
 from hf_spec.decoding.alibi import tree_alibi
 from hf_spec.decoding.attention import PackedStep, Segment
-
-try:
-    from hf_spec.decoding.cpu_linear import fast_cpu_linears
-except ImportError:
-    from contextlib import nullcontext as fast_cpu_linears
+from hf_spec.decoding.cpu_linear import fast_cpu_linears
 from hf_spec.decoding.kv_cache import KVPool, PoolCache
 from hf_spec.decoding.tree import DraftTree
+from hf_spec.errors import UnsupportedError
 
 # A long prompt is run in stretches of this many tokens per row; bounds masks and activations.
 PREFILL_CHUNK = 1024
+
+# Attention interface or not, these take the rectangular path: layers of the first drop the keyword
+# arguments that attention functions need, the second attends twice per layer, with two values.
+RECTANGULAR_ONLY = {"nemotron", "diffllama"}
 
 
 @dataclass
@@ -228,6 +229,12 @@ class ModelRunner:
         if self._keeps_logits:
             kwargs["logits_to_keep"] = nodes
         logits = self._call(torch.tensor([tokens]), mask, output, kwargs)[0]
+        if len(step.written) != len(self._cache.layers):
+            raise UnsupportedError(
+                f"{type(self.model).__name__} ran tree attention in {len(step.written)} of its "
+                f"{len(self._cache.layers)} layers, so its tokens would be wrong; generate without "
+                "spec_strategy"
+            )
         output.logits = logits if self._keeps_logits else logits[nodes]
         return output
 
@@ -351,7 +358,8 @@ def _chain_segment(work: _RowWork, start: int) -> Segment:
 @contextmanager
 def _packed_attention(model: PreTrainedModel) -> Iterator[bool]:
     """Switch the model to the `hf_spec` attention; yields whether it took it."""
-    if not (model._supports_attention_backend and model._can_set_attn_implementation()):
+    taken = model._supports_attention_backend and model._can_set_attn_implementation()
+    if not taken or model.config.model_type in RECTANGULAR_ONLY:
         yield False
         return
     # Layers borrowed from another model look the name up in that model's config.

@@ -25,11 +25,18 @@ class StopRules:
     Args:
         criteria: the prepared stopping criteria of `generate()`.
         num_rows: B.
+
+    Attributes:
+        max_length: longest frame, or None.
+        pads: whether a row that ends is padded while others go on. Plain `generate()` does so only
+            if there is an end-of-sequence token; without one, all rows go on until each has met
+            a rule.
     """
 
     def __init__(self, criteria: Sequence[Any], num_rows: int):
         self.num_rows = num_rows
         self.max_length: int | None = None
+        self.pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
         self._eos: set[int] = set()
         self._others = []
         for criterion in criteria:
@@ -103,6 +110,7 @@ class GenerationState:
     def __post_init__(self) -> None:
         self.finished = [False] * self.num_rows
         self.generated = [0] * self.num_rows
+        self._ends: list[int | None] = [None] * self.num_rows
         self.scores = [[] for _ in self.tokens]
         self.logits = [[] for _ in self.tokens]
         self.stats = SpecStats([RowStats() for _ in self.tokens])
@@ -160,7 +168,7 @@ class GenerationState:
         """
         start = self.frame_length(row)
         end = start + len(path)
-        if end > self.frames.shape[1]:
+        while end > self.frames.shape[1]:
             self.frames = torch.cat([self.frames, torch.zeros_like(self.frames)], dim=1)
         if path:
             self.frames[row, start:end] = torch.tensor(path, device=self.frames.device)
@@ -175,7 +183,7 @@ class GenerationState:
         setattr(self.stats, name, getattr(self.stats, name) + time.perf_counter() - start)
 
     def commit(self, verdict: Verdict) -> None:
-        """Append each row's new tokens one by one until a stop rule holds."""
+        """Append each row's new tokens one by one until it ends."""
         host = verdict.tree.host
         for row in self.unfinished:
             block = verdict.tokens(row)
@@ -187,7 +195,7 @@ class GenerationState:
                     self.logits[row].append(verdict.logits[row][index])
                 seen = tuple(s[None] for s in self.scores[row]) if self.keep_scores else None
                 frame = self.frames[row, : self.frame_length(row)]
-                if self.stop(row, frame, token, seen):
+                if self.stop(row, frame, token, seen) and self._ends_now(row):
                     self.finished[row] = True
                     block = block[: index + 1]
                     break
@@ -195,6 +203,8 @@ class GenerationState:
             self.stats.rows[row].count(len(host.nodes(row)) - 1, host.height(row), accepted)
             if self.streamer is not None:
                 self.streamer.put(torch.tensor(block))
+        if not self.stop.pads:
+            self._end_together()
 
     def finish(self) -> SpecGenerateOutput:
         """Close the streamer and return the sequences in the layout of plain `generate()`."""
@@ -228,6 +238,26 @@ class GenerationState:
         self.prefix(row, [token])
         self.generated[row] += 1
         self.tokens[row].append(token)
+
+    def _ends_now(self, row: int) -> bool:
+        """Note that a stop rule holds for `row`; False if it has to wait for the others."""
+        if self._ends[row] is None:
+            self._ends[row] = self.generated[row]
+        alone = self.stop.pads or self.num_rows == 1
+        return alone or self.frame_length(row) == self.stop.max_length
+
+    def _end_together(self) -> None:
+        """Cut every row to the place where the last one met a stop rule, once all have."""
+        ends = [end for end in self._ends if end is not None]
+        if len(ends) < self.num_rows:
+            return
+        for row, generated in enumerate(self.generated):
+            surplus = generated - max(ends)
+            if surplus >= 0:
+                self.finished[row] = True
+                self.generated[row] -= surplus
+                for held in (self.tokens[row], self.scores[row], self.logits[row]):
+                    del held[len(held) - surplus :]
 
     @staticmethod
     def _per_step(rows: list[list[Tensor]], steps: int) -> tuple[Tensor, ...]:

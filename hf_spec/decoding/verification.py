@@ -65,11 +65,13 @@ class Verifier(LogitsProcessor):
         while here:
             paths = {row: [host.tokens[node] for node in accepted[row]] for row in here}
             for row, (token, node) in self._step(tree, walk, here, paths).items():
-                # Behind an end of sequence plain generate() asks neither model nor processors.
-                if node is None or state.stop.ends_sequence(token):
+                if node is None:
                     bonus[row] = token
-                else:
-                    accepted[row].append(node)
+                    continue
+                accepted[row].append(node)
+                if state.stop.ends_sequence(token):
+                    # Plain generate() asks nobody what follows; this is cut off by the stop rule.
+                    bonus[row] = token
             here = {row: accepted[row][-1] for row in here if bonus[row] is None}
         return Verdict(
             tree,

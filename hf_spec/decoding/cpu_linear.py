@@ -1,0 +1,308 @@
+"""Products of few rows on a CPU, computed with weights packed for it.
+
+A decoding step multiplies 1 to 64 rows by every weight of the model, where `F.linear` is slow.
+With weights that oneDNN packed once the same product takes a half to a third of the time, at one
+row and at a prompt's hundreds too (HF_INTERNALS.md, section 10):
+
+    form                 products of         takes
+    packed weight        any rows            a second copy of the weights in memory
+    (weight @ x.T).T     4 to 48 rows        nothing; float32 only
+    F.linear             the rest            nothing
+
+All add up the same products, in different order. Packing needs two private operators of PyTorch,
+tried on a sample first. Left alone: classes other than `nn.Linear` (quantised layers), dtypes other
+than float32 and bfloat16, modules with a forward of their own (accelerate), autograd, autocast.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.weak import WeakIdKeyDictionary
+
+logger = logging.getLogger(__name__)
+
+MODES = ("auto", "on", "off")
+# Share of the available memory that `auto` may fill with packed weights.
+MEMORY_SHARE = 0.5
+# With fewer elements the packed call costs more than it saves (measured, break-even at 256 x 256).
+MIN_WEIGHT_ELEMENTS = 1 << 16
+# A weight packed for 16 rows serves 1 to 300 as well as one packed for that number (measured).
+PACKED_ROWS = 16
+# Rows for which (weight @ x.T).T was no slower than F.linear on either of two machines measured.
+TRANSPOSED_ROWS = range(4, 49)
+NO_LIMIT = 1 << 62
+
+
+class _PackedWeights:
+    """Packed copies by weight, kept as long as the weight lives and stays the same."""
+
+    def __init__(self) -> None:
+        self.mode = "auto"
+        # weight -> (what it looked like, its packed copy)
+        self.entries = WeakIdKeyDictionary()
+
+    def get_all(self, weights: list[Tensor]) -> list[Tensor | None]:
+        """The packed copy of each weight, made if need be; None where it cannot be had."""
+        if self.mode == "off":
+            return [None] * len(weights)
+        room = float("inf")
+        if self.mode == "auto":
+            taken = cpu_packing_bytes()
+            room = (_available_bytes() + taken) * MEMORY_SHARE - taken
+        packed = []
+        for weight in weights:
+            stamp = _stamp(weight)
+            known_stamp, copy = self.entries.pop(weight, (None, None))
+            if known_stamp != stamp:
+                copy = None
+                if weight.nbytes > room:
+                    _log_once("memory is short: not every linear weight is packed for the CPU")
+                elif _has_operators(weight.dtype):
+                    copy = _pack(weight.detach())
+                    room -= weight.nbytes
+            if copy is not None:
+                self.entries[weight] = (stamp, copy)
+            packed.append(copy)
+        return packed
+
+
+_weights = _PackedWeights()
+_lock = threading.Lock()
+# Modules inside a `fast_cpu_linears` block: the forward they were given, and how many blocks.
+_active: WeakKeyDictionary[nn.Module, tuple[Callable[[Tensor], Tensor], int]] = WeakKeyDictionary()
+
+
+def set_cpu_packing(mode: str) -> None:
+    """Choose whether linear layers on the CPU keep a packed second copy of their weights.
+
+    Args:
+        mode: `auto` packs what fits into half of the available memory, `on` everything, `off`
+            nothing (and frees what is packed); the form that needs no copy stays in use.
+
+    Raises:
+        ValueError: if `mode` is none of these.
+    """
+    if mode not in MODES:
+        raise ValueError(f"unknown CPU packing mode {mode!r}; choose one of {', '.join(MODES)}")
+    _weights.mode = mode
+    if mode == "off":
+        clear_cpu_packing()
+
+
+def clear_cpu_packing() -> None:
+    """Free the packed weights; a generation under way keeps those it uses until it ends."""
+    with _lock:
+        _weights.entries.clear()
+
+
+def cpu_packing_bytes() -> int:
+    """Memory in bytes that the packed weights take."""
+    return sum(copy.nbytes for _, copy in list(_weights.entries.values()))
+
+
+@contextlib.contextmanager
+def fast_cpu_linears(model: nn.Module) -> Iterator[None]:
+    """Compute the products of `model`'s linear layers on the CPU in their fastest form.
+
+    Suitable modules get a `forward` of their own, which goes when the last block that uses the
+    module ends. Packed weights stay for the next call. Entry reads every weight once, to pack those
+    anew that changed in between by whatever way; this takes less than one decoding step. Weights
+    must not change inside the block.
+
+    Args:
+        model: any module; parts on other devices are left alone.
+    """
+    entered: list[nn.Module] = []
+    try:
+        with _lock:
+            _enter(model, entered)
+        yield
+    finally:
+        with _lock:
+            for module in entered:
+                _leave(module)
+
+
+def _enter(model: nn.Module, entered: list[nn.Module]) -> None:
+    if torch.is_autocast_enabled("cpu"):
+        return
+    fresh: list[nn.Linear] = []
+    for module in model.modules():
+        if module in _active:
+            forward, users = _active[module]
+            _active[module] = (forward, users + 1)
+            entered.append(module)
+        elif type(module) is nn.Linear and _is_suitable(module):
+            fresh.append(module)
+    packed = _weights.get_all([module.weight for module in fresh])
+    for module, packed_weight in zip(fresh, packed, strict=True):
+        if packed_weight is not None:
+            limits = _row_limits(module.weight.dtype, torch.get_num_threads())
+            forward = _packed_forward(module, packed_weight, *limits)
+        elif module.weight.dtype == torch.float32:
+            forward = _transposed_forward(module)
+        else:
+            continue
+        module.__dict__["forward"] = forward
+        _active[module] = (forward, 1)
+        entered.append(module)
+
+
+def _leave(module: nn.Module) -> None:
+    forward, users = _active.pop(module)
+    if users > 1:
+        _active[module] = (forward, users - 1)
+    elif module.__dict__.get("forward") is forward:
+        del module.__dict__["forward"]
+
+
+def _is_suitable(module: nn.Linear) -> bool:
+    if "forward" in module.__dict__:
+        return False
+    # Pruning and the like recompute the weight, which is then no parameter; torchao subclasses it.
+    weight, bias = module._parameters.get("weight"), module.bias
+    return (
+        type(weight) is nn.Parameter
+        and weight.device.type == "cpu"
+        and weight.dtype in (torch.float32, torch.bfloat16)
+        and weight.is_contiguous()
+        and weight.numel() >= MIN_WEIGHT_ELEMENTS
+        and (bias is None or (type(bias) is nn.Parameter and bias.dtype == weight.dtype))
+    )
+
+
+def _packed_forward(
+    module: nn.Linear, packed: Tensor, least: int, most: int
+) -> Callable[[Tensor], Tensor]:
+    weight, bias, width = module.weight, module.bias, module.in_features
+    linear = torch.ops.mkldnn._linear_pointwise
+
+    def forward(input: Tensor) -> Tensor:  # noqa: A002 - the name nn.Linear has
+        if (
+            least <= input.numel() // width <= most
+            and input.dtype == weight.dtype
+            and input.shape[-1] == width
+            and not torch.is_grad_enabled()
+        ):
+            return linear(input, packed, bias, "none", [], "")
+        return F.linear(input, weight, bias)
+
+    return forward
+
+
+def _transposed_forward(module: nn.Linear) -> Callable[[Tensor], Tensor]:
+    weight, bias, width = module.weight, module.bias, module.in_features
+
+    def forward(input: Tensor) -> Tensor:  # noqa: A002 - the name nn.Linear has
+        rows = input.numel() // width
+        if (
+            rows not in TRANSPOSED_ROWS
+            or input.dtype != torch.float32
+            or input.shape[-1] != width
+            or torch.is_grad_enabled()
+        ):
+            return F.linear(input, weight, bias)
+        # Contiguous, since models call `view` on what a linear layer returns.
+        output = (weight @ input.reshape(rows, width).T).T.contiguous()
+        if bias is not None:
+            output += bias
+        return output.view(*input.shape[:-1], -1)
+
+    return forward
+
+
+def _pack(weight: Tensor) -> Tensor:
+    with torch.no_grad():
+        return torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)
+
+
+def _stamp(weight: Tensor) -> tuple[int, ...]:
+    """Identity of a weight's contents: place, shape, version and a sum over its bytes.
+
+    The sum is there because writing through `.data`, as PEFT does when it merges an adapter, moves
+    neither place nor version.
+    """
+    version = 0 if weight.is_inference() else weight._version
+    flat = weight.detach().view(-1)
+    words = torch.int64 if flat.nbytes % 8 == 0 and weight.data_ptr() % 8 == 0 else torch.int16
+    return (weight.data_ptr(), *weight.shape, version, int(flat.view(words).sum()))
+
+
+@functools.cache
+def _has_operators(dtype: torch.dtype) -> bool:
+    """Whether the private operators exist and agree with F.linear on a sample."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(48, 64, generator=generator).to(dtype)
+    bias = torch.randn(48, generator=generator).to(dtype)
+    sample = torch.randn(1, 5, 64, generator=generator).to(dtype)
+    try:
+        output = torch.ops.mkldnn._linear_pointwise(sample, _pack(weight), bias, "none", [], "")
+    except (AttributeError, NotImplementedError, RuntimeError) as error:
+        _log_once(f"linear layers in {dtype} are not packed for the CPU: {error}")
+        return False
+    # Sums of 64 products of size 1: rounding stays well below these.
+    tolerance = 1e-4 if dtype == torch.float32 else 0.25
+    difference = (output - F.linear(sample, weight, bias)).abs().max().item()
+    if not difference < tolerance:
+        _log_once(f"linear layers in {dtype} are not packed for the CPU: off by {difference}")
+    return difference < tolerance
+
+
+@functools.cache
+def _row_limits(dtype: torch.dtype, num_threads: int) -> tuple[int, int]:
+    """Least and most rows for which packed weights are used on this machine.
+
+    Where they lose at all, it is at 1 and 2 rows or at long prompts; timed once per process.
+    """
+    # Several weights in turn, as in a model: a single one would stay in the cache.
+    weights = [torch.ones(1024, 1024, dtype=dtype) for _ in range(8)]
+    packed = [_pack(weight) for weight in weights]
+    least = 1 if _packed_wins(weights, packed, rows=1) else 3
+    most = NO_LIMIT if _packed_wins(weights[:2], packed[:2], rows=256) else 64
+    return least, most
+
+
+def _packed_wins(weights: list[Tensor], packed: list[Tensor], rows: int) -> bool:
+    """Time both forms in turn; F.linear must be a tenth faster to be preferred."""
+    x = torch.ones(rows, weights[0].shape[1], dtype=weights[0].dtype)
+    plain_seconds, packed_seconds = [], []
+    for _ in range(7):
+        start = time.perf_counter()
+        for weight in weights:
+            F.linear(x, weight)
+        middle = time.perf_counter()
+        for packed_weight in packed:
+            torch.ops.mkldnn._linear_pointwise(x, packed_weight, None, "none", [], "")
+        plain_seconds.append(middle - start)
+        packed_seconds.append(time.perf_counter() - middle)
+    return min(packed_seconds) < 1.1 * min(plain_seconds)
+
+
+def _available_bytes() -> int:
+    """Memory still to be had according to Linux and its control group; 0 if unknown."""
+    try:
+        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        available = int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return 0
+    with contextlib.suppress(OSError, ValueError):
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        available = min(available, limit - used)
+    return available
+
+
+@functools.cache
+def _log_once(message: str) -> None:
+    logger.warning(message)

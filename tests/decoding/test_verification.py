@@ -1,0 +1,231 @@
+"""The verifiers on trees made by hand, where every answer can be worked out on paper."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor, TopKLogitsWarper
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+
+from hf_spec.decoding import verification
+from hf_spec.decoding.state import GenerationState, StopRules
+from hf_spec.decoding.tree import DraftTree, Verdict
+from hf_spec.decoding.verification import NodeDraw, ResidualRejection, Verifier
+
+VOCAB = 6
+
+
+def make_state(prompts: list[list[int]], eos: int | None = None, **options: Any) -> GenerationState:
+    width = max(len(p) for p in prompts)
+    ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+    criteria: list[Any] = [MaxLengthCriteria(width + 20)]
+    if eos is not None:
+        criteria.append(EosTokenCriteria(eos))
+    return GenerationState.create(ids, mask, StopRules(criteria, len(prompts)), **options)
+
+
+def one_hot(choices: list[int]) -> Tensor:
+    """(N, VOCAB) logits whose argmax is the given token at each node."""
+    return torch.nn.functional.one_hot(torch.tensor(choices), VOCAB) * 10.0
+
+
+def probabilities(rows: list[list[float]]) -> Tensor:
+    """(N, VOCAB) logits with these softmax values; missing ones are 0."""
+    table = torch.zeros(len(rows), VOCAB)
+    for node, row in enumerate(rows):
+        table[node, : len(row)] = torch.tensor(row)
+    return table.log()
+
+
+# Root 1 with children 2 and 3; below 2 the tokens 4 and 5, below 3 the token 4.
+#            node:  0  1  2  3  4  5
+BRANCHED = ([1, 2, 3, 4, 5, 4], [-1, 0, 0, 1, 1, 2])
+
+
+class TestNodeDraw:
+    def test_greedy_walk_follows_the_second_child(self) -> None:
+        tree = DraftTree.from_rows([BRANCHED])
+        verdict = NodeDraw([], 1).verify(tree, one_hot([3, 0, 4, 0, 0, 5]), make_state([[1]]))
+        assert verdict.accepted == [[2, 5]]
+        assert verdict.bonus == [5]
+        assert verdict.tokens(0) == [3, 4, 5]
+        assert verdict.paths == [[2, 5]]
+
+    def test_a_miss_at_the_root_commits_the_bonus_alone(self) -> None:
+        tree = DraftTree.from_rows([BRANCHED])
+        verdict = NodeDraw([], 1).verify(tree, one_hot([0] * 6), make_state([[1]]))
+        assert verdict.accepted == [[]]
+        assert verdict.tokens(0) == [0]
+
+    def test_a_root_without_children_is_plain_decoding(self) -> None:
+        tree = DraftTree.from_rows([([1], [-1])])
+        assert NodeDraw([], 1).verify(tree, one_hot([4]), make_state([[1]])).tokens(0) == [4]
+
+    def test_of_two_children_with_one_token_the_first_is_taken(self) -> None:
+        tree = DraftTree.from_rows([([1, 2, 2], [-1, 0, 0])])
+        verdict = NodeDraw([], 1).verify(tree, one_hot([2, 3, 4]), make_state([[1]]))
+        assert verdict.accepted == [[1]]
+        assert verdict.bonus == [3]
+
+    def test_rows_are_judged_apart_and_finished_ones_not_at_all(self) -> None:
+        state = make_state([[1], [1], [1, 1]])
+        state.finished[1] = True
+        tree = DraftTree.from_rows([([1, 2], [-1, 0]), ([], []), ([1, 2, 3], [-1, 0, 1])])
+        verdict = NodeDraw([], 3).verify(tree, one_hot([2, 4, 2, 3, 5]), state)
+        assert verdict.accepted == [[1], [], [3, 4]]
+        assert verdict.bonus == [4, None, 5]
+        assert [verdict.tokens(row) for row in range(3)] == [[2, 4], [], [2, 3, 5]]
+
+    def test_nothing_behind_an_end_of_sequence_is_looked_at(self) -> None:
+        seen = []
+
+        def spy(input_ids: Tensor, scores: Tensor) -> Tensor:
+            seen.append(input_ids[0].tolist())
+            return scores
+
+        state = make_state([[1]], eos=2)
+        tree = DraftTree.from_rows([([1, 2, 3], [-1, 0, 1])])
+        verdict = NodeDraw([spy], 1).verify(tree, one_hot([2, 3, 4]), state)
+        state.commit(verdict)
+        assert state.tokens == [[1, 2]]
+        assert seen == [[1]]
+        assert state.stats.accepted_tokens == 1
+
+    def test_every_node_is_processed_with_its_own_prefix(self) -> None:
+        penalty = RepetitionPenaltyLogitsProcessor(100.0)
+        tree = DraftTree.from_rows([([1, 2, 3], [-1, 0, 1])])
+        # Without the penalty the target would say 2 everywhere.
+        logits = torch.tensor([[0, 0, 9, 1, 0, 0], [0, 0, 9, 8, 0, 0], [0, 0, 9, 8, 7, 0]]).float()
+        assert NodeDraw([penalty], 1).verify(tree, logits, make_state([[1]])).tokens(0) == [2, 3, 4]
+
+    def test_sampling_takes_no_token_of_probability_zero(self) -> None:
+        torch.manual_seed(0)
+        tree = DraftTree.from_rows([([1, 2], [-1, 0])] * 200)
+        state = make_state([[1]] * 200, do_sample=True)
+        logits = probabilities([[0.5, 0.5], [1.0]] * 200)
+        verdict = NodeDraw([], 200).verify(tree, logits, state)
+        assert all(path == [] for path in verdict.accepted)
+        assert set(verdict.bonus) == {0, 1}
+
+
+class TestResidualRejection:
+    def tree(self, tokens: list[int], draft: list[float]) -> DraftTree:
+        """A root 1 whose children were drawn from `draft`."""
+        return DraftTree.from_rows(
+            [([1, *tokens], [-1] + [0] * len(tokens))],
+            draft_probs=probabilities([draft, *[[]] * len(tokens)]).exp(),
+        )
+
+    def judge(self, tree: DraftTree, target: list[float], rows: int = 1) -> Verdict:
+        logits = probabilities([target, *[[1.0]] * (tree.num_nodes - 1)])
+        return ResidualRejection([], rows).verify(tree, logits, make_state([[1]], do_sample=True))
+
+    def uniforms(self, monkeypatch: pytest.MonkeyPatch, *values: float) -> None:
+        drawn = iter(values)
+        monkeypatch.setattr(verification.torch, "rand", lambda *_: torch.tensor(next(drawn)))
+
+    @pytest.mark.parametrize(("uniform", "accepted"), [(0.49, True), (0.51, False)])
+    def test_accepts_with_the_ratio_of_the_probabilities(
+        self, monkeypatch: pytest.MonkeyPatch, uniform: float, accepted: bool
+    ) -> None:
+        self.uniforms(monkeypatch, uniform)
+        verdict = self.judge(self.tree([0], [0.8, 0.2]), [0.4, 0.6])
+        assert verdict.accepted == [[1] if accepted else []]
+        if not accepted:
+            # The residual is all on token 1.
+            assert verdict.bonus == [1]
+
+    def test_a_uniform_of_zero_does_not_accept_what_the_target_excludes(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.uniforms(monkeypatch, 0.0)
+        verdict = self.judge(self.tree([0], [0.8, 0.2]), [0.0, 0.0, 1.0])
+        assert verdict.accepted == [[]]
+        assert verdict.bonus == [2]
+
+    def test_equal_distributions_are_always_accepted(self) -> None:
+        torch.manual_seed(0)
+        tree = self.tree([0], [0.3, 0.7])
+        assert all(self.judge(tree, [0.3, 0.7]).accepted == [[1]] for _ in range(200))
+
+    def test_an_empty_residual_gives_no_nan(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        # A uniform of one cannot be drawn; it stands for rounding that rejects where p = q.
+        self.uniforms(monkeypatch, 1.0)
+        verdict = self.judge(self.tree([0], [0.5, 0.5]), [0.5, 0.5])
+        assert verdict.accepted == [[]]
+        assert verdict.bonus[0] in (0, 1)
+
+    def test_the_second_sibling_meets_the_residual(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        draft, target = [0.5, 0.3, 0.2], [0.2, 0.35, 0.45]
+        # After the first is rejected: p = (0, 1/6, 5/6) and q = (0, 0.6, 0.4).
+        ratio = (1 / 6) / 0.6
+        for uniform, accepted in ((ratio - 0.01, [2]), (ratio + 0.01, [])):
+            self.uniforms(monkeypatch, 0.9, uniform)
+            verdict = self.judge(self.tree([0, 1], draft), target)
+            assert verdict.accepted == [accepted]
+        # Then p = (0, 0, 1): only token 2 is left.
+        assert verdict.bonus == [2]
+
+    def test_a_draft_of_one_certain_token_draws_from_the_rest(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.uniforms(monkeypatch, 0.9)
+        verdict = self.judge(self.tree([0], [1.0]), [0.5, 0.0, 0.5])
+        assert verdict.bonus == [2]
+
+    def test_without_children_it_draws_from_the_target(self) -> None:
+        assert self.judge(self.tree([], [1.0]), [0.0, 0.0, 0.0, 1.0]).bonus == [3]
+
+
+class TestScores:
+    def verdict(self, rule: type[Verifier], **options: Any) -> Verdict:
+        state = make_state([[1]], do_sample=rule is ResidualRejection, **options)
+        draft_probs = probabilities([[0, 0, 1], [0, 0, 0, 1], []]).exp()
+        tree = DraftTree.from_rows([([1, 2, 3], [-1, 0, 1])], draft_probs=draft_probs)
+        logits = one_hot([2, 4, 5])
+        return rule([TopKLogitsWarper(1)], 1).verify(tree, logits, state)
+
+    @pytest.mark.parametrize("rule", [NodeDraw, ResidualRejection])
+    def test_one_entry_per_committed_token(self, rule: type[Verifier]) -> None:
+        torch.manual_seed(0)
+        verdict = self.verdict(rule, keep_scores=True, keep_logits=True)
+        assert verdict.tokens(0) == [2, 4]
+        assert verdict.scores is not None
+        assert verdict.logits is not None
+        assert [int(s.argmax()) for s in verdict.scores[0]] == [2, 4]
+        assert all(s.isneginf().sum() == VOCAB - 1 for s in verdict.scores[0])
+        # Logits are those of the model, before the processors.
+        assert torch.equal(torch.stack(verdict.logits[0]), one_hot([2, 4]))
+        assert verdict.scores[0][0].dtype == torch.float32
+
+    def test_nothing_is_kept_unasked(self) -> None:
+        verdict = self.verdict(NodeDraw)
+        assert verdict.scores is None
+        assert verdict.logits is None
+
+    def test_a_processor_that_writes_in_place_leaves_logits_alone(self) -> None:
+        def ban(input_ids: Tensor, scores: Tensor) -> Tensor:
+            scores[:, 2] = -1e9
+            return scores
+
+        state = make_state([[1]], keep_logits=True)
+        logits = one_hot([2])
+        before = logits.clone()
+        verdict = NodeDraw([ban], 1).verify(DraftTree.from_rows([([1], [-1])]), logits, state)
+        assert verdict.bonus == [0]
+        assert torch.equal(logits, before)
+        assert verdict.logits is not None
+        assert torch.equal(verdict.logits[0][0], before[0])
+
+
+@pytest.mark.parametrize("rule", [NodeDraw, ResidualRejection])
+def test_a_verifier_is_a_logits_processor(rule: type[Verifier]) -> None:
+    users = [RepetitionPenaltyLogitsProcessor(1.5), TopKLogitsWarper(3)]
+    ids = torch.tensor([[1, 2, 2], [3, 4, 5]])
+    scores = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(0))
+    expected = LogitsProcessorList(users)(ids, scores.clone())
+    assert torch.equal(LogitsProcessorList([rule(users, 2)])(ids, scores.clone()), expected)

@@ -1,0 +1,37 @@
+"""What tests compare to see that a model was left as it was found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+
+def snapshot(model: PreTrainedModel) -> dict[str, Any]:
+    """Identity of every attribute of every module, and the values of every config."""
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            found[f"{name}.{key}"] = id(value)
+            if isinstance(value, dict):
+                found[f"{name}.{key} items"] = {k: id(v) for k, v in value.items()}
+            if isinstance(value, PreTrainedConfig):
+                found[f"{name}.{key} values"] = repr(value.to_dict())
+                found[f"{name}.{key} attention"] = value._attn_implementation
+    if model.can_generate():
+        found["generation_config"] = repr(model.generation_config.to_dict())
+    return found
+
+
+@contextmanager
+def count_forwards(*models: PreTrainedModel) -> Iterator[list[PreTrainedModel]]:
+    """A list that gains an entry with every forward pass of the models."""
+    calls: list[PreTrainedModel] = []
+    handles = [m.register_forward_pre_hook(lambda m, _: calls.append(m)) for m in models]
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,459 @@
+"""Every refusal is a clear error before the first forward pass and leaves the model as it was."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers as T
+from torch import Tensor
+from transformers import DynamicCache, GenerationConfig, StaticCache
+
+from hf_spec import AssistantError, LookupConfig, OptionError, SpecError, UnsupportedError
+from tests.model_watch import count_forwards, snapshot
+from tests.tiny_models import VOCAB, build, ragged_batch, repetitive_prompt
+
+PROMPT = repetitive_prompt()
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+def small_llama(**changes: Any) -> T.LlamaForCausalLM:
+    torch.manual_seed(0)
+    return T.LlamaForCausalLM(T.LlamaConfig(**{**SMALL, **changes})).eval()
+
+
+def t5() -> T.PreTrainedModel:
+    config = T.T5Config(vocab_size=VOCAB, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+    return T.T5ForConditionalGeneration(config).eval()
+
+
+def mamba() -> T.PreTrainedModel:
+    config = T.MambaConfig(vocab_size=VOCAB, hidden_size=8, state_size=4, num_hidden_layers=1)
+    return T.MambaForCausalLM(config).eval()
+
+
+def jamba() -> T.PreTrainedModel:
+    config = T.JambaConfig(
+        **SMALL, attn_layer_period=2, attn_layer_offset=1, num_experts=2, use_mamba_kernels=False
+    )
+    return T.JambaForCausalLM(config).eval()
+
+
+def model_without_head() -> T.PreTrainedModel:
+    return T.LlamaModel(T.LlamaConfig(**SMALL)).eval()
+
+
+def refuse(
+    match: str,
+    *,
+    error: type[SpecError] = UnsupportedError,
+    model: T.PreTrainedModel | None = None,
+    **call: Any,
+) -> None:
+    """The call must raise before any forward, and change nothing."""
+    model = model or build("llama")
+    call = {"max_new_tokens": 4, "spec_strategy": "lookup", **call}
+    if not {"input_ids", "inputs", "inputs_embeds"} & set(call):
+        call["input_ids"] = PROMPT
+    watched = [m for m in (model, call.get("assistant")) if isinstance(m, T.PreTrainedModel)]
+    before = [snapshot(m) for m in watched]
+    with count_forwards(*watched) as forwards, pytest.raises(error, match=match):
+        model.generate(**call)
+    assert forwards == []
+    assert [snapshot(m) for m in watched] == before
+
+
+class TestModels:
+    @pytest.mark.parametrize(
+        ("make", "match"),
+        [
+            (t5, "T5ForConditionalGeneration is an encoder-decoder"),
+            (mamba, "MambaForCausalLM has .* cannot take a rejected token back"),
+            (jamba, "JambaForCausalLM has .* cannot take a rejected token back"),
+        ],
+    )
+    def test_state_that_cannot_be_rolled_back(self, make: Any, match: str) -> None:
+        refuse(match, model=make())
+
+    def test_prompt_learning_adapters(self) -> None:
+        from peft import PromptTuningConfig, get_peft_model
+
+        model = get_peft_model(
+            small_llama(), PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
+        )
+        with pytest.raises(UnsupportedError, match=r"prompt-learning adapters .* use LoRA"):
+            model.generate(input_ids=PROMPT, spec_strategy="lookup", max_new_tokens=4)
+
+    def test_training_mode_with_dropout(self) -> None:
+        refuse(
+            r"training mode .*attention_dropout.* model.eval\(\)",
+            model=small_llama(attention_dropout=0.1).train(),
+        )
+        model = copy.deepcopy(build("gpt2")).train()
+        refuse(r"model.eval\(\)", model=model)
+
+    def test_training_mode_with_gradient_checkpointing(self) -> None:
+        model = small_llama().train()
+        for module in model.modules():
+            if hasattr(module, "gradient_checkpointing"):
+                module.gradient_checkpointing = True
+        refuse("gradient checkpointing", model=model)
+
+    def test_training_mode_without_dropout_is_served(self) -> None:
+        model = small_llama().train()
+        plain = model.generate(PROMPT, max_new_tokens=8)
+        assert torch.equal(model.generate(PROMPT, max_new_tokens=8, spec_strategy="lookup"), plain)
+        assert model.training
+
+    def test_rotary_scaling_that_depends_on_the_length(self) -> None:
+        rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+        model = small_llama(rope_parameters=rope, max_position_embeddings=32)
+        refuse("rope_type='dynamic' .* past 32 tokens", model=model, max_new_tokens=30)
+        model.generate(PROMPT, max_new_tokens=4, spec_strategy="lookup")
+
+
+SETTINGS: list[tuple[dict[str, Any], str]] = [
+    ({"num_beams": 4}, "num_beams=4.* set num_beams=1"),
+    ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha=0.6 asks for contrastive search"),
+    ({"dola_layers": "low"}, "dola_layers='low' asks for DoLa"),
+    ({"force_words_ids": [[5]]}, "force_words_ids=.* constrained beam search"),
+    ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3 .*spec_strategy='lookup'"),
+    ({"assistant_early_exit": 1}, "assistant_early_exit=1 .*truncated_draft"),
+    ({"use_mtp": True}, "use_mtp=True asks for"),
+    ({"speculation_type": "dflash"}, "speculation_type='dflash' asks for"),
+    ({"assistant_ensemble_weight": 0.5}, "assistant_ensemble_weight=0.5 .*changes the output"),
+    ({"token_healing": True}, "token_healing=True asks for"),
+    ({"prefill_chunk_size": 8}, "prefill_chunk_size=8 asks for"),
+    ({"guidance_scale": 1.5}, "guidance_scale=1.5"),
+    ({"use_cache": False}, "use_cache=False"),
+    ({"cache_implementation": "static"}, "cache_implementation='static'"),
+    ({"cache_implementation": "offloaded"}, "cache_implementation='offloaded'"),
+    ({"cache_implementation": "paged"}, "cache_implementation='paged'"),
+    ({"output_attentions": True}, "output_attentions=True"),
+    ({"output_hidden_states": True}, "output_hidden_states=True"),
+]
+
+
+class TestSettings:
+    @pytest.mark.parametrize(("settings", "match"), SETTINGS, ids=[str(s) for s, _ in SETTINGS])
+    def test_in_the_call(self, settings: dict[str, Any], match: str) -> None:
+        refuse(match, **settings)
+
+    @pytest.mark.parametrize("where", ["generation_config", "model.generation_config"])
+    @pytest.mark.parametrize("name", ["use_cache", "cache_implementation", "num_beams"])
+    def test_in_a_config(self, name: str, where: str) -> None:
+        value = {"use_cache": False, "cache_implementation": "static", "num_beams": 2}[name]
+        model = small_llama()
+        given = {}
+        if where == "generation_config":
+            given["generation_config"] = GenerationConfig(**{name: value})
+        else:
+            setattr(model.generation_config, name, value)
+        refuse(f"{name}={value!r}", model=model, **given)
+
+    @pytest.mark.parametrize("value", [None, "dynamic", "hybrid"])
+    def test_names_of_the_usual_cache_are_served(self, value: str | None) -> None:
+        call = {"input_ids": PROMPT, "max_new_tokens": 6, "cache_implementation": value}
+        model = build("llama")
+        assert torch.equal(model.generate(**call, spec_strategy="lookup"), model.generate(**call))
+
+    def test_a_call_can_unset_what_a_config_asks_for(self) -> None:
+        model = small_llama()
+        model.generation_config.penalty_alpha = 0.6
+        model.generate(PROMPT, max_new_tokens=4, spec_strategy="lookup", penalty_alpha=None)
+
+    @pytest.mark.parametrize(
+        ("argument", "match"),
+        [
+            ("assistant_model", "pass the draft model as assistant="),
+            ("assistant_tokenizer", "the target's own tokens"),
+            ("custom_generate", "replaces the decoding loop"),
+            ("negative_prompt_ids", "classifier-free guidance"),
+            ("synced_gpus", "FSDP"),
+            ("inputs_embeds", "give the prompt as input_ids"),
+        ],
+    )
+    def test_arguments_of_other_methods(self, argument: str, match: str) -> None:
+        value = {
+            "assistant_model": build("llama"),
+            "custom_generate": lambda model, input_ids, **_: input_ids,
+            "synced_gpus": True,
+            "inputs_embeds": torch.zeros(1, 3, 32),
+        }.get(argument, PROMPT)
+        refuse(f"{argument}= cannot be combined with spec_strategy.*{match}", **{argument: value})
+
+    def test_synced_gpus_switched_off_is_served(self) -> None:
+        build("llama").generate(PROMPT, max_new_tokens=2, spec_strategy="lookup", synced_gpus=False)
+
+
+class TestStrategies:
+    @pytest.mark.parametrize("value", ["medusa", "", 3, False, LookupConfig, ["lookup"], {}])
+    def test_unknown(self, value: Any) -> None:
+        refuse("unknown spec_strategy .*; known: .*lookup", error=OptionError, spec_strategy=value)
+
+    def test_unknown_option(self) -> None:
+        refuse(
+            "LookupConfig has no option length; known: .*match_length",
+            error=OptionError,
+            spec_strategy={"strategy": "lookup", "length": 3},
+        )
+
+    @pytest.mark.parametrize(
+        ("strategy", "option", "value"),
+        [
+            ("lookup", "match_length", 0),
+            ("lookup", "match_length", 10**9),
+            ("lookup", "copy_length", 2.5),
+            ("lookup", "max_matches", True),
+            ("lookup", "min_match_length", 5),
+            ("draft", "max_draft_tokens", -1),
+            ("draft", "max_draft_tokens", "5"),
+            ("draft", "confidence_threshold", 1.5),
+            ("draft", "confidence_threshold", float("nan")),
+            ("draft", "length_policy", "oracle-like"),
+            ("draft", "length_policy", ["static"]),
+            ("draft", "sample_drafts", 1),
+            ("tree", "children", None),
+            ("tree", "min_probability", -0.1),
+        ],
+    )
+    def test_bad_values_are_named(self, strategy: str, option: str, value: Any) -> None:
+        refuse(
+            option,
+            error=OptionError,
+            spec_strategy={"strategy": strategy, option: value},
+            assistant=None if strategy == "lookup" else build("llama"),
+        )
+
+    def test_assistant_without_a_strategy(self) -> None:
+        refuse(
+            "without spec_strategy=",
+            error=OptionError,
+            spec_strategy=None,
+            assistant=build("llama"),
+        )
+
+
+class TestAssistants:
+    @pytest.mark.parametrize(
+        ("assistant", "match"),
+        [
+            (None, r"needs assistant=<model, folder or Hub id>.*truncated_draft"),
+            (5, "assistant of type int is no draft model"),
+            (T.LlamaConfig(**SMALL), "assistant of type LlamaConfig is no draft model"),
+            (T.LlamaForCausalLM, "is no draft model"),
+            (torch.nn.Linear(2, 2), "assistant of type Linear is no draft model"),
+            ("/no/such/folder", "assistant='/no/such/folder' cannot be loaded"),
+        ],
+    )
+    def test_no_model(self, assistant: Any, match: str) -> None:
+        refuse(match, error=AssistantError, spec_strategy="draft", assistant=assistant)
+
+    def test_another_vocabulary(self) -> None:
+        refuse(
+            f"the assistant's vocabulary has 50 tokens, the target's {VOCAB}",
+            error=AssistantError,
+            spec_strategy="tree",
+            assistant=small_llama(vocab_size=50),
+        )
+
+    @pytest.mark.parametrize("make", [t5, mamba, model_without_head])
+    def test_a_model_that_cannot_draft(self, make: Any) -> None:
+        refuse("the assistant ", error=AssistantError, spec_strategy="draft", assistant=make())
+
+    def test_lookup_takes_none(self) -> None:
+        refuse("takes no assistant", error=AssistantError, assistant=build("llama"))
+
+
+class TestPrompts:
+    @pytest.mark.parametrize(
+        ("ids", "match"),
+        [
+            (PROMPT[0], r"input_ids of shape \(21,\)"),
+            (PROMPT[:, :0], r"at least one token in every row"),
+            (PROMPT[:0], "at least one token in every row"),
+            (PROMPT.float(), "torch.float32"),
+            (PROMPT[None], r"shape \(1, 1, 21\)"),
+            (PROMPT.tolist(), "input_ids of type list: .*tensor of token ids"),
+            (PROMPT + VOCAB, "the model's vocabulary is 0 to 96"),
+            (PROMPT - 50, "input_ids hold values from -"),
+        ],
+    )
+    def test_ids(self, ids: Any, match: str) -> None:
+        refuse(match, input_ids=ids)
+        if not isinstance(ids, list):
+            refuse(match.replace("input_ids of", "inputs of"), inputs=ids)
+
+    def test_padding_on_the_right(self) -> None:
+        batch = ragged_batch()
+        flipped = {name: tensor.flip(1) for name, tensor in batch.items()}
+        refuse(r"rows \[1, 2, 3, 4\] end in padding.*padding_side = 'left'", **flipped)
+        # Found by generate() itself where no mask is given.
+        refuse("end in padding", input_ids=flipped["input_ids"], pad_token_id=0)
+
+    def test_a_row_of_padding_alone(self) -> None:
+        batch = ragged_batch()
+        batch["attention_mask"][2] = 0
+        refuse(r"rows \[2\] end in padding .* or hold nothing else", **batch)
+
+    @pytest.mark.parametrize(
+        ("mask", "match"),
+        [
+            (torch.ones(21, dtype=torch.long), "attention_mask .* does not match"),
+            (torch.ones(1, 20, dtype=torch.long), "attention_mask .* does not match"),
+            (torch.ones(1, 1, 21, 21), "attention_mask .* does not match"),
+            ([[1] * 21], "attention_mask .* does not match"),
+            (torch.full((1, 21), 2), "values other than 0 and 1"),
+            (torch.full((1, 21), 0.5), "values other than 0 and 1"),
+        ],
+    )
+    def test_masks(self, mask: Any, match: str) -> None:
+        refuse(match, attention_mask=mask)
+
+    @pytest.mark.parametrize("name", ["llama", "mistral_sliding"])
+    def test_padding_between_tokens(self, name: str) -> None:
+        mask = torch.ones_like(PROMPT)
+        mask[0, 4:6] = 0
+        call = {"input_ids": PROMPT, "attention_mask": mask, "max_new_tokens": 9}
+        if name == "mistral_sliding":
+            refuse(r"rows \[0\] have padding between", model=build(name), **call)
+        else:
+            plain = build(name).generate(**call)
+            assert torch.equal(build(name).generate(**call, spec_strategy="lookup"), plain)
+
+    def test_positions(self) -> None:
+        usual = torch.arange(21)[None]
+        refuse("position_ids other than 0, 1, 2", position_ids=usual + 3)
+        refuse(r"position_ids \(\(1, 5\)\) does not match", position_ids=usual[:, :5])
+        refuse(r"position_ids \(list\) does not match", position_ids=usual.tolist())
+        call = {"input_ids": PROMPT, "position_ids": usual, "max_new_tokens": 6}
+        model = build("llama")
+        assert torch.equal(model.generate(**call, spec_strategy="lookup"), model.generate(**call))
+
+    def test_token_types(self) -> None:
+        # Type 0 is a learnt embedding too: GPT-2 adds it.
+        refuse(
+            "model inputs token_type_ids cannot be used",
+            model=build("gpt2"),
+            token_type_ids=torch.zeros_like(PROMPT),
+        )
+
+    def test_lengths_that_are_no_whole_numbers(self) -> None:
+        refuse("must be whole numbers", max_new_tokens=2.5)
+
+    def test_a_generation_config_of_another_type(self) -> None:
+        refuse("generation_config of type dict", error=OptionError, generation_config={"top_k": 1})
+
+
+class TestCaches:
+    def filled(self, ids: Tensor, model: T.PreTrainedModel) -> DynamicCache:
+        cache = DynamicCache(config=model.config)
+        model(ids, past_key_values=cache, use_cache=True)
+        return cache
+
+    @pytest.mark.parametrize(
+        "cache",
+        [
+            StaticCache(config=T.LlamaConfig(**SMALL), max_cache_len=40),
+            ((torch.zeros(1, 1, 4, 8), torch.zeros(1, 1, 4, 8)),),
+            "static",
+        ],
+    )
+    def test_of_another_kind(self, cache: Any) -> None:
+        refuse("pass a DynamicCache", past_key_values=cache)
+
+    def test_that_hold_the_whole_prompt(self) -> None:
+        model = build("llama")
+        refuse("hold 21 tokens and input_ids 21", past_key_values=self.filled(PROMPT, model))
+
+    def test_of_another_batch(self) -> None:
+        cache = self.filled(PROMPT[:, :5], build("llama"))
+        refuse(
+            "hold 1 rows .* where the call has 2 rows",
+            past_key_values=cache,
+            input_ids=PROMPT.repeat(2, 1),
+        )
+
+    def test_of_another_model(self) -> None:
+        cache = self.filled(PROMPT[:, :5], small_llama())
+        refuse("of 2 layers, .* the model 3 layers", past_key_values=cache)
+
+
+class TestStreamers:
+    def test_several_sequences(self) -> None:
+        class Collect:
+            def put(self, value: Tensor) -> None:
+                pass
+
+            def end(self) -> None:
+                pass
+
+        refuse("streamer= with 5 sequences", streamer=Collect(), **ragged_batch())
+
+    def test_without_its_methods(self) -> None:
+        refuse(r"has no put\(\) and end\(\)", error=OptionError, streamer="stdout")
+
+
+class TestServedAfterAll:
+    """Unusual calls that plain generate() takes, and so do we."""
+
+    def test_no_prompt_starts_from_the_bos_token(self) -> None:
+        model = build("llama")
+        call = {"max_new_tokens": 8, "bos_token_id": 1}
+        assert torch.equal(model.generate(**call, spec_strategy="lookup"), model.generate(**call))
+
+    def test_no_prompt_and_no_bos_token(self) -> None:
+        model = small_llama()
+        with pytest.raises(ValueError, match="bos_token_id"):
+            model.generate(max_new_tokens=8)
+        with pytest.raises(ValueError, match="bos_token_id"):
+            model.generate(max_new_tokens=8, spec_strategy="lookup")
+
+    def test_positional_inputs_and_int32(self) -> None:
+        model = build("llama")
+        plain = model.generate(PROMPT.int(), max_new_tokens=8)
+        drafted = model.generate(PROMPT.int(), max_new_tokens=8, spec_strategy="lookup")
+        assert torch.equal(drafted, plain)
+        assert drafted.dtype == plain.dtype
+
+    @pytest.mark.parametrize("settings", [{"max_length": 21}, {"max_length": 5}])
+    def test_no_room_is_the_error_of_plain_generate(self, settings: dict[str, Any]) -> None:
+        for strategy in (None, "lookup"):
+            with pytest.raises(ValueError, match="`max_length` is set to"):
+                build("llama").generate(PROMPT, spec_strategy=strategy, **settings)
+
+    def test_bfloat16(self) -> None:
+        model = copy.deepcopy(build("llama")).bfloat16()
+        call = {"input_ids": PROMPT, "max_new_tokens": 12, "return_dict_in_generate": True}
+        call |= {"output_scores": True}
+        plain = model.generate(**call)
+        drafted = model.generate(**call, spec_strategy="lookup")
+        assert drafted.scores[0].dtype == plain.scores[0].dtype == torch.float32
+        assert torch.equal(drafted.sequences, plain.sequences)
+
+    def test_the_target_as_its_own_draft_model(self) -> None:
+        model = build("llama")
+        plain = model.generate(PROMPT, max_new_tokens=13)
+        drafted = model.generate(
+            PROMPT,
+            max_new_tokens=13,
+            spec_strategy="draft",
+            assistant=model,
+            return_dict_in_generate=True,
+        )
+        assert torch.equal(drafted.sequences, plain)
+        # Thirteen tokens in blocks of five drafts and a bonus.
+        assert drafted.spec_stats.target_forwards == 3

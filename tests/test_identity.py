@@ -1,0 +1,232 @@
+"""Greedy speculative decoding gives the tokens of plain `generate()`: the matrix.
+
+Every architecture meets every strategy, on one sequence and on a ragged batch with left padding;
+every way to change or to end the output meets every strategy on six architectures that cover the
+packed path, sliding windows, attention sinks, and both kinds of the rectangular path; and each
+remaining architecture meets one such way per strategy, in rotation.
+
+A draft that is never accepted proves nothing, so each test also counts accepted tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import StoppingCriteria, StoppingCriteriaList
+
+from hf_spec import SpecGenerateOutput
+from hf_spec.outputs import RowStats
+from tests import tiny_models
+from tests.tiny_models import ARCHITECTURES, STRATEGIES
+
+NEW_TOKENS = 16
+UNSAID = tiny_models.VOCAB - 1
+KINDS = ("one", "ragged")
+REPRESENTATIVES = ("bloom", "falcon_alibi", "gemma3", "gpt_oss", "llama", "mistral_sliding")
+OTHERS = [name for name in ARCHITECTURES if name not in REPRESENTATIVES]
+
+
+class EndOnRepeat(StoppingCriteria):
+    """Ends a row when the newest token stands twice more among the `reach` tokens before it."""
+
+    reach = 10
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        before = input_ids[:, -self.reach - 1 : -1]
+        return (before == input_ids[:, -1:]).sum(dim=1) >= 2
+
+
+def nothing(name: str, kind: str) -> dict[str, Any]:
+    return {}
+
+
+def repetition_penalty(name: str, kind: str) -> dict[str, Any]:
+    return {"repetition_penalty": 1.3}
+
+
+def no_repeat_ngram(name: str, kind: str) -> dict[str, Any]:
+    return {"no_repeat_ngram_size": 3}
+
+
+def min_new_tokens(name: str, kind: str) -> dict[str, Any]:
+    """Some tokens that the model wants early end a row, but not before the ninth."""
+    early = free_tokens(name, kind)[:, 2:5].flatten().tolist()
+    return {"min_new_tokens": 9, "eos_token_id": sorted(set(early))}
+
+
+def stop_string(name: str, kind: str) -> dict[str, Any]:
+    """A string that begins inside one token of row 0 and ends inside the next but one."""
+    tokenizer = tiny_models.tokenizer()
+    text = tokenizer.decode(free_tokens(name, kind)[0, 4:7].tolist())
+    strings = [text[1:-1], "never said"]
+    # A row that ends is padded because there is an end of sequence, if one nobody says.
+    return {"stop_strings": strings, "tokenizer": tokenizer, "eos_token_id": [UNSAID]}
+
+
+def custom_criterion(name: str, kind: str) -> dict[str, Any]:
+    criteria = StoppingCriteriaList([EndOnRepeat()])
+    return {"stopping_criteria": criteria, "eos_token_id": [UNSAID]}
+
+
+def no_padding(name: str, kind: str) -> dict[str, Any]:
+    """Without an end of sequence no row is padded: all go on until each has met a rule."""
+    return {"stopping_criteria": StoppingCriteriaList([EndOnRepeat()])}
+
+
+OPTIONS: tuple[Callable[[str, str], dict[str, Any]], ...] = (
+    repetition_penalty,
+    no_repeat_ngram,
+    min_new_tokens,
+    stop_string,
+    custom_criterion,
+    no_padding,
+)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    """Products this small only lose time to a second thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@cache
+def plain(name: str, kind: str, option: Callable[[str, str], dict[str, Any]] = nothing) -> Tensor:
+    model = tiny_models.build(name)
+    return model.generate(
+        **tiny_models.prompts(name, kind),
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        **option(name, kind),
+    )
+
+
+def free_tokens(name: str, kind: str) -> Tensor:
+    """(B, NEW_TOKENS) what plain generate() says when nothing holds it back."""
+    return plain(name, kind)[:, -NEW_TOKENS:]
+
+
+def speculate(name: str, kind: str, strategy: str, **options: Any) -> SpecGenerateOutput:
+    return tiny_models.build(name).generate(
+        **tiny_models.prompts(name, kind),
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        return_dict_in_generate=True,
+        **tiny_models.speculation(name, strategy),
+        **options,
+    )
+
+
+def check_option(
+    name: str, kind: str, strategy: str, option: Callable[[str, str], dict[str, Any]]
+) -> SpecGenerateOutput:
+    output = speculate(name, kind, strategy, **option(name, kind))
+    assert output.sequences.tolist() == plain(name, kind, option).tolist()
+    return output
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_architecture_and_strategy(name: str, strategy: str) -> None:
+    accepted = 0
+    for kind in KINDS:
+        output = check_option(name, kind, strategy, nothing)
+        assert output.spec_stats.target_forwards <= NEW_TOKENS
+        accepted += output.spec_stats.accepted_tokens
+    assert accepted > 0
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.__name__)
+def test_every_option(option: Callable[..., Any], strategy: str) -> None:
+    accepted = {
+        name: sum(
+            check_option(name, kind, strategy, option).spec_stats.accepted_tokens for kind in KINDS
+        )
+        for name in REPRESENTATIVES
+    }
+    # Lookup repeats what was said, which not every random model does.
+    needed = 2 if strategy == "lookup" else len(REPRESENTATIVES)
+    assert sum(count > 0 for count in accepted.values()) >= needed, accepted
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", OTHERS)
+def test_options_in_rotation(name: str, strategy: str) -> None:
+    turn = OTHERS.index(name) + STRATEGIES.index(strategy)
+    option = OPTIONS[turn % len(OPTIONS)]
+    check_option(name, KINDS[turn % len(KINDS)], strategy, option)
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.__name__)
+def test_an_option_changes_the_output(option: Callable[..., Any]) -> None:
+    """Otherwise the tests above would compare plain decoding with itself."""
+    changed = [
+        name
+        for name in REPRESENTATIVES
+        if any(not torch.equal(plain(name, kind, option), plain(name, kind)) for kind in KINDS)
+    ]
+    assert len(changed) >= 3
+
+
+@pytest.mark.parametrize("name", REPRESENTATIVES)
+def test_min_new_tokens_holds_the_end_back(name: str) -> None:
+    banned = torch.tensor(min_new_tokens(name, "ragged")["eos_token_id"])
+    start = tiny_models.prompts(name, "ragged")["input_ids"].shape[1]
+    said = plain(name, "ragged", min_new_tokens)[:, start:]
+    assert not torch.isin(said[:, :9], banned).any()
+
+
+def ended_inside_a_block(row: RowStats, generated: int) -> bool:
+    """Whether the last token of a row was a draft token.
+
+    A round gives its accepted tokens and the bonus token; only the last one may lack the bonus.
+    """
+    return generated == row.accepted_tokens + row.target_forwards - 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", ["falcon_alibi", "gemma3", "llama"])
+def test_an_accepted_end_of_sequence_cuts_its_block(name: str, strategy: str, kind: str) -> None:
+    model = tiny_models.build(name)
+    said = free_tokens(name, kind)
+    prompt = tiny_models.prompts(name, kind)
+    cut = 0
+    for eos in list(dict.fromkeys(said.t().flatten().tolist()))[:12]:
+        expected = model.generate(
+            **prompt, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=eos
+        )
+        output = speculate(name, kind, strategy, eos_token_id=eos)
+        assert output.sequences.tolist() == expected.tolist()
+        for tokens, row in zip(said.tolist(), output.spec_stats.rows, strict=True):
+            if eos in tokens[:-1]:
+                cut += ended_inside_a_block(row, tokens.index(eos) + 1)
+    assert cut > 0, "no end of sequence fell on an accepted token"
+
+
+@pytest.mark.parametrize("option", [stop_string, custom_criterion], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_stop_rule_cuts_an_accepted_block(
+    strategy: str, option: Callable[[str, str], dict[str, Any]]
+) -> None:
+    cut = 0
+    for name in REPRESENTATIVES:
+        said, expected = free_tokens(name, "ragged"), plain(name, "ragged", option)
+        output = check_option(name, "ragged", strategy, option)
+        start = tiny_models.prompts(name, "ragged")["input_ids"].shape[1]
+        for tokens, kept, row in zip(
+            said, expected[:, start:], output.spec_stats.rows, strict=True
+        ):
+            same = tokens[: len(kept)] == kept
+            generated = len(kept) if same.all() else int(same.int().argmin())
+            if generated < NEW_TOKENS:
+                cut += ended_inside_a_block(row, generated)
+    assert cut > 0, "no stop rule was met by an accepted token"
