@@ -3,6 +3,7 @@
 Importing this package lets `model.generate()` understand `spec_strategy=` and `assistant=`.
 """
 
+from hf_spec.decoding.cpu_linear import clear_cpu_packing, cpu_packing_bytes, set_cpu_packing
 from hf_spec.errors import AssistantError, OptionError, SpecError, UnsupportedError
 from hf_spec.hook import disable, enable
 from hf_spec.models.truncated import truncated_draft
@@ -30,9 +31,12 @@ __all__ = [
     "StrategyConfig",
     "TreeConfig",
     "UnsupportedError",
+    "clear_cpu_packing",
+    "cpu_packing_bytes",
     "disable",
     "enable",
     "known_strategies",
+    "set_cpu_packing",
     "truncated_draft",
 ]
 

@@ -59,7 +59,7 @@ def _load(name: str, target: PreTrainedModel) -> PreTrainedModel:
     if name not in loaded:
         try:
             model = AutoModelForCausalLM.from_pretrained(
-                name, dtype=target.dtype, device_map={"": target.device}
+                name, dtype=target.dtype, use_safetensors=True, device_map={"": target.device}
             )
         except Exception as error:
             raise AssistantError(f"assistant={name!r} cannot be loaded: {error}") from error

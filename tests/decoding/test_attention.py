@@ -80,7 +80,8 @@ def make_case(key_heads: int, seed: int = 0) -> Case:
         nodes = tree.host.nodes(row)
         depth = tree.depth[nodes.start : nodes.stop]
         visible = torch.ones(len(nodes), committed + len(nodes), dtype=torch.bool)
-        visible[:, committed:] = tree.ancestor_mask[nodes.start : nodes.stop, nodes.start : nodes.stop]
+        own = slice(nodes.start, nodes.stop)
+        visible[:, committed:] = tree.ancestor_mask[own, own]
         position = committed + depth
         segments.append(
             Segment(

@@ -45,7 +45,7 @@ def test_merges_exactly_where_the_rule_says(seed: int, merge_length: int) -> Non
     _, asked = random_graph(seed, merge_length)
     merges = 0
     for father, token, probability, got in asked:
-        run = (text_before(reference, father) + [token])[-merge_length - 1 :]
+        run = [*text_before(reference, father), token][-merge_length - 1 :]
         twins = [
             node
             for node in range(1, len(reference))

@@ -41,5 +41,5 @@ def test_confidence_stops_behind_an_unlikely_token(probability: float, goes_on: 
 def test_every_policy_can_be_made_and_others_are_named() -> None:
     for name in POLICIES:
         assert make_policy(name, 4, 0.4).max_draft_tokens == 4
-    with pytest.raises(OptionError, match="'bold'; known: .*confidence, heuristic, static"):
+    with pytest.raises(OptionError, match=r"'bold'; known: .*confidence, heuristic, static"):
         make_policy("bold", 4, 0.4)

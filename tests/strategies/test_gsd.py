@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import hf_spec
+from hf_spec.decoding.graph import TokenGraph, Unmerged
 from hf_spec.strategies.draft_model import DraftModelDrafter
 from tests.tiny_models import build, ragged_batch, repetitive_prompt
 
@@ -16,6 +17,7 @@ WIDE = {
     "min_sibling_ratio": 0.0,
     "max_nodes": 60,
     "expanded_per_level": 12,
+    "max_draft_tokens": 5,
 }
 
 
@@ -50,7 +52,8 @@ def test_a_path_through_a_merge_edge_is_accepted_and_repaired(
             assert self._runner is not None
             committed = len(self._runner_state.tokens[row])
             if any(flags):
-                seen["dropped"] += committed - 1 - self._runner.stored[row] >= len(path) - flags.index(True)
+                behind = len(path) - flags.index(True)
+                seen["dropped"] += committed - 1 - self._runner.stored[row] >= behind
 
     drafting = DraftModelDrafter.draft
 
@@ -69,11 +72,20 @@ def test_a_path_through_a_merge_edge_is_accepted_and_repaired(
     assert seen["dropped"] == seen["accepted"]
 
 
-def test_merging_drafts_fewer_nodes() -> None:
+def test_merging_drafts_fewer_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama")
     draft = hf_spec.truncated_draft(model, 2)
-    run = {}
+    sizes: list[int] = []
+    unmerge = TokenGraph.unmerge
+
+    def weigh(self: TokenGraph, max_nodes: int, max_depth: int) -> Unmerged:
+        sizes.append(len(self))
+        return unmerge(self, max_nodes, max_depth)
+
+    monkeypatch.setattr(TokenGraph, "unmerge", weigh)
+    drafted, sequences = [], []
     for merge_length in (None, 0):
+        sizes.clear()
         config = hf_spec.GsdConfig(merge_length=merge_length, children=6, **WIDE)
         output = model.generate(
             repetitive_prompt(),
@@ -83,8 +95,10 @@ def test_merging_drafts_fewer_nodes() -> None:
             assistant=draft,
             return_dict_in_generate=True,
         )
-        run[merge_length] = output
-    assert torch.equal(run[None].sequences, run[0].sequences)
+        sequences.append(output.sequences)
+        drafted.append(sum(sizes) / len(sizes))
+    assert torch.equal(*sequences)
+    assert drafted[1] < drafted[0]
 
 
 def test_random_drafts_are_refused() -> None:
