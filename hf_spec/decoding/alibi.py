@@ -36,13 +36,17 @@ def tree_alibi(model: PreTrainedModel, key_positions: Tensor) -> Iterator[None]:
         yield
         return
 
+    bloom = model.config.model_type == "bloom"
+
     def build(mask: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
         slopes = _get_alibi_slopes(num_heads, key_positions.device)
+        # Falcon multiplies in bfloat16, which rounds behind position 256; its own tokens need that.
+        slopes = slopes if bloom else slopes.bfloat16()
         bias = slopes[None, :, None] * key_positions[:, None, :]
         return bias.reshape(-1, 1, key_positions.shape[1]).to(dtype)
 
     # Bloom asks a method of its decoder, Falcon a function of its module.
-    owner: Any = model.transformer if model.config.model_type == "bloom" else modeling_falcon
+    owner: Any = model.transformer if bloom else modeling_falcon
     before = owner.__dict__.get("build_alibi_tensor")
     owner.build_alibi_tensor = build
     try:

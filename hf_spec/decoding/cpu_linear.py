@@ -2,7 +2,7 @@
 
 A decoding step multiplies 1 to 64 rows by every weight of the model, where `F.linear` is slow.
 With weights that oneDNN packed once the same product takes a half to a third of the time, at one
-row and at a prompt's hundreds too (HF_INTERNALS.md, section 10):
+row and at a prompt's hundreds too:
 
     form                 products of         takes
     packed weight        any rows            a second copy of the weights in memory

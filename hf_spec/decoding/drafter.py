@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,7 +15,7 @@ from hf_spec.decoding.state import GenerationState, StopRules
 from hf_spec.decoding.tree import DraftTree, Verdict
 
 
-class Drafter(CandidateGenerator):
+class Drafter(CandidateGenerator, ABC):
     """Proposes a draft tree per round and hears what became of it.
 
     It is also a `CandidateGenerator`, so a drafter that proposes chains works in the stock assisted

@@ -15,6 +15,7 @@ from hf_spec.decoding.loop import speculative_decode
 from hf_spec.decoding.processors import check_processors
 from hf_spec.decoding.runner import ModelRunner
 from hf_spec.decoding.state import GenerationState, StopRules
+from hf_spec.decoding.tree import DraftTree
 from hf_spec.decoding.verification import NodeDraw, ResidualRejection, Verifier
 from hf_spec.outputs import SpecGenerateOutput
 
@@ -72,13 +73,16 @@ def generate_with(  # noqa: PLR0913 - the signature that generate() calls
     cache = model_kwargs.get("past_key_values")
     if cache is not None and cache.get_seq_length():
         _resume(target, cache, state)
+    wants_cache = cache is not None and (as_dict or getattr(cache, "_is_user_defined", False))
     with target.active(), drafter.active(state):
         verifier: Verifier = (ResidualRejection if drafter.samples else NodeDraw)(
             logits_processor, num_rows
         )
         output = speculative_decode(target, drafter, verifier, state)
-    reused = getattr(cache, "_is_user_defined", False)
-    if cache is not None and (as_dict or reused):
+        if wants_cache:
+            _run_to_the_end(target, state)
+            state.stats.target_forwards = target.forwards
+    if cache is not None and wants_cache:
         output.past_key_values = _give_back(target, cache, state, model)
     return output if as_dict else output.sequences
 
@@ -91,17 +95,32 @@ def _resume(target: ModelRunner, cache: DynamicCache, state: GenerationState) ->
     target.stored = [int(mask.sum()) for mask in masks]
 
 
+def _run_to_the_end(target: ModelRunner, state: GenerationState) -> None:
+    """Run what plain `generate()` runs of rows that end early: their last token, then padding.
+
+    A later call may continue from the cache, and attend to either.
+    """
+    longest = max(state.generated)
+    rows: list[tuple[list[int], list[int]]] = []
+    texts = []
+    for row, tokens in enumerate(state.tokens):
+        # The last token of the longest row has no keys and values yet, here as there.
+        text = [*tokens, *[state.pad_token_id] * (longest - state.generated[row])][:-1]
+        target.stored[row] = min(target.stored[row], len(tokens), len(text))
+        rows.append(([text[-1]], [-1]) if target.stored[row] < len(text) else ([], []))
+        texts.append(text)
+    tree = DraftTree.from_rows(rows, state.frames.device)
+    if tree.num_nodes:
+        target.forward(tree, texts)
+        target.keep([[] for _ in rows])
+
+
 def _give_back(
     target: ModelRunner, cache: DynamicCache, state: GenerationState, model: PreTrainedModel
 ) -> DynamicCache:
     """Put the result into the user's own cache object, as plain `generate()` does."""
-    # The last token of the longest row has no keys and values yet, here as there.
     width = state.prompt_length + max(state.generated) - 1
-    lengths = [
-        min(stored, len(tokens) - 1)
-        for stored, tokens in zip(target.stored, state.tokens, strict=True)
-    ]
     fresh = DynamicCache(config=model.config)
-    target.pool.export(fresh, state.output_masks(width), lengths)
+    target.pool.export(fresh, state.output_masks(width), target.stored)
     cache.layers = fresh.layers
     return cache

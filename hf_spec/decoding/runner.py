@@ -10,6 +10,7 @@ one mechanism, and a prompt shares its first forward with the first draft.
 from __future__ import annotations
 
 import inspect
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -167,7 +168,7 @@ class ModelRunner:
         work = []
         for row in range(tree.num_rows):
             mine = host.nodes(row)
-            chosen = [node for node in nodes if node in mine]
+            chosen = list(nodes[bisect_left(nodes, mine.start) : bisect_left(nodes, mine.stop)])
             if chosen:
                 stored = self.stored[row]
                 pending = list(sequences[row][stored : len(sequences[row]) - 1])
@@ -196,8 +197,7 @@ class ModelRunner:
 
     def _visible(self, work: _RowWork, tree: DraftTree) -> Tensor:
         """(nodes, width) bool: which of the row's nodes each chosen node descends from."""
-        start = tree.host.row_start[work.row]
-        return tree.ancestor_mask[_span(work.nodes), start : start + self._width(work)]
+        return tree.ancestor_mask[_span(work.nodes), : self._width(work)]
 
     def _run_packed(self, work: list[_RowWork], tree: DraftTree | None) -> ForwardOutput:
         tokens: list[int] = []

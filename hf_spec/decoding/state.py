@@ -226,12 +226,9 @@ class GenerationState:
         return SpecGenerateOutput(**fields, spec_stats=stats)
 
     def output_masks(self, width: int) -> list[Tensor]:
-        """Per row (width,) bool over the output frame, True for real tokens."""
-        masks = []
-        for row, count in enumerate(self.generated):
-            generated = torch.arange(width - self.prompt_length) < count
-            masks.append(torch.cat([self.frame_mask[row].cpu(), generated]))
-        return masks
+        """Per row (width,) bool over the output frame, False for the padding of the prompt."""
+        generated = torch.ones(width - self.prompt_length, dtype=torch.bool)
+        return [torch.cat([mask, generated]) for mask in self.frame_mask.cpu()]
 
     def append(self, row: int, token: int) -> None:
         """Commit one token to `row`."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -98,14 +99,18 @@ class DraftTree:
 
     @cached_property
     def ancestor_mask(self) -> Tensor:
-        """(N, N) bool, True where the column is the row itself or one of its ancestors.
+        """(N, W) bool, W nodes in the widest row: which nodes of its row a node descends from.
 
-        Built on the device by pointer doubling: after step s every node sees 2**s generations.
+        Columns count from the row's root; a node is among its own ancestors. Built on the device by
+        pointer doubling: after step s every node sees 2**s generations.
         """
+        starts = self.host.row_start
+        width = max(end - start for start, end in pairwise(starts))
         index = torch.arange(self.num_nodes, device=self.parent.device)
-        mask = index[:, None] == index[None, :]
+        offset = index - self.row_start[self.row]
+        mask = offset[:, None] == torch.arange(width, device=offset.device)
         hop = torch.where(self.parent < 0, index, self.parent)
-        for _ in range(max(self.num_nodes - 1, 0).bit_length()):
+        for _ in range(max(width - 1, 0).bit_length()):
             mask = mask | mask[hop]
             hop = hop[hop]
         return mask

@@ -12,6 +12,7 @@ probability 1 - TV(draft, target); a tree takes the top tokens and is judged by 
 from __future__ import annotations
 
 import heapq
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -45,7 +46,8 @@ class DraftConfig(StrategyConfig):
     """Options of a drafted chain.
 
     Attributes:
-        max_draft_tokens: most tokens drafted in a round (levels, for a tree).
+        max_draft_tokens: most tokens drafted in a round (levels, for a tree); where the "heuristic"
+            policy starts, which may go beyond it.
         length_policy: "static", "heuristic" or "confidence"; see `hf_spec.decoding.length_policy`.
         confidence_threshold: probability below which the "confidence" policy stops.
         sample_drafts: draw the draft at random when the target samples.
@@ -72,7 +74,7 @@ class DraftConfig(StrategyConfig):
     @property
     def shape(self) -> TreeShape:
         """A chain: one child per node."""
-        return TreeShape(children=1, expanded=1, max_nodes=self.max_draft_tokens)
+        return TreeShape(children=1, expanded=1, max_nodes=sys.maxsize)
 
 
 @register("tree", make_drafter)

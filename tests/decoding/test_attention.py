@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-import random
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_spec.decoding.attention import NAME, PackedStep, Segment, register, tree_attention
 from hf_spec.decoding.kv_cache import KVPool
 from hf_spec.decoding.tree import DraftTree
+from hf_spec.errors import UnsupportedError
 from tests import tiny_models
 
 HEADS, KV_HEADS, WIDTH, VALUE_WIDTH = 4, 2, 8, 6
@@ -81,7 +82,7 @@ def make_case(key_heads: int, seed: int = 0) -> Case:
         depth = tree.depth[nodes.start : nodes.stop]
         visible = torch.ones(len(nodes), committed + len(nodes), dtype=torch.bool)
         own = slice(nodes.start, nodes.stop)
-        visible[:, committed:] = tree.ancestor_mask[own, own]
+        visible[:, committed:] = tree.ancestor_mask[own, : len(nodes)]
         position = committed + depth
         segments.append(
             Segment(
@@ -100,6 +101,18 @@ def make_case(key_heads: int, seed: int = 0) -> Case:
         index = torch.arange(places.start, places.stop)
         writes.append((row, nodes.start, nodes.stop, index if row == 2 else places))
     return Case(tree, pool, PackedStep(pool, writes, segments), query, key, value)
+
+
+def attend(case: Case, **options: Any) -> Tensor:
+    """(1, N, H, D) from the function, in a step of its own."""
+    key_heads = case.key.shape[1]
+    step = dataclasses.replace(case.step, written=set())
+    query, key, value = case.query, case.key, case.value
+    out, weights = tree_attention(
+        Layer(key_heads), query, key, value, None, spec_step=step, **options
+    )
+    assert weights is None
+    return out
 
 
 def attend_along_paths(
@@ -142,47 +155,78 @@ def attend_along_paths(
 def test_every_node_attends_along_its_own_path(name: str, key_heads: int) -> None:
     case = make_case(key_heads)
     options = OPTIONS[name]
-    out, weights = tree_attention(
-        Layer(key_heads), case.query, case.key, case.value, None, spec_step=case.step, **options
-    )
-    expected = attend_along_paths(case, **options)
-    assert weights is None
+    out = attend(case, **options)
     # float64 throughout, but softmax by hand returns through float32.
     exact = not {"softcap", "s_aux"} & set(options)
+    expected = attend_along_paths(case, **options)
     torch.testing.assert_close(out, expected, atol=1e-12 if exact else 1e-6, rtol=0)
 
 
 def test_the_window_counts_positions_not_storage_places() -> None:
-    """Node 6 of row 0 sees its grandparent, which lies four places before it but two positions."""
+    """Node 6 of row 0 sees its grandparent 2: two positions before it, but four places."""
     case = make_case(KV_HEADS)
-    layer = Layer(KV_HEADS)
-    before, _ = tree_attention(
-        layer, case.query, case.key, case.value, None, spec_step=case.step, sliding_window=3
-    )
-    changed = case.value.clone()
-    changed[0, :, 2] += 1
-    after, _ = tree_attention(
-        layer, case.query, case.key, changed, None, spec_step=case.step, sliding_window=3
-    )
+    before = attend(case, sliding_window=3)
+    case.value = case.value.clone()
+    case.value[0, :, 2] += 1
+    after = attend(case, sliding_window=3)
     moved = (before != after).any(dim=-1).all(dim=-1)[0].nonzero().flatten().tolist()
     assert moved == [2, 5, 6]
 
 
-def test_the_window_of_the_layer_counts_where_the_model_passes_none() -> None:
+class WindowInMask(Layer):
+    """A layer of a model that writes the window into its mask only."""
+
+    def __init__(self, **config: Any):
+        super().__init__(KV_HEADS)
+        self.config = LlamaConfig(**config)
+
+
+@pytest.mark.parametrize(
+    ("config", "window"),
+    [
+        ({}, None),
+        ({"sliding_window": 4}, 4),
+        ({"sliding_window": 4, "layer_types": ["sliding_attention"]}, 4),
+        ({"sliding_window": 4, "layer_types": ["full_attention"]}, None),
+    ],
+    ids=["none", "all layers", "sliding layer", "full layer"],
+)
+def test_a_window_that_is_not_passed_on_comes_from_the_config(
+    config: dict[str, Any], window: int | None
+) -> None:
     case = make_case(KV_HEADS)
-    layer = Layer(KV_HEADS)
+    layer = WindowInMask(num_hidden_layers=1, **config)
+    query, key, value = case.query, case.key, case.value
+    out, _ = tree_attention(layer, query, key, value, None, spec_step=case.step)
+    torch.testing.assert_close(out, attend_along_paths(case, sliding_window=window))
+
+
+def test_a_window_that_is_passed_on_has_the_last_word() -> None:
+    """Exaone 4 keeps the window on every layer and passes None for those that see everything."""
+    case = make_case(KV_HEADS)
+    layer = WindowInMask(num_hidden_layers=1, sliding_window=4)
     layer.sliding_window = 4
-    out, _ = tree_attention(layer, case.query, case.key, case.value, None, spec_step=case.step)
-    torch.testing.assert_close(out, attend_along_paths(case, sliding_window=4))
+    query, key, value = case.query, case.key, case.value
+    out, _ = tree_attention(
+        layer, query, key, value, None, spec_step=case.step, sliding_window=None
+    )
+    torch.testing.assert_close(out, attend_along_paths(case))
+
+
+def test_a_layer_that_attends_twice_is_refused() -> None:
+    case = make_case(KV_HEADS)
+    query, key, value = case.query, case.key, case.value
+    tree_attention(Layer(KV_HEADS), query, key, value, None, spec_step=case.step)
+    with pytest.raises(UnsupportedError, match="Layer 0 attends twice"):
+        tree_attention(Layer(KV_HEADS), query, key, value, None, spec_step=case.step)
 
 
 def test_new_keys_and_values_are_stored_in_their_slots() -> None:
     case = make_case(KV_HEADS)
     before = case.pool.keys[0].clone(), case.pool.values[0].clone()
-    tree_attention(Layer(KV_HEADS), case.query, case.key, case.value, None, spec_step=case.step)
-    for buffer, old, new in zip(
-        (case.pool.keys[0], case.pool.values[0]), before, (case.key, case.value), strict=True
-    ):
+    attend(case)
+    buffers = case.pool.keys[0], case.pool.values[0]
+    for buffer, old, new in zip(buffers, before, (case.key, case.value), strict=True):
         for row, committed in enumerate(COMMITTED):
             nodes = case.tree.host.nodes(row)
             end = committed + len(nodes)
@@ -226,14 +270,12 @@ def test_a_model_switched_by_hand_generates_as_before() -> None:
     assert torch.equal(plain, switched)
 
 
-def test_scores_of_unreached_slots_stay_out() -> None:
-    """Rubbish behind the visible keys, as rejected drafts leave it, changes nothing."""
-    rng = random.Random(0)
+def test_what_lies_behind_the_visible_keys_changes_nothing() -> None:
+    """Rejected drafts leave rubbish there."""
     case = make_case(KV_HEADS)
-    layer = Layer(KV_HEADS)
-    out, _ = tree_attention(layer, case.query, case.key, case.value, None, spec_step=case.step)
+    out = attend(case)
     for row, committed in enumerate(COMMITTED):
         end = committed + len(case.tree.host.nodes(row))
-        case.pool.keys[0][row, :, end:] = 1e6 * rng.random()
-    again, _ = tree_attention(layer, case.query, case.key, case.value, None, spec_step=case.step)
-    assert torch.equal(out, again)
+        case.pool.keys[0][row, :, end:] = 1e6
+        case.pool.values[0][row, :, end:] = 1e6
+    assert torch.equal(out, attend(case))

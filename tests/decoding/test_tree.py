@@ -70,10 +70,11 @@ def test_from_rows_refuses_what_is_no_tree(row: tuple[list[int], list[int]], mes
 @pytest.mark.parametrize("seed", range(8))
 def test_ancestor_mask_is_the_walk_up_the_parents(seed: int) -> None:
     tree = DraftTree.from_rows(random_rows(seed, num_rows=1 + seed % 4))
-    parent = tree.parent.tolist()
-    expected = torch.zeros(tree.num_nodes, tree.num_nodes, dtype=torch.bool)
+    parent, row, starts = tree.parent.tolist(), tree.row.tolist(), tree.row_start.tolist()
+    widest = max(len(tree.host.nodes(index)) for index in range(tree.num_rows))
+    expected = torch.zeros(tree.num_nodes, widest, dtype=torch.bool)
     for node in range(tree.num_nodes):
-        expected[node, sorted(ancestors(parent, node))] = True
+        expected[node, [above - starts[row[node]] for above in ancestors(parent, node)]] = True
     assert torch.equal(tree.ancestor_mask, expected)
 
 

@@ -1,0 +1,79 @@
+"""A chain drafter also serves the stock assisted decoding of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_spec.decoding.drafter import Drafter
+from hf_spec.strategies.draft_model import DraftConfig, DraftModelDrafter
+from hf_spec.strategies.lookup import LookupConfig, LookupDrafter
+from tests import tiny_models
+from tests.model_watch import snapshot
+
+CHAINS: dict[str, Callable[[str], Drafter]] = {
+    "lookup": lambda name: LookupDrafter(LookupConfig(max_matches=1)),
+    "draft": lambda name: DraftModelDrafter(DraftConfig(), tiny_models.draft_model(name)),
+    "draft, heuristic": lambda name: DraftModelDrafter(
+        DraftConfig(length_policy="heuristic"), tiny_models.draft_model(name)
+    ),
+}
+
+
+class Kept:
+    """Counts what transformers says of a drafter's candidates."""
+
+    def __init__(self, drafter: Drafter):
+        self.drafter = drafter
+        self.matches: list[int] = []
+        self.observe = drafter.update_candidate_strategy
+
+    def update(self, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:
+        self.matches.append(int(num_matches))
+        self.observe(input_ids, scores, num_matches)
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+@pytest.mark.parametrize("name", ["gemma3", "llama", "qwen2"])
+def test_stock_assisted_decoding_with_our_drafter(
+    name: str, chain: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_models.build(name)
+    prompt = tiny_models.prompts(name, "one")
+    plain = model.generate(**prompt, max_new_tokens=24, do_sample=False)
+    drafter = CHAINS[chain](name)
+    kept = Kept(drafter)
+    monkeypatch.setattr(drafter, "update_candidate_strategy", kept.update)
+    before = snapshot(model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "_get_candidate_generator", lambda *_, **__: drafter, raising=False)
+        # Any setting that makes generate() choose assisted decoding; ours replaces its drafter.
+        assisted = model.generate(
+            **prompt, max_new_tokens=24, do_sample=False, prompt_lookup_num_tokens=3
+        )
+    assert torch.equal(assisted, plain)
+    assert sum(kept.matches) > 0
+    assert len(kept.matches) < 24
+    assert snapshot(model) == before
+
+
+def test_candidates_extend_the_prompt_and_have_no_probabilities() -> None:
+    drafter = LookupDrafter(LookupConfig(max_matches=1))
+    prompt = tiny_models.repetitive_prompt()
+    candidates, logits = drafter.get_candidates(prompt)
+    assert logits is None
+    assert torch.equal(candidates[:, : prompt.shape[1]], prompt)
+    assert candidates[0, prompt.shape[1] :].tolist() == prompt[0, :7].tolist()
+
+
+def test_a_one_token_prompt_leaves_room_for_a_draft() -> None:
+    drafter = DraftModelDrafter(DraftConfig(max_draft_tokens=9), tiny_models.draft_model("llama"))
+    prompt = torch.tensor([[5]])
+    candidates, _ = drafter.get_candidates(prompt)
+    plain = tiny_models.draft_model("llama").generate(prompt, max_new_tokens=9, do_sample=False)
+    count = candidates.shape[1]
+    assert count > 1
+    assert torch.equal(candidates, plain[:, :count])

@@ -1,0 +1,242 @@
+"""Sequences under generation: stop rules, frames, padding, scores, streamed blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import MaxLengthCriteria, StoppingCriteria
+from transformers.generation import EosTokenCriteria, MaxTimeCriteria
+
+from hf_spec.decoding.state import GenerationState, StopRules
+from hf_spec.decoding.tree import DraftTree, Verdict
+
+PROMPT = torch.tensor([[0, 0, 5, 6], [7, 8, 9, 10]])
+MASK = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+
+
+class EndRowOn(StoppingCriteria):
+    """Ends row r with token `ends[r]`, and remembers what it was shown."""
+
+    def __init__(self, *ends: int):
+        self.ends = torch.tensor(ends)
+        self.shown: list[tuple[list[int], Any]] = []
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        self.shown.append((list(input_ids.shape), scores))
+        return input_ids[:, -1] == self.ends
+
+
+class EndAllOn(StoppingCriteria):
+    """The old form of a criterion: one answer for the whole batch."""
+
+    def __init__(self, token: int):
+        self.token = token
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> bool:
+        return bool((input_ids[:, -1] == self.token).any())
+
+
+class Recorder:
+    """A streamer that keeps its blocks."""
+
+    def __init__(self) -> None:
+        self.blocks: list[list[int]] = []
+        self.ended = 0
+
+    def put(self, value: Tensor) -> None:
+        self.blocks.append(value.tolist())
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+def make_state(*criteria: Any, rows: slice = slice(None), **options: Any) -> GenerationState:
+    prompt, mask = PROMPT[rows], MASK[rows]
+    return GenerationState.create(prompt, mask, StopRules(criteria, len(prompt)), **options)
+
+
+def commit(state: GenerationState, *blocks: list[int], **extra: Any) -> None:
+    """Commit one block per row: its last token is the bonus, an empty one a finished row."""
+    rows = []
+    for tokens, block in zip(state.tokens, blocks, strict=True):
+        nodes = [tokens[-1], *block[:-1]] if block else []
+        rows.append((nodes, list(range(-1, len(nodes) - 1))))
+    tree = DraftTree.from_rows(rows)
+    accepted = [list(tree.host.nodes(row))[1:] for row in range(len(blocks))]
+    bonus = [block[-1] if block else None for block in blocks]
+    state.commit(Verdict(tree, accepted, bonus, **extra))
+
+
+def test_padding_is_left_out_of_tokens_but_not_of_frames() -> None:
+    state = make_state(MaxLengthCriteria(20))
+    assert state.tokens == [[5, 6], [7, 8, 9, 10]]
+    commit(state, [11, 12], [13])
+    assert state.prefix(0).tolist() == [0, 0, 5, 6, 11, 12]
+    assert state.prefix(1).tolist() == [7, 8, 9, 10, 13]
+    assert [state.frame_length(row) for row in (0, 1)] == [6, 5]
+    assert [state.room(row) for row in (0, 1)] == [14, 15]
+    assert state.tokens == [[5, 6, 11, 12], [7, 8, 9, 10, 13]]
+
+
+def test_a_path_is_shown_behind_the_frame_and_not_kept() -> None:
+    state = make_state(MaxLengthCriteria(20))
+    assert state.prefix(0, [30, 31]).tolist() == [0, 0, 5, 6, 30, 31]
+    assert state.prefix(0, [32]).tolist() == [0, 0, 5, 6, 32]
+    assert state.prefix(0).tolist() == [0, 0, 5, 6]
+
+
+def test_frames_grow_where_no_length_is_set() -> None:
+    prompt = torch.tensor([[3]])
+    state = GenerationState.create(prompt, torch.ones_like(prompt), StopRules([], 1))
+    path = list(range(40))
+    assert state.prefix(0, path).tolist() == [3, *path]
+    for token in path:
+        state.append(0, token)
+    assert state.prefix(0).tolist() == [3, *path]
+
+
+@pytest.mark.parametrize(
+    ("ids", "ends"), [([12], [2, 3]), ([11, 13], [1, 1])], ids=["one id", "several ids"]
+)
+def test_end_of_sequence_cuts_the_block_of_its_row(ids: list[int], ends: list[int]) -> None:
+    state = make_state(MaxLengthCriteria(20), EosTokenCriteria(ids), pad_token_id=99)
+    blocks = [11, 12, 13], [13, 14, 12, 15]
+    commit(state, *blocks)
+    assert state.finished == [True, True]
+    assert state.generated == ends
+    assert state.tokens[0][2:] == blocks[0][: ends[0]]
+    assert state.tokens[1][4:] == blocks[1][: ends[1]]
+
+
+def test_rows_end_on_their_own_and_are_padded() -> None:
+    state = make_state(MaxLengthCriteria(20), EosTokenCriteria(12), pad_token_id=99)
+    commit(state, [11, 12, 13], [14, 15])
+    assert state.unfinished == [1]
+    commit(state, [], [16, 12])
+    output = state.finish()
+    assert output.sequences.tolist() == [
+        [0, 0, 5, 6, 11, 12, 99, 99],
+        [7, 8, 9, 10, 14, 15, 16, 12],
+    ]
+    masks = state.output_masks(8)
+    assert masks[0].tolist() == [False, False, *[True] * 6], "padding behind the end is run"
+    assert masks[1].tolist() == [True] * 8
+
+
+def test_without_an_end_of_sequence_all_rows_end_where_the_last_one_does() -> None:
+    """Plain generate() pads nothing then: rows that met a rule go on until all have met one."""
+    state = make_state(MaxLengthCriteria(20), EndRowOn(12, 18), pad_token_id=99)
+    commit(state, [11, 12, 13], [14, 15])
+    assert state.unfinished == [0, 1]
+    commit(state, [16, 12, 17], [16, 17, 18, 19])
+    assert state.unfinished == []
+    assert state.finish().sequences.tolist() == [
+        [0, 0, 5, 6, 11, 12, 13, 16, 12],
+        [7, 8, 9, 10, 14, 15, 16, 17, 18],
+    ]
+
+
+def test_without_an_end_of_sequence_a_short_row_catches_up() -> None:
+    state = make_state(MaxLengthCriteria(20), EndRowOn(12, 18))
+    commit(state, [12], [14, 15, 18])
+    assert state.unfinished == [0], "row 1 is where both will end"
+    commit(state, [13, 14, 15], [])
+    assert state.unfinished == []
+    assert state.finish().sequences[:, 4:].tolist() == [[12, 13, 14], [14, 15, 18]]
+
+
+def test_a_row_at_maximum_length_waits_no_longer() -> None:
+    state = make_state(MaxLengthCriteria(7), EndRowOn(12, 18))
+    commit(state, [11, 12, 13, 14], [14])
+    assert state.unfinished == [1]
+    assert state.generated == [3, 1]
+    commit(state, [], [18])
+    assert state.unfinished == []
+    assert state.finish().sequences[:, 4:].tolist() == [[11, 12], [14, 18]]
+
+
+def test_maximum_length_counts_padding_and_the_lowest_one_rules() -> None:
+    state = make_state(MaxLengthCriteria(20), MaxLengthCriteria(6), EosTokenCriteria(99))
+    assert state.room(0) == state.room(1) == 2
+    commit(state, [11, 12, 13], [14])
+    assert state.finished == [True, False]
+    assert state.tokens[0] == [5, 6, 11, 12]
+
+
+def test_a_criterion_answers_for_its_own_row() -> None:
+    criterion = EndRowOn(12, 14)
+    state = make_state(MaxLengthCriteria(20), EosTokenCriteria(99), criterion)
+    commit(state, [14, 12, 13], [12, 13, 14, 15])
+    assert state.generated == [2, 3]
+    assert state.finished == [True, True]
+    # The batch keeps its size, one call per token, scores only where they are kept.
+    assert criterion.shown == [([2, length], None) for length in (5, 6, 5, 6, 7)]
+
+
+def test_a_criterion_with_one_answer_for_all() -> None:
+    state = make_state(MaxLengthCriteria(20), EosTokenCriteria(99), EndAllOn(12))
+    commit(state, [11, 12, 13], [11])
+    assert state.finished == [True, False]
+
+
+def test_time_is_up_for_every_row() -> None:
+    state = make_state(MaxLengthCriteria(20), EosTokenCriteria(99), MaxTimeCriteria(0.0))
+    commit(state, [11, 12], [13, 14])
+    assert state.finished == [True, True]
+    assert state.generated == [1, 1]
+
+
+def test_scores_are_kept_per_step_for_committed_tokens_only() -> None:
+    criterion = EndRowOn(12, 99)
+    options = {"keep_scores": True, "keep_logits": True}
+    state = make_state(MaxLengthCriteria(7), EosTokenCriteria(12), criterion, **options)
+    vector = torch.ones(3)
+    scores = [[vector * 1, vector * 2, vector * 3], [vector * 4, vector * 5, vector * 6]]
+    logits = [[-score for score in row] for row in scores]
+    commit(state, [11, 12, 13], [14, 15, 16], scores=scores, logits=logits)
+    output = state.finish()
+    assert [step[:, 0].tolist() for step in output.scores] == [[1, 4], [2, 5], [0, 6]]
+    assert [step[:, 0].tolist() for step in output.logits] == [[-1, -4], [-2, -5], [0, -6]]
+    seen = [None if s is None else len(s) for _, s in criterion.shown]
+    assert seen == [1, 1, 2], "length and end of sequence ask no criterion"
+
+
+def test_the_streamer_gets_committed_blocks_once_and_in_order() -> None:
+    streamer = Recorder()
+    state = make_state(MaxLengthCriteria(9), EosTokenCriteria(99), rows=slice(1), streamer=streamer)
+    commit(state, [11, 12])
+    commit(state, [13])
+    commit(state, [14, 15, 16, 17])
+    assert streamer.ended == 0
+    state.finish()
+    assert streamer.blocks == [[11, 12], [13], [14, 15]]
+    assert streamer.ended == 1
+
+
+def test_statistics_count_what_was_drafted_and_kept() -> None:
+    state = make_state(MaxLengthCriteria(20), EosTokenCriteria(12))
+    tree = DraftTree.from_rows([([6, 11, 12, 13], [-1, 0, 1, 0]), ([10, 14], [-1, 0])])
+    state.commit(Verdict(tree, [[1, 2], []], [30, 31]))
+    stats = state.stats
+    assert [row.target_forwards for row in stats.rows] == [1, 1]
+    assert [row.drafted_tokens for row in stats.rows] == [3, 1]
+    # Row 0 ends with its accepted end of sequence: both were kept, the bonus token was not.
+    assert [row.accepted_tokens for row in stats.rows] == [2, 0]
+    assert state.generated == [2, 1]
+    assert stats.drafted_by_position == [2, 1]
+    assert stats.accepted_by_position == [1, 1]
+
+
+def test_clocks_add_up() -> None:
+    state = make_state(MaxLengthCriteria(20))
+    for _ in range(2):
+        with state.clock("draft"):
+            pass
+    with state.clock("verify"):
+        pass
+    commit(state, [11], [12])
+    stats = state.finish().spec_stats
+    assert min(stats.draft_seconds, stats.verify_seconds, stats.other_seconds) > 0

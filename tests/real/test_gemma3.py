@@ -1,0 +1,72 @@
+"""Gemma-3-270M: identity on real prompts, most of them longer than its window of 512 tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import hf_spec
+from hf_spec.bench.prompts import load_prompts
+
+pytestmark = [pytest.mark.real, pytest.mark.slow]
+
+NEW_TOKENS = 32
+STRATEGIES = ("lookup", "draft", "tree")
+
+
+def texts() -> list[str]:
+    """Twelve texts: six prompts as they are, and six that put several prompts together."""
+    turns = [prompt.turns[0] for prompt in load_prompts(per_task=10)]
+    short = turns[::10]
+    long = ["\n\n".join(turns[start : start + 60 : 4]) for start in range(6)]
+    return [*short, *long]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def prompts(gemma3: Any) -> list[Tensor]:
+    # 1,200 tokens are twice the window and some, and cross a stretch of the prompt's forward.
+    return [torch.tensor([gemma3[1](text)["input_ids"][:1200]]) for text in texts()]
+
+
+@pytest.fixture(scope="module")
+def expected(gemma3: Any, prompts: list[Tensor]) -> list[Tensor]:
+    """What plain `generate()` answers, prompt by prompt."""
+    model = gemma3[0]
+    return [model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False) for ids in prompts]
+
+
+def test_prompts_reach_beyond_the_window(gemma3: Any, prompts: list[Tensor]) -> None:
+    window = gemma3[0].config.get_text_config().sliding_window
+    lengths = [ids.shape[1] for ids in prompts]
+    assert len(lengths) == 12
+    assert sum(length > window for length in lengths) >= 6
+    assert min(lengths) < window
+
+
+@pytest.mark.parametrize("index", range(12))
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_identical(
+    strategy: str, index: int, gemma3: Any, prompts: list[Tensor], expected: list[Tensor]
+) -> None:
+    model = gemma3[0]
+    output = model.generate(
+        prompts[index],
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        spec_strategy=strategy,
+        assistant=None if strategy == "lookup" else hf_spec.truncated_draft(model, 2),
+        return_dict_in_generate=True,
+    )
+    assert output.sequences.tolist() == expected[index].tolist()

@@ -1,0 +1,74 @@
+"""Statistics of a generation: what each name counts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from hf_spec.outputs import RowStats, SpecGenerateOutput, SpecStats
+from tests import tiny_models
+
+
+def test_rounds_of_one_row_add_up() -> None:
+    row = RowStats()
+    row.count(drafted=5, depth=3, accepted=2)
+    row.count(drafted=0, depth=0, accepted=0)
+    row.count(drafted=4, depth=4, accepted=4)
+    assert (row.target_forwards, row.drafted_tokens, row.accepted_tokens) == (3, 9, 6)
+    assert row.drafted_by_position == [2, 2, 2, 1]
+    assert row.accepted_by_position == [2, 2, 1, 1]
+    assert row.tau == 2
+
+
+def test_rows_of_different_depth_add_up() -> None:
+    first, second = RowStats(), RowStats()
+    first.count(drafted=3, depth=3, accepted=1)
+    second.count(drafted=1, depth=1, accepted=1)
+    second.count(drafted=1, depth=1, accepted=0)
+    stats = SpecStats([first, second], target_forwards=2)
+    assert (stats.drafted_tokens, stats.accepted_tokens) == (5, 2)
+    assert stats.drafted_by_position == [3, 1, 1]
+    assert stats.accepted_by_position == [2]
+    assert stats.tau == pytest.approx(2 / 3)
+
+
+def test_nothing_generated_yet_divides_by_nothing() -> None:
+    assert RowStats().tau == 0
+    assert SpecStats([]).tau == 0
+    assert SpecStats([RowStats()]).accepted_by_position == []
+
+
+@pytest.mark.parametrize("strategy", tiny_models.STRATEGIES)
+@pytest.mark.parametrize("kind", ["one", "ragged"])
+def test_statistics_of_a_generation_are_consistent(strategy: str, kind: str) -> None:
+    output = tiny_models.build("gemma3").generate(
+        **tiny_models.prompts("gemma3", kind),
+        max_new_tokens=16,
+        do_sample=False,
+        return_dict_in_generate=True,
+        **tiny_models.speculation("gemma3", strategy),
+    )
+    assert isinstance(output, SpecGenerateOutput)
+    assert isinstance(output, GenerateDecoderOnlyOutput)
+    stats = output.spec_stats
+    for row in stats.rows:
+        # Sixteen tokens: the accepted ones and a bonus per round, but perhaps in the last.
+        assert 16 - row.target_forwards <= row.accepted_tokens <= 17 - row.target_forwards
+        assert row.target_forwards <= stats.target_forwards
+        assert sum(row.accepted_by_position) == row.accepted_tokens
+        assert row.drafted_tokens >= sum(row.drafted_by_position)
+        pairs = zip(row.accepted_by_position, row.drafted_by_position, strict=False)
+        assert all(accepted <= drafted for accepted, drafted in pairs)
+    assert stats.accepted_tokens == sum(stats.accepted_by_position) > 0
+    assert (stats.draft_forwards > 0) == (strategy != "lookup")
+    assert min(stats.draft_seconds, stats.verify_seconds, stats.other_seconds) > 0
+    assert output.scores is None
+    assert output.logits is None
+
+
+def test_the_output_unpacks_like_transformers_own() -> None:
+    output = SpecGenerateOutput(sequences=torch.zeros(1, 2), spec_stats=SpecStats([]))
+    assert list(output) == ["sequences", "spec_stats"]
+    assert output["spec_stats"] is output.spec_stats
+    assert torch.equal(output[0], output.sequences)
