@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,11 +10,19 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
+from hf_spec.decoding.alibi import uses_alibi
 from hf_spec.decoding.kv_cache import check_reusable
 from hf_spec.errors import OptionError, UnsupportedError
 
 # Layers whose whole past is a set of keys and values, so that a token can be taken back.
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
+
+# Architectures whose attention needs more than keys, values and a mask of visible tokens.
+UNSERVED = {
+    "doge": "its mask weighs keys by their values, which a draft tree cannot carry",
+    "hrm_text": "its layers run several times per token, each time with other keys and values",
+    "moshi": "its tokens stand for text and sound at once",
+}
 
 # Rotary scalings that look at the longest position of a forward, which a draft would shift.
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
@@ -96,6 +105,7 @@ def check_model(model: object) -> None:
         )
     if not model.can_generate():
         raise UnsupportedError(f"{name} has no language-model head and cannot generate")
+    _check_attention(model, name)
     owner = getattr(model.prepare_inputs_for_generation, "__self__", model)
     if getattr(getattr(owner, "active_peft_config", None), "is_prompt_learning", False):
         raise UnsupportedError(
@@ -107,6 +117,25 @@ def check_model(model: object) -> None:
             f"{name} has a sliding window but no attention interface, so the window of a draft "
             "tree cannot be set"
         )
+
+
+def _check_attention(model: PreTrainedModel, name: str) -> None:
+    """Refuse models that cannot be shown a tree: where its tokens stand, what they look back on."""
+    config = model.config.get_text_config()
+    arguments = inspect.signature(model.forward).parameters
+    reason = UNSERVED.get(config.model_type)
+    # Encoders that can be made decoders know cross attention; GPT-NeoX has the same unused field.
+    encoder = getattr(config, "is_decoder", True) is False
+    if encoder and hasattr(config, "add_cross_attention"):
+        reason = "config.is_decoder is False, so that tokens also look ahead"
+    elif "past_key_values" not in arguments:
+        reason = "it keeps no keys and values"
+    elif "position_ids" not in arguments and not uses_alibi(model):
+        reason = "it takes no position_ids, so the branches of a draft tree cannot be placed"
+    elif "local" in (getattr(config, "attention_layers", None) or ()):
+        reason = "the window of its local layers counts stored tokens, not positions"
+    if reason is not None:
+        raise UnsupportedError(f"{name} cannot decode draft trees: {reason}")
 
 
 def check_evaluation(model: PreTrainedModel) -> None:

@@ -1,0 +1,77 @@
+"""Architectures that cannot decode draft trees are refused by name, before the first forward.
+
+Each was found by decoding a tiny random model of every causal architecture of transformers 5.23:
+without the refusal its output differs from plain `generate()`.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hf_spec.checks import check_model
+from hf_spec.errors import UnsupportedError
+from tests import tiny_models
+
+SMALL = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+}
+BART = {
+    "vocab_size": 97,
+    "d_model": 32,
+    "decoder_layers": 2,
+    "decoder_attention_heads": 4,
+    "decoder_ffn_dim": 64,
+}
+REFUSED = {
+    "bart": (BART, "BartForCausalLM .* no position_ids"),
+    "bert": (SMALL, "BertLMHeadModel .*is_decoder is False"),
+    "doge": (SMALL, "DogeForCausalLM .* weighs keys"),
+    "gpt_neo": (
+        {
+            "vocab_size": 97,
+            "hidden_size": 32,
+            "num_layers": 2,
+            "num_heads": 4,
+            "attention_types": [[["global", "local"], 1]],
+        },
+        "GPTNeoForCausalLM .* local layers",
+    ),
+    "mpt": ({"vocab_size": 97, "d_model": 32, "n_layers": 2, "n_heads": 4}, "no position_ids"),
+    "openai-gpt": (
+        {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4},
+        "OpenAIGPTLMHeadModel .* keeps no keys and values",
+    ),
+    "roformer": ({**SMALL, "is_decoder": True}, "RoFormerForCausalLM .* no position_ids"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_refused_by_name_with_the_reason(kind: str) -> None:
+    options, message = REFUSED[kind]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **options))
+    with pytest.raises(UnsupportedError, match=message):
+        check_model(model)
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt_neo"])
+def test_the_same_architecture_is_served_where_it_can_be(kind: str) -> None:
+    options = dict(REFUSED[kind][0])
+    if kind == "bert":
+        options["is_decoder"] = True
+    else:
+        options["attention_types"] = [[["global"], 2]]
+    with torch.device("meta"):
+        check_model(AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **options)))
+
+
+@pytest.mark.parametrize("name", tiny_models.ARCHITECTURES)
+def test_nothing_in_the_matrix_is_refused(name: str) -> None:
+    check_model(tiny_models.build(name))
+    check_model(tiny_models.draft_model(name))
