@@ -9,6 +9,7 @@ keep full-length storage; the window is in the attention mask.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -131,6 +132,21 @@ def check_reusable(cache: object) -> None:
         )
 
 
+@dataclass
+class _Placement:
+    """What the layers of a `PoolCache` share; no reference back, so that nothing outlives a call.
+
+    Attributes:
+        pool: where keys and values go.
+        destination: (B, T) slot positions of the next forward.
+        visible: how many positions of each slot it may see.
+    """
+
+    pool: KVPool
+    destination: Tensor
+    visible: int = 0
+
+
 class PoolCache(Cache):
     """A `KVPool` seen as `past_key_values`, for models that cannot take an attention function.
 
@@ -139,24 +155,22 @@ class PoolCache(Cache):
     """
 
     def __init__(self, pool: KVPool, num_layers: int):
-        self.pool = pool
-        self.destination = torch.zeros(0)
-        self.visible = 0
-        super().__init__(layers=[_PoolLayer(self, index) for index in range(num_layers)])
+        self._placement = _Placement(pool, torch.zeros(0))
+        super().__init__(layers=[_PoolLayer(self._placement, i) for i in range(num_layers)])
 
     def place(self, destination: Tensor, visible: int) -> None:
         """Set the (B, T) slot positions of the next forward and how many positions it may see."""
-        self.destination = destination
-        self.visible = visible
+        self._placement.destination = destination
+        self._placement.visible = visible
 
 
 class _PoolLayer(CacheLayerMixin):
     is_sliding = False
     is_compileable = False
 
-    def __init__(self, cache: PoolCache, index: int):
+    def __init__(self, placement: _Placement, index: int):
         super().__init__()
-        self.cache = cache
+        self.placement = placement
         self.index = index
         self.is_initialized = True
 
@@ -167,21 +181,22 @@ class _PoolLayer(CacheLayerMixin):
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Write (B, H, T, D) to the placed positions; return the visible part of every slot."""
-        buffers = self.cache.pool.layer(self.index, key_states, value_states)
-        place = self.cache.destination.to(key_states.device)
+        here = self.placement
+        buffers = here.pool.layer(self.index, key_states, value_states)
+        place = here.destination.to(key_states.device)
         slots = torch.arange(place.shape[0], device=place.device)[:, None]
         for buffer, states in zip(buffers, (key_states, value_states), strict=True):
             buffer[slots, :, place] = states.transpose(1, 2)
-        return buffers[0][:, :, : self.cache.visible], buffers[1][:, :, : self.cache.visible]
+        return buffers[0][:, :, : here.visible], buffers[1][:, :, : here.visible]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys that a mask has to cover."""
-        return self.cache.visible, 0
+        return self.placement.visible, 0
 
     def get_seq_length(self) -> int:
         """Positions that the next forward may see (positions are always passed explicitly)."""
-        return self.cache.visible
+        return self.placement.visible
 
     def get_max_length(self) -> int:
         """Room per slot, in tokens."""
-        return self.cache.pool.capacity
+        return self.placement.pool.capacity

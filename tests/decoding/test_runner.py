@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -11,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+import hf_spec
 from hf_spec.decoding import runner as runner_module
-from hf_spec.decoding.kv_cache import MIN_CAPACITY
+from hf_spec.decoding.kv_cache import MIN_CAPACITY, KVPool
 from hf_spec.decoding.runner import ForwardOutput, ModelRunner
 from hf_spec.decoding.tree import DraftTree
 from hf_spec.errors import UnsupportedError
@@ -270,3 +273,36 @@ def test_layers_that_attend_twice_are_noticed(monkeypatch: pytest.MonkeyPatch) -
         pytest.raises(UnsupportedError, match="attends twice"),
     ):
         runner.forward(DraftTree.from_rows(TREE), sequences())
+
+
+@pytest.mark.parametrize("name", ["llama", "bloom"])
+@pytest.mark.parametrize("strategy", ["lookup", "draft"])
+def test_keys_and_values_are_freed_with_the_call(
+    name: str, strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Without the cycle collector: whatever waits for it adds up over calls, in gigabytes.
+    model = tiny_models.build(name)
+    pools: list[weakref.ref[KVPool]] = []
+    create = KVPool.__init__
+
+    def remember(self: KVPool, num_slots: int) -> None:
+        pools.append(weakref.ref(self))
+        create(self, num_slots)
+
+    monkeypatch.setattr(KVPool, "__init__", remember)
+    draft = None if strategy == "lookup" else hf_spec.truncated_draft(model, 2)
+    gc.collect()
+    gc.disable()
+    try:
+        model.generate(
+            tiny_models.repetitive_prompt(),
+            max_new_tokens=8,
+            do_sample=False,
+            spec_strategy=strategy,
+            assistant=draft,
+            return_dict_in_generate=True,
+        )
+        assert pools
+        assert all(pool() is None for pool in pools)
+    finally:
+        gc.enable()
