@@ -57,6 +57,15 @@ class RowWork:
         """Storage place of every token, in the order they run."""
         return [*range(self.stored, self.base), *(self.base + offset for offset in self.offsets)]
 
+    def tokens(self, tree: DraftTree) -> list[int]:
+        """Every token, in the order they run."""
+        return [*self.pending, *(tree.host.tokens[node] for node in self.nodes)]
+
+    def positions(self, tree: DraftTree) -> list[int]:
+        """The true position of every token."""
+        depths = (tree.host.depth[node] for node in self.nodes)
+        return [*range(self.stored, self.base), *(self.base + depth for depth in depths)]
+
     def node_depths(self, tree: DraftTree) -> list[int]:
         """Depth of the row's first `width` nodes, by offset."""
         start = tree.host.row_start[self.row]
@@ -114,9 +123,8 @@ def pack(work: Sequence[RowWork], tree: DraftTree) -> PackedInputs:
     for w in work:
         start = len(inputs.tokens)
         begin = start + len(w.pending)
-        inputs.tokens += [*w.pending, *(tree.host.tokens[node] for node in w.nodes)]
-        inputs.positions += range(w.stored, w.base)
-        inputs.positions += [w.base + tree.host.depth[node] for node in w.nodes]
+        inputs.tokens += w.tokens(tree)
+        inputs.positions += w.positions(tree)
         inputs.pending[w.row] = range(start, begin)
         inputs.nodes += range(begin, len(inputs.tokens))
         if w.pending:
@@ -153,10 +161,8 @@ def align_right(
         first = length - w.num_tokens
         begin = first + len(w.pending)
         depths = torch.tensor(w.node_depths(tree), dtype=torch.long)
-        positions = [*range(w.stored, w.base), *(w.base + tree.host.depth[n] for n in w.nodes)]
-        tokens = [*w.pending, *(tree.host.tokens[node] for node in w.nodes)]
-        inputs.tokens[w.row, first:] = torch.tensor(tokens)
-        inputs.positions[w.row, first:] = torch.tensor(positions)
+        inputs.tokens[w.row, first:] = torch.tensor(w.tokens(tree))
+        inputs.positions[w.row, first:] = torch.tensor(w.positions(tree))
         inputs.places[w.row, first:] = torch.tensor(w.places)
         chain = torch.arange(w.stored, w.base)
         inputs.visible[w.row, first:begin] = torch.arange(num_keys) <= chain[:, None]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 import hf_spec
@@ -21,14 +19,6 @@ PROMPTS = load_prompts(per_task=2)
 # Four tasks, and so four lengths.
 BATCH = PROMPTS[::3]
 STRATEGIES = ("lookup", "draft", "tree")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
