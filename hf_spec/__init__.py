@@ -9,9 +9,11 @@ from hf_spec.hook import disable, enable
 from hf_spec.models.truncated import truncated_draft
 from hf_spec.outputs import SpecGenerateOutput, SpecStats
 from hf_spec.strategies import (
+    DiscoConfig,
     DraftConfig,
     GsdConfig,
     LookupConfig,
+    NoneConfig,
     StrategyConfig,
     TreeConfig,
     known_strategies,
@@ -21,9 +23,11 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AssistantError",
+    "DiscoConfig",
     "DraftConfig",
     "GsdConfig",
     "LookupConfig",
+    "NoneConfig",
     "OptionError",
     "SpecError",
     "SpecGenerateOutput",

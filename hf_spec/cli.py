@@ -32,9 +32,12 @@ def build_app() -> typer.Typer:
     import typer
 
     from hf_spec.demo import demo
+    from hf_spec.training.cli import calibrate, train
 
     app = typer.Typer(add_completion=False, no_args_is_help=True)
     app.command()(demo)
+    app.add_typer(train, name="train")
+    app.add_typer(calibrate, name="calibrate")
 
     # Without a callback typer would turn a lone sub-command into the command itself.
     @app.callback()

@@ -47,6 +47,7 @@ class SpecStats:
         draft_seconds: time spent proposing tokens.
         verify_seconds: time inside the target model's forward passes.
         other_seconds: everything else (packing, verdicts, stop rules, key-value moves).
+        counters: what the method counts beside that, by name; see its drafter.
     """
 
     rows: list[RowStats]
@@ -55,6 +56,7 @@ class SpecStats:
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     other_seconds: float = 0.0
+    counters: dict[str, int] = field(default_factory=dict)
 
     @property
     def drafted_tokens(self) -> int:

@@ -11,10 +11,11 @@ from typer.testing import CliRunner
 from hf_spec import cli
 
 
-def test_help_lists_the_demo() -> None:
+def test_help_lists_every_command() -> None:
     result = CliRunner().invoke(cli.build_app(), ["--help"])
     assert result.exit_code == 0
-    assert "demo" in result.output
+    for command in ("demo", "train", "calibrate"):
+        assert command in result.output
 
 
 def test_missing_packages_are_named_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

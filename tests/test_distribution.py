@@ -7,6 +7,9 @@ own processors. Deliberately broken verifiers must fail the same test, or it wou
 
 from __future__ import annotations
 
+import atexit
+import shutil
+import tempfile
 from functools import cache
 from typing import Any
 
@@ -17,10 +20,13 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation import logits_process as hf
 
-from hf_spec import DraftConfig, GsdConfig, LookupConfig, TreeConfig
-from hf_spec.decoding import engine
+from hf_spec import DiscoConfig, DraftConfig, GsdConfig, LookupConfig, TreeConfig
+from hf_spec.decoding import drafter
+from hf_spec.decoding.tree import DraftTree
 from hf_spec.decoding.verification import NodeDraw, ResidualRejection
 from hf_spec.strategies import draft_model
+from hf_spec.strategies.draft_model import DraftModelDrafter
+from tests.tiny_models import save_disco_adapter
 
 VOCAB = 8
 STEPS = 3
@@ -37,6 +43,12 @@ REJECTED = 1e-9
 REPETITIVE = [1, 2, 3, 1, 2, 4, 1, 2]
 # Padded on the left with token 0; lookup finds matches in each.
 RAGGED = [REPETITIVE, [5, 6, 5], [3, 3, 4, 3, 3]]
+
+# Among the opinions that the random classifier has of the draft model.
+DISCO_THRESHOLD = 0.464
+
+# Equal tokens are merged wherever they stand: with two levels of drafts, most of the second one.
+MERGING: dict[str, Any] = {"min_probability": 0.0, "min_sibling_ratio": 0.0, "merge_length": 0}
 
 PLAIN: dict[str, Any] = {}
 TOP_K = {"temperature": 0.7, "top_k": 4}
@@ -64,6 +76,18 @@ def tiny(seed: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
+@cache
+def disco_config() -> DiscoConfig:
+    """A random classifier that stops behind some tokens of the draft model and not behind others.
+
+    Its folder lasts as long as the session.
+    """
+    folder = tempfile.mkdtemp(prefix="disco_adapter_")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    save_disco_adapter(folder, tiny(0), max_draft_tokens=2)
+    return DiscoConfig(adapter=folder, acceptance_threshold=DISCO_THRESHOLD)
+
+
 def arguments(strategy: str) -> dict[str, Any]:
     draft = tiny(1)
     return {
@@ -74,6 +98,13 @@ def arguments(strategy: str) -> dict[str, Any]:
             "assistant": draft,
         },
         "gsd": {"spec_strategy": GsdConfig(min_probability=0.0), "assistant": draft},
+        "merging": {"spec_strategy": GsdConfig(**MERGING), "assistant": draft},
+        "lossy": {"spec_strategy": GsdConfig(**MERGING, lossy=True), "assistant": draft},
+        "lossy tree": {
+            "spec_strategy": GsdConfig(**{**MERGING, "merge_length": None}, lossy=True),
+            "assistant": draft,
+        },
+        "disco": {"spec_strategy": disco_config(), "assistant": draft},
         "itself": {"spec_strategy": DraftConfig(max_draft_tokens=2), "assistant": tiny(0)},
         "tree": {"spec_strategy": TreeConfig(children=2, max_nodes=6), "assistant": draft},
         "siblings": {
@@ -177,8 +208,14 @@ CASES = [
     ("draft", TOP_K),
     ("draft", REPETITION),
     ("confident", PLAIN),
+    ("disco", PLAIN),
+    ("disco", TOP_K),
+    ("disco", REPETITION),
     ("itself", TOP_P),
     ("gsd", PLAIN),
+    ("merging", PLAIN),
+    ("merging", TOP_P),
+    ("merging", REPETITION),
     ("tree", PLAIN),
     ("tree", REPETITION),
     ("siblings", PLAIN),
@@ -198,16 +235,36 @@ def test_what_the_prefix_forbids_never_comes(strategy: str) -> None:
     assert worst_p_value([[5, 6, 5]], NO_REPEATS, strategy) > ALPHA
 
 
-@pytest.mark.parametrize("strategy", ["lookup", "draft", "siblings"])
+@pytest.mark.parametrize("strategy", ["lookup", "draft", "disco", "merging", "siblings"])
 def test_every_row_of_a_ragged_batch_has_its_own_distribution(strategy: str) -> None:
     # Token 2 ends a row, so that rows of one batch finish at different times.
     assert worst_p_value(RAGGED, REPETITION, strategy, draws=DRAWS // 2, eos=2) > ALPHA
 
 
+@pytest.mark.parametrize("settings", [PLAIN, TOP_P], ids=["plain", "top_p"])
+@pytest.mark.parametrize("strategy", ["lossy", "lossy tree"])
+def test_the_lossy_rule_of_gsd_is_lossy(strategy: str, settings: dict[str, Any]) -> None:
+    assert worst_p_value([REPETITIVE], settings, strategy, TWIN_DRAWS) < REJECTED
+
+
+def test_merged_drafts_are_accepted_in_these_tests() -> None:
+    for strategy in ("merging", "lossy"):
+        torch.manual_seed(7)
+        output = tiny(0).generate(
+            torch.tensor([REPETITIVE]),
+            do_sample=True,
+            max_new_tokens=STEPS,
+            num_return_sequences=4 * ROWS_PER_CALL,
+            return_dict_in_generate=True,
+            **arguments(strategy),
+        )
+        assert output.spec_stats.counters["rounds_with_merged_accepted"] > 10
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("prompts", [[REPETITIVE], RAGGED], ids=["one", "ragged"])
 @pytest.mark.parametrize("settings", [PLAIN, TOP_K, REPETITION], ids=["plain", "top_k", "penalty"])
-@pytest.mark.parametrize("strategy", ["lookup", "draft", "tree", "siblings"])
+@pytest.mark.parametrize("strategy", ["lookup", "draft", "tree", "merging", "siblings"])
 def test_joint_distribution_with_100_000_draws(
     strategy: str, settings: dict[str, Any], prompts: list[list[int]]
 ) -> None:
@@ -261,6 +318,30 @@ def flatter(distributions: Any) -> Tensor | None:
 
 
 draft_model_stack = draft_model._stack
+whole_draft = DraftModelDrafter.draft
+
+
+@cache
+def target_probs(text: tuple[int, ...]) -> Tensor:
+    with torch.no_grad():
+        return tiny(0)(torch.tensor([text])).logits[0, -1].softmax(dim=-1)
+
+
+def draft_that_peeks(self: DraftModelDrafter, state: Any) -> DraftTree:
+    """Takes the whole draft back where the target finds its first token less likely."""
+    tree = whole_draft(self, state)
+    if tree.draft_probs is None:  # There was room for one token alone.
+        return tree
+    host, rows, kept = tree.host, [], []
+    for row, text in enumerate(state.tokens):
+        nodes = list(host.nodes(row))
+        if len(nodes) > 1:
+            token = host.tokens[nodes[1]]
+            if target_probs(tuple(text))[token] < tree.draft_probs[nodes[0], token]:
+                nodes = nodes[:1]
+        rows.append(([host.tokens[n] for n in nodes], list(range(-1, len(nodes) - 1))))
+        kept += nodes
+    return DraftTree.from_rows(rows, draft_probs=tree.draft_probs[kept])
 
 
 class TestBrokenTwins:
@@ -270,19 +351,23 @@ class TestBrokenTwins:
     def test_rejection_without_residual(
         self, strategy: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(engine, "ResidualRejection", NoResidual)
+        monkeypatch.setattr(drafter, "ResidualRejection", NoResidual)
         assert worst_p_value([REPETITIVE], PLAIN, strategy, TWIN_DRAWS) < REJECTED
 
     def test_siblings_judged_like_the_first(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(engine, "ResidualRejection", SiblingsWithoutUpdate)
+        monkeypatch.setattr(drafter, "ResidualRejection", SiblingsWithoutUpdate)
         assert worst_p_value([REPETITIVE], PLAIN, "siblings", TWIN_DRAWS) < REJECTED
 
     @pytest.mark.parametrize("strategy", ["lookup", "tree"])
     def test_bonus_redrawn_after_a_miss(
         self, strategy: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(engine, "NodeDraw", RedrawnBonus)
+        monkeypatch.setattr(drafter, "NodeDraw", RedrawnBonus)
         assert worst_p_value([REPETITIVE], PLAIN, strategy, TWIN_DRAWS) < REJECTED
+
+    def test_a_length_that_depends_on_the_target(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(DraftModelDrafter, "draft", draft_that_peeks)
+        assert worst_p_value([REPETITIVE], PLAIN, "disco", TWIN_DRAWS) < REJECTED
 
     def test_draft_probs_that_were_not_drawn_from(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(draft_model, "_stack", flatter)
@@ -293,5 +378,5 @@ class TestBrokenTwins:
             def _step(self, tree: Any, walk: Any, here: Any, paths: Any) -> dict[int, Any]:
                 return super()._step(tree, walk, here, {row: [] for row in paths})
 
-        monkeypatch.setattr(engine, "NodeDraw", WrongPrefix)
+        monkeypatch.setattr(drafter, "NodeDraw", WrongPrefix)
         assert worst_p_value([[5, 6, 5]], NO_REPEATS, "tree", TWIN_DRAWS) < REJECTED

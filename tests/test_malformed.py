@@ -80,8 +80,16 @@ OPTION_NAMES = {
         "max_draft_tokens",
     ],
     "draft": ["max_draft_tokens", "length_policy", "confidence_threshold", "sample_drafts"],
+    "disco": ["max_draft_tokens", "min_draft_tokens", "acceptance_threshold", "length_policy"],
     "tree": ["children", "expanded_per_level", "max_nodes", "min_probability", "min_sibling_ratio"],
-    "gsd": ["merge_length", "children", "max_draft_tokens", "sample_drafts"],
+    "gsd": [
+        "merge_length",
+        "children",
+        "max_draft_tokens",
+        "sample_drafts",
+        "max_draft_nodes",
+        "lossy",
+    ],
 }
 
 
@@ -99,7 +107,7 @@ def strategy_dicts(draw: st.DrawFn) -> dict[str, Any]:
 
 
 SPEC_STRATEGIES = st.one_of(
-    st.sampled_from(["lookup", "draft", "tree", "gsd", "", "no-such", b"lookup"]),
+    st.sampled_from(["lookup", "draft", "tree", "gsd", "disco", "", "no-such", b"lookup"]),
     st.sampled_from([LookupConfig(), DraftConfig(), TreeConfig(), StrategyConfig(), LookupConfig]),
     st.sampled_from([0, 1, False, 2.5, (), ["lookup"], {}]),
     strategy_dicts(),

@@ -5,6 +5,9 @@ Also the prompts, the tokenizer and the strategies that the tests share.
 
 from __future__ import annotations
 
+import atexit
+import shutil
+import tempfile
 from functools import cache
 from typing import Any
 
@@ -21,6 +24,8 @@ from transformers import (
 )
 
 import hf_spec
+from hf_spec.adapters.folder import BaseModel, save_adapter
+from hf_spec.models.disco_classifier import DiscoClassifier
 
 VOCAB = 97
 WINDOW = 8
@@ -224,20 +229,42 @@ def prompts(name: str, kind: str) -> dict[str, Tensor]:
     return left_padded(rows)
 
 
-STRATEGIES = ("lookup", "draft", "tree", "gsd")
+STRATEGIES = ("none", "lookup", "draft", "tree", "gsd", "disco")
 
 
 def speculation(name: str, strategy: str) -> dict[str, Any]:
     """Keyword arguments that make `generate()` of the named model use a strategy."""
-    if strategy == "lookup":
+    if strategy in {"none", "lookup"}:
         return {"spec_strategy": strategy}
-    return {"spec_strategy": strategy, "assistant": draft_model(name)}
+    assistant = disco_adapter(name) if strategy == "disco" else draft_model(name)
+    return {"spec_strategy": strategy, "assistant": assistant}
 
 
 @cache
 def draft_model(name: str, num_layers: int = 2) -> PreTrainedModel:
     """The first layers of the named model, made once per session."""
     return hf_spec.truncated_draft(build(name), num_layers)
+
+
+@cache
+def disco_adapter(name: str) -> str:
+    """Folder of an untrained DISCO classifier for the named model and its first two layers."""
+    folder = tempfile.mkdtemp(prefix="disco_adapter_")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    save_disco_adapter(folder, build(name))
+    return folder
+
+
+def save_disco_adapter(folder: Any, model: PreTrainedModel, **options: Any) -> None:
+    """Write a random DISCO classifier that sometimes goes on and sometimes stops."""
+    torch.manual_seed(11)
+    classifier = DiscoClassifier()
+    with torch.no_grad():
+        for parameter in classifier.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.2)
+    # Its opinions of the random models lie closely around this threshold.
+    options = {"threshold": 0.42, "max_draft_tokens": 5, "draft": {"truncated": 2}, **options}
+    save_adapter(folder, classifier.to_adapter(BaseModel.of(model), **options))
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Speed of the strategies that need no training, against plain generate and other lookups.
+"""Speed of strategies against plain generate; by default of the lookups of this and other packages.
 
 Run as `python -m hf_spec.bench --help` says.
 """
@@ -9,16 +9,19 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_spec.bench import contenders as ways
+from hf_spec.bench.oracle import oracle
 from hf_spec.bench.prompts import load_prompts
 from hf_spec.bench.report import markdown, summary
 from hf_spec.bench.runner import measure, to_json
-from hf_spec.strategies import LookupConfig
+from hf_spec.models.assistant import resolve_draft_model
+from hf_spec.strategies import LookupConfig, StrategyConfig, parse_strategy
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -31,25 +34,26 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--match-length", type=int, default=2, help="n-gram length of every lookup")
     parser.add_argument("--copy-length", type=int, default=10, help="tokens that a match copies")
+    parser.add_argument(
+        "--strategy",
+        action="append",
+        type=parse_entry,
+        help="NAME[:OPTION=JSON,...][@ASSISTANT], given once or more: these instead of the lookups",
+    )
+    parser.add_argument("--oracle", help="an assistant: chains of it that end where they must")
     parser.add_argument("--out", type=Path, help="JSON file")
     options = parser.parse_args(argv)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    lookup = (model, options.match_length, options.copy_length)
-    same = LookupConfig(
-        match_length=options.match_length,
-        copy_length=options.copy_length,
-        max_matches=1,
-        max_draft_tokens=options.copy_length,
+    found = (
+        [ways.strategy(model, config, assistant, name) for name, config, assistant in entries]
+        if (entries := options.strategy)
+        else _lookups(model, options.match_length, options.copy_length)
     )
-    found = [
-        ways.plain(model),
-        ways.transformers_lookup(*lookup),
-        ways.economize_lookup(*lookup),
-        ways.strategy(model, same, name="hf_spec lookup, one match"),
-        ways.strategy(model, LookupConfig(), name="hf_spec lookup"),
-    ]
-    contenders = [contender for contender in found if contender is not None]
+    contenders = [ways.plain(model), *(contender for contender in found if contender is not None)]
+    if options.oracle:
+        draft = resolve_draft_model("oracle", options.oracle, model)
+        contenders.append(oracle(model, draft))
     prompts = load_prompts(options.prompts, options.per_task)
     with tqdm(total=len(contenders) * len(prompts) * options.repeats, disable=None) as bar:
         records = measure(
@@ -60,6 +64,42 @@ def main(argv: list[str] | None = None) -> None:
         command = "python -m hf_spec.bench " + " ".join(argv if argv is not None else sys.argv[1:])
         facts = {"command": command, "summary": summary(records)}
         options.out.write_text(json.dumps(to_json(records, **facts), indent=1))
+
+
+def parse_entry(text: str) -> tuple[str, StrategyConfig, str | None]:
+    """Turn NAME[:OPTION=JSON,...][@ASSISTANT] into a name for tables, a config and an assistant.
+
+    Raises:
+        OptionError: for an unknown strategy or option.
+    """
+    head, _, assistant = text.partition("@")
+    name, _, given = head.partition(":")
+    options: dict[str, Any] = {"strategy": name}
+    for pair in filter(None, given.split(",")):
+        key, _, value = pair.partition("=")
+        try:
+            options[key] = json.loads(value)
+        except ValueError:
+            options[key] = value
+    return text, parse_strategy(options), assistant or None
+
+
+def _lookups(
+    model: PreTrainedModel, match_length: int, copy_length: int
+) -> list[ways.Contender | None]:
+    """Ours with defaults and with the settings of the others, transformers' and economize's."""
+    same = LookupConfig(
+        match_length=match_length,
+        copy_length=copy_length,
+        max_matches=1,
+        max_draft_tokens=copy_length,
+    )
+    return [
+        ways.transformers_lookup(model, match_length, copy_length),
+        ways.economize_lookup(model, match_length, copy_length),
+        ways.strategy(model, same, name="hf_spec lookup, one match"),
+        ways.strategy(model, LookupConfig(), name="hf_spec lookup"),
+    ]
 
 
 if __name__ == "__main__":

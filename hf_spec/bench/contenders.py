@@ -102,7 +102,7 @@ def strategy(
 
     def run(ids: Tensor, new_tokens: int) -> Run:
         output = model.generate(
-            ids,
+            ids.to(model.device),
             max_new_tokens=new_tokens,
             do_sample=False,
             spec_strategy=config,
@@ -124,7 +124,7 @@ def _counted(model: Any, ids: Tensor, **options: Any) -> Run:
 
     handle = model.register_forward_pre_hook(count)
     try:
-        sequence = model.generate(ids, do_sample=False, **options)[0]
+        sequence = model.generate(ids.to(model.device), do_sample=False, **options)[0]
     finally:
         handle.remove()
     return Run(sequence, forwards)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
@@ -13,6 +13,27 @@ import transformers
 
 from hf_spec.bench.contenders import Contender
 from hf_spec.bench.prompts import Prompt
+from hf_spec.outputs import SpecStats
+
+
+@dataclass(frozen=True)
+class StrategyStats:
+    """The statistics of one generation that a table needs; names as in `SpecStats`."""
+
+    tau: float
+    drafted_tokens: int
+    draft_forwards: int
+    draft_seconds: float
+    verify_seconds: float
+    other_seconds: float
+    accepted_by_position: tuple[int, ...]
+    counters: dict[str, int]
+
+    @classmethod
+    def of(cls, stats: SpecStats) -> StrategyStats:
+        """The part of `stats` that is kept."""
+        kept = {field.name: getattr(stats, field.name) for field in fields(cls)}
+        return cls(**{**kept, "accepted_by_position": tuple(stats.accepted_by_position)})
 
 
 @dataclass(frozen=True)
@@ -26,8 +47,7 @@ class Record:
         new_tokens: tokens generated.
         target_forwards: None where they cannot be counted.
         identical: whether the output equals plain generate's.
-        tau, draft_seconds, verify_seconds, other_seconds, accepted_by_position: statistics of our
-            own strategies.
+        stats: those of our own strategies, None for others.
     """
 
     prompt: str
@@ -39,16 +59,17 @@ class Record:
     new_tokens: int
     target_forwards: int | None
     identical: bool
-    tau: float | None = None
-    draft_seconds: float | None = None
-    verify_seconds: float | None = None
-    other_seconds: float | None = None
-    accepted_by_position: tuple[int, ...] | None = None
+    stats: StrategyStats | None = None
 
     @property
     def ratio(self) -> float:
         """Speed relative to plain generate in the same repetition."""
         return self.plain_seconds / self.seconds
+
+    @property
+    def tau(self) -> float | None:
+        """Accepted draft tokens per target forward, for our own strategies."""
+        return None if self.stats is None else self.stats.tau
 
 
 def measure(
@@ -92,7 +113,6 @@ def measure(
                 progress()
             expected, plain_seconds = runs[reference.name]
             for name, (run, seconds) in runs.items():
-                stats = run.stats
                 records.append(
                     Record(
                         prompt.id,
@@ -104,17 +124,7 @@ def measure(
                         run.sequence.shape[0] - ids.shape[1],
                         counts.get(name, run.target_forwards),
                         torch.equal(run.sequence, expected.sequence),
-                        *(
-                            ()
-                            if stats is None
-                            else (
-                                stats.tau,
-                                stats.draft_seconds,
-                                stats.verify_seconds,
-                                stats.other_seconds,
-                                tuple(stats.accepted_by_position),
-                            )
-                        ),
+                        None if run.stats is None else StrategyStats.of(run.stats),
                     )
                 )
     return records

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from transformers.generation import CandidateGenerator
 from hf_spec.decoding.runner import ForwardOutput
 from hf_spec.decoding.state import GenerationState, StopRules
 from hf_spec.decoding.tree import DraftTree, Verdict
+from hf_spec.decoding.verification import NodeDraw, ResidualRejection, Verifier
 
 
 class Drafter(CandidateGenerator, ABC):
@@ -25,11 +28,13 @@ class Drafter(CandidateGenerator, ABC):
         hidden_layers: indices of the target's hidden states that `observe` wants to see.
         forwards: forward passes of the drafter's own model so far.
         samples: whether drafts are drawn at random; such trees carry `draft_probs`.
+        counters: what the drafter counts beside that, by name; `SpecStats.counters` at the end.
     """
 
     hidden_layers: tuple[int, ...] = ()
     forwards: int = 0
     samples: bool = False
+    counters: Mapping[str, int] = MappingProxyType({})
 
     @abstractmethod
     def draft(self, state: GenerationState) -> DraftTree:
@@ -42,6 +47,18 @@ class Drafter(CandidateGenerator, ABC):
     def active(self, state: GenerationState) -> Iterator[None]:
         """Hold whatever a generation needs (a draft model made ready), and let go of it."""
         yield
+
+    def make_verifier(self, processors: Sequence[Any], num_rows: int) -> Verifier:
+        """The rule that judges this drafter's trees; asked for while the drafter is active.
+
+        Both rules given here are exact. A method with a rule of its own overrides this.
+
+        Args:
+            processors: the prepared list of `generate()`.
+            num_rows: B.
+        """
+        rule = ResidualRejection if self.samples else NodeDraw
+        return rule(processors, num_rows)
 
     def get_candidates(  # type: ignore[override]
         self, input_ids: Tensor, **kwargs: object

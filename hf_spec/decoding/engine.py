@@ -16,7 +16,6 @@ from hf_spec.decoding.processors import check_processors
 from hf_spec.decoding.runner import ModelRunner
 from hf_spec.decoding.state import GenerationState, StopRules
 from hf_spec.decoding.tree import DraftTree
-from hf_spec.decoding.verification import NodeDraw, ResidualRejection, Verifier
 from hf_spec.outputs import SpecGenerateOutput
 
 
@@ -75,9 +74,7 @@ def generate_with(  # noqa: PLR0913 - the signature that generate() calls
         _resume(target, cache, state)
     wants_cache = cache is not None and (as_dict or getattr(cache, "_is_user_defined", False))
     with target.active(), drafter.active(state):
-        verifier: Verifier = (ResidualRejection if drafter.samples else NodeDraw)(
-            logits_processor, num_rows
-        )
+        verifier = drafter.make_verifier(logits_processor, num_rows)
         output = speculative_decode(target, drafter, verifier, state)
         if wants_cache:
             _run_to_the_end(target, state)

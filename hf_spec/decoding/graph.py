@@ -27,12 +27,15 @@ class Unmerged:
         tokens, parents: as `DraftTree.from_rows` takes them.
         nodes: per tree node the graph node it spells out.
         merged: per tree node whether the edge above it is a merge edge.
+        probs: per tree node the probability of the edge above it, 1 for the root. Below a merge
+            edge that is what the draft model said on another path.
     """
 
     tokens: list[int]
     parents: list[int]
     nodes: list[int]
     merged: list[bool]
+    probs: list[float]
 
 
 class TokenGraph:
@@ -46,16 +49,20 @@ class TokenGraph:
         tokens: per node.
         fathers: per node the node it was drafted under, -1 for the root.
         depth: per node, along fathers.
+        probs: per node its draft probability given the path to its father, 1 for the root.
         reach: per node the draft probability of its path along fathers.
         edges: per node (node, probability) in order of rank; merge edges included.
+        num_merges: how many merge edges there are.
     """
 
     def __init__(self, context: Sequence[int], merge_length: int | None = None):
         self.tokens = [context[-1]]
         self.fathers = [-1]
         self.depth = [0]
+        self.probs = [1.0]
         self.reach = [1.0]
         self.edges: list[list[tuple[int, float]]] = [[]]
+        self.num_merges = 0
         self.merge_length = merge_length
         self._history = tuple(context[-(merge_length or 0) - 1 : -1])
         self._index: dict[tuple[int, ...], list[int]] = defaultdict(list)
@@ -80,11 +87,13 @@ class TokenGraph:
             for node in self._index[run]:
                 if not self._reaches(node, father):
                     self.edges[father].append((node, probability))
+                    self.num_merges += 1
                     return None
         node = len(self.tokens)
         self.tokens.append(token)
         self.fathers.append(father)
         self.depth.append(self.depth[father] + 1)
+        self.probs.append(probability)
         self.reach.append(self.reach[father] * probability)
         self.edges.append([])
         self.edges[father].append((node, probability))
@@ -103,7 +112,8 @@ class TokenGraph:
     def spell_out(self) -> Unmerged:
         """The drafted nodes as they are, in order of drafting, without merge edges."""
         count = len(self)
-        return Unmerged(self.tokens, self.fathers, list(range(count)), [False] * count)
+        nodes, merged = list(range(count)), [False] * count
+        return Unmerged(self.tokens, self.fathers, nodes, merged, self.probs)
 
     def unmerge(self, max_nodes: int, max_depth: int) -> Unmerged:
         """The most probable paths as a tree; ties go to the path found first.
@@ -112,26 +122,26 @@ class TokenGraph:
             max_nodes: most nodes below the root.
             max_depth: most levels below the root.
         """
-        tree = Unmerged([self.tokens[0]], [-1], [0], [False])
+        tree = Unmerged([self.tokens[0]], [-1], [0], [False], [1.0])
         depth = [0]
         counter = 0
-        heap: list[tuple[float, int, int, int, bool]] = []
+        heap: list[tuple[float, int, int, int, float]] = []
         place, reach = 0, 1.0
         while True:
             if depth[place] < max_depth:
                 node = tree.nodes[place]
                 for child, probability in self.edges[node]:
                     counter += 1
-                    merged = self.fathers[child] != node
-                    heapq.heappush(heap, (-reach * probability, counter, place, child, merged))
+                    heapq.heappush(heap, (-reach * probability, counter, place, child, probability))
             if not heap or len(tree.nodes) > max_nodes:
                 return tree
-            below, _, above, node, merged = heapq.heappop(heap)
+            below, _, above, node, probability = heapq.heappop(heap)
             place, reach = len(tree.nodes), -below
             tree.tokens.append(self.tokens[node])
             tree.parents.append(above)
+            tree.merged.append(self.fathers[node] != tree.nodes[above])
             tree.nodes.append(node)
-            tree.merged.append(merged)
+            tree.probs.append(probability)
             depth.append(depth[above] + 1)
 
     def _tail(self, node: int, length: int) -> tuple[int, ...]:

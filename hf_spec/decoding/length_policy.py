@@ -4,17 +4,45 @@
 `static`        always `max_draft_tokens`
 `heuristic`     two more after a round in which every token was accepted, else one fewer
                 (transformers' rule; the dynHeur baseline of Mamou et al. 2024, arXiv 2405.04304)
-`confidence`    stop behind the first token whose draft probability is below the threshold; that
-                token is still sent to the target (transformers' dynamic speculation)
+`confidence`    stop behind the first token whose draft probability is below the threshold
+                (transformers' dynamic speculation)
 ==============  ================================================================================
+
+Others are added from outside with `register_policy`, as DISCO's classifier is. A policy is asked
+after every drafted token, the first one included; the token it stops behind is still sent to the
+target. It knows what was drafted so far and nothing else, so a draft that was drawn at random stays
+one that residual rejection can judge.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from hf_spec.errors import OptionError
+
+
+@dataclass(frozen=True)
+class DraftedToken:
+    """The newest draft token of a row; in a tree, the end of the likeliest path.
+
+    Attributes:
+        row: the sequence.
+        token: its id.
+        position: counted from the beginning of the generation, 0 for the first generated token.
+        probability: the draft model's, behind its own prefix.
+        score: what `LengthPolicy.score` made of the distribution it was taken from.
+    """
+
+    row: int
+    token: int
+    position: int
+    probability: float
+    score: float = 0.0
 
 
 @dataclass
@@ -23,11 +51,9 @@ class LengthPolicy:
 
     Args:
         max_draft_tokens: most tokens (levels of a tree) drafted in a round.
-        threshold: used by policies that look at probabilities.
     """
 
     max_draft_tokens: int
-    threshold: float = 0.4
 
     def start(self, num_rows: int) -> None:
         """Begin a generation of `num_rows` rows."""
@@ -36,15 +62,21 @@ class LengthPolicy:
         """Most tokens that `row` may draft this round."""
         return self.max_draft_tokens
 
-    def goes_on(self, row: int, position: int, probability: float) -> bool:
-        """Whether `row` drafts on behind the token it has just drafted.
+    def score(self, draft_probs: Tensor, positions: Sequence[int]) -> Tensor | None:
+        """What `goes_on` wants to know of distributions; it reaches the host with the tokens.
 
         Args:
-            row: the sequence.
-            position: 0 for the first token of the round.
-            probability: the draft model's probability of the token.
+            draft_probs: (M, V) float32 on the device, every distribution of a level.
+            positions: (M) positions of the tokens drafted from them, see `DraftedToken`.
+
+        Returns:
+            (M,) float32 on the same device, or None where probabilities are enough.
         """
-        return True
+        return None
+
+    def goes_on(self, newest: Sequence[DraftedToken]) -> list[bool]:
+        """Per growing row whether it drafts on behind its newest token."""
+        return [True] * len(newest)
 
     def observe(self, row: int, drafted: int, accepted: int) -> None:
         """Hear how many levels of the last draft of `row` were accepted."""
@@ -73,24 +105,65 @@ class HeuristicPolicy(LengthPolicy):
 class ConfidencePolicy(LengthPolicy):
     """Stop behind a token whose draft probability is below the threshold."""
 
-    def goes_on(self, row: int, position: int, probability: float) -> bool:
-        """Whether the last token was likely enough."""
-        return probability >= self.threshold
+    threshold: float = 0.4
+
+    def goes_on(self, newest: Sequence[DraftedToken]) -> list[bool]:
+        """Whether each token was likely enough."""
+        return [token.probability >= self.threshold for token in newest]
 
 
-POLICIES: dict[str, Callable[[int, float], LengthPolicy]] = {
-    "static": LengthPolicy,
-    "heuristic": HeuristicPolicy,
-    "confidence": ConfidencePolicy,
+MakePolicy = Callable[[Any, PreTrainedModel], LengthPolicy]
+
+_MAKERS: dict[str, MakePolicy] = {
+    "static": lambda options, _: LengthPolicy(options.max_draft_tokens),
+    "heuristic": lambda options, _: HeuristicPolicy(options.max_draft_tokens),
+    "confidence": lambda options, _: ConfidencePolicy(
+        options.max_draft_tokens, options.confidence_threshold
+    ),
 }
 
 
-def make_policy(name: str, max_draft_tokens: int, threshold: float) -> LengthPolicy:
-    """The policy called `name`.
+def register_policy(name: str, maker: MakePolicy) -> None:
+    """Make a policy known as `length_policy=name`.
+
+    Args:
+        name: as configs will say it.
+        maker: called with (strategy config, target model) for every generation.
 
     Raises:
-        OptionError: if there is none.
+        ValueError: if the name is taken.
     """
-    if not isinstance(name, str) or name not in POLICIES:
-        raise OptionError(f"unknown length_policy {name!r}; known: {', '.join(sorted(POLICIES))}")
-    return POLICIES[name](max_draft_tokens, threshold)
+    if name in _MAKERS:
+        raise ValueError(f"there is a length_policy {name!r} already")
+    _MAKERS[name] = maker
+
+
+def known_policies() -> list[str]:
+    """Names of all registered policies, sorted."""
+    return sorted(_MAKERS)
+
+
+def check_policy(name: object) -> None:
+    """Refuse a name that no policy has.
+
+    Raises:
+        OptionError: names the policies there are.
+    """
+    if not isinstance(name, str) or name not in _MAKERS:
+        raise OptionError(f"unknown length_policy {name!r}; known: {', '.join(known_policies())}")
+
+
+def make_policy(options: Any, target: PreTrainedModel) -> LengthPolicy:
+    """The policy for one generation.
+
+    Args:
+        options: a config with `length_policy` and what that policy reads: `max_draft_tokens`,
+            `confidence_threshold` and so on.
+        target: the model that generates.
+
+    Raises:
+        OptionError: if there is no such policy, or its options do not do.
+        AssistantError: if it needs an adapter that does not fit.
+    """
+    check_policy(options.length_policy)
+    return _MAKERS[options.length_policy](options, target)

@@ -31,4 +31,5 @@ def speculative_decode(
         drafter.observe(verdict, output)
     state.stats.target_forwards = target.forwards
     state.stats.draft_forwards = drafter.forwards
+    state.stats.counters = dict(drafter.counters)
     return state.finish()

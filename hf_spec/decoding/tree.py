@@ -27,6 +27,8 @@ class DraftTree:
         row_start: (B + 1,) int64, where each row begins.
         draft_probs: (N, V) float32 or None; row i is the distribution that the children of node i
             were drawn from, after every processor. Only for drafts that were sampled.
+        node_probs: (N,) float32 or None; the draft model's probability of each node's token, 1 for
+            a root. In a graph, a copy has the probability of the edge that it stands for.
     """
 
     token_ids: Tensor
@@ -35,6 +37,7 @@ class DraftTree:
     row: Tensor
     row_start: Tensor
     draft_probs: Tensor | None = None
+    node_probs: Tensor | None = None
 
     @classmethod
     def from_rows(
@@ -42,6 +45,7 @@ class DraftTree:
         rows: Sequence[tuple[Sequence[int], Sequence[int]]],
         device: torch.device | str = "cpu",
         draft_probs: Tensor | None = None,
+        node_probs: Tensor | None = None,
     ) -> DraftTree:
         """Build a tree from one (tokens, parents) pair per row.
 
@@ -50,6 +54,7 @@ class DraftTree:
                 within the row, -1 for the root. Both empty for a finished row.
             device: where the tensors live.
             draft_probs: see the class.
+            node_probs: see the class.
 
         Raises:
             ValueError: if a row does not start with its only root or a parent follows its child.
@@ -75,7 +80,7 @@ class DraftTree:
             row_start.append(len(tokens))
         fields = (tokens, parent, depth, row, row_start)
         tensors = [torch.tensor(field, dtype=torch.long).to(device) for field in fields]
-        tree = cls(*tensors, draft_probs=draft_probs)  # type: ignore[misc]
+        tree = cls(*tensors, draft_probs=draft_probs, node_probs=node_probs)  # type: ignore[misc]
         # The host copy is at hand here; asking the device for it later would be a sync.
         tree.__dict__["host"] = HostTree(tokens, parent, depth, row_start)
         return tree

@@ -56,11 +56,11 @@ class Verifier(LogitsProcessor):
             Accepted nodes and the bonus token per row, with scores if the state keeps them.
         """
         host = tree.host
-        walk = _Walk(self.processors, logits, state)
+        walk = Walk(self.processors, logits, state)
         accepted: list[list[int]] = [[] for _ in range(tree.num_rows)]
         bonus: list[int | None] = [None] * tree.num_rows
         here = {row: host.row_start[row] for row in state.unfinished}
-        self._begin(walk)
+        self._begin(tree, walk)
         # One level per turn, all rows together; rows drop out where the target disagrees.
         while here:
             paths = {row: [host.tokens[node] for node in accepted[row]] for row in here}
@@ -81,18 +81,24 @@ class Verifier(LogitsProcessor):
             walk.logits if state.keep_logits else None,
         )
 
-    def _begin(self, walk: _Walk) -> None:
+    def _begin(self, tree: DraftTree, walk: Walk) -> None:
         """Prepare what can be computed for all nodes at once."""
 
     @abstractmethod
     def _step(
-        self, tree: DraftTree, walk: _Walk, here: dict[int, int], paths: dict[int, list[int]]
+        self, tree: DraftTree, walk: Walk, here: dict[int, int], paths: dict[int, list[int]]
     ) -> dict[int, tuple[int, int | None]]:
         """Per row the token that follows its current node, and the child that carries it if any."""
 
 
-class _Walk:
-    """The target's scores along the way, processed for the nodes that are visited and no others."""
+class Walk:
+    """The target's scores along the way, processed for the nodes that are visited and no others.
+
+    Args:
+        processors: applied to every node with its own prefix.
+        logits: (N, V) of the target.
+        state: the sequences.
+    """
 
     def __init__(self, processors: NodeProcessors, logits: Tensor, state: GenerationState):
         self.processors = processors
@@ -102,17 +108,36 @@ class _Walk:
         self.logits: list[list[Tensor]] = [[] for _ in range(state.num_rows)]
         self.choice: list[int] | None = None
 
-    def visit(self, here: dict[int, int], paths: dict[int, list[int]]) -> Tensor:
-        """(len(here), V) float32 processed scores of the current nodes."""
-        rows, nodes = list(here), list(here.values())
+    def look(
+        self, rows: Sequence[int], nodes: Sequence[int], paths: Sequence[Sequence[int]]
+    ) -> Tensor:
+        """Processed scores of any nodes; nothing is kept.
+
+        Args:
+            rows: (M) the sequence of each node.
+            nodes: (M) indices into the tree.
+            paths: per node the tokens from its root's child down to it.
+
+        Returns:
+            (M, V) float32.
+        """
         raw = self.raw[nodes].to(self.state.frames.device, torch.float32, copy=True)
-        if self.state.keep_logits:
-            for row, logits in zip(rows, raw.clone(), strict=True):
-                self.logits[row].append(logits)
         prefixes = None
         if self.processors.reads_prefix:
-            prefixes = [self.state.prefix(row, paths[row]) for row in rows]
-        scores = self.processors(rows, prefixes, raw)
+            # A copy each: prefixes of one row share the space behind its committed tokens.
+            prefixes = [
+                self.state.prefix(row, path).clone() for row, path in zip(rows, paths, strict=True)
+            ]
+        return self.processors(rows, prefixes, raw)
+
+    def visit(self, here: dict[int, int], paths: dict[int, list[int]]) -> Tensor:
+        """(len(here), V) float32 processed scores of the current nodes, kept if anybody asked."""
+        rows, nodes = list(here), list(here.values())
+        if self.state.keep_logits:
+            raw = self.raw[nodes].to(self.state.frames.device, torch.float32, copy=True)
+            for row, logits in zip(rows, raw, strict=True):
+                self.logits[row].append(logits)
+        scores = self.look(rows, nodes, [paths[row] for row in rows])
         if self.state.keep_scores:
             for row, score in zip(rows, scores, strict=True):
                 self.scores[row].append(score)
@@ -122,14 +147,14 @@ class _Walk:
 class NodeDraw(Verifier):
     """One draw per node; see the module. Greedy decoding is the case where the draw is certain."""
 
-    def _begin(self, walk: _Walk) -> None:
+    def _begin(self, tree: DraftTree, walk: Walk) -> None:
         state = walk.state
         plain = not (len(self.processors) or state.do_sample)
         if plain and not (state.keep_scores or state.keep_logits):
             walk.choice = walk.raw.argmax(dim=-1).tolist()
 
     def _step(
-        self, tree: DraftTree, walk: _Walk, here: dict[int, int], paths: dict[int, list[int]]
+        self, tree: DraftTree, walk: Walk, here: dict[int, int], paths: dict[int, list[int]]
     ) -> dict[int, tuple[int, int | None]]:
         if walk.choice is not None:
             tokens = [walk.choice[node] for node in here.values()]
@@ -149,7 +174,7 @@ class ResidualRejection(Verifier):
     """Leviathan's rule on chains, its extension to siblings on trees; see the module."""
 
     def _step(
-        self, tree: DraftTree, walk: _Walk, here: dict[int, int], paths: dict[int, list[int]]
+        self, tree: DraftTree, walk: Walk, here: dict[int, int], paths: dict[int, list[int]]
     ) -> dict[int, tuple[int, int | None]]:
         target_probs = walk.visit(here, paths).softmax(dim=-1)
         return {

@@ -5,13 +5,18 @@ from __future__ import annotations
 import os
 from weakref import WeakKeyDictionary
 
+import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from hf_spec.adapters.folder import is_adapter, load_adapter
 from hf_spec.checks import check_model
 from hf_spec.errors import AssistantError, SpecError
+from hf_spec.models.trained_draft import METHOD, draft_from_adapter
 
-# Loading takes seconds; a name given in every call is loaded once per target model.
-_LOADED: WeakKeyDictionary[PreTrainedModel, dict[str, PreTrainedModel]] = WeakKeyDictionary()
+# Loading takes seconds; a name given in every call is loaded once per target model, and again if
+# the target moves.
+_Key = tuple[str, torch.device, torch.dtype]
+_LOADED: WeakKeyDictionary[PreTrainedModel, dict[_Key, PreTrainedModel]] = WeakKeyDictionary()
 
 
 def resolve_draft_model(
@@ -21,7 +26,7 @@ def resolve_draft_model(
 
     Args:
         strategy: name used in messages.
-        assistant: a model, a PEFT model, a folder or a Hub id.
+        assistant: a model, a PEFT model, a folder or a Hub id, of a model or of a draft adapter.
         target: the model that generates.
 
     Raises:
@@ -56,12 +61,21 @@ def resolve_draft_model(
 
 def _load(name: str, target: PreTrainedModel) -> PreTrainedModel:
     loaded = _LOADED.setdefault(target, {})
-    if name not in loaded:
-        try:
-            model = AutoModelForCausalLM.from_pretrained(
-                name, dtype=target.dtype, use_safetensors=True, device_map={"": target.device}
-            )
-        except Exception as error:
-            raise AssistantError(f"assistant={name!r} cannot be loaded: {error}") from error
-        loaded[name] = model.eval()
-    return loaded[name]
+    key = (name, target.device, target.dtype)
+    if key not in loaded:
+        loaded[key] = _from_adapter(name, target) if is_adapter(name) else _model(name, target)
+    return loaded[key]
+
+
+def _from_adapter(name: str, target: PreTrainedModel) -> PreTrainedModel:
+    return draft_from_adapter(load_adapter(name, METHOD), target)
+
+
+def _model(name: str, target: PreTrainedModel) -> PreTrainedModel:
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            name, dtype=target.dtype, use_safetensors=True, device_map={"": target.device}
+        )
+    except Exception as error:
+        raise AssistantError(f"assistant={name!r} cannot be loaded: {error}") from error
+    return model.eval()

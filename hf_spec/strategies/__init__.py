@@ -7,14 +7,18 @@ from hf_spec.strategies.base import (
     parse_strategy,
     register,
 )
+from hf_spec.strategies.disco import DiscoConfig
 from hf_spec.strategies.draft_model import DraftConfig, TreeConfig
 from hf_spec.strategies.gsd import GsdConfig
 from hf_spec.strategies.lookup import LookupConfig
+from hf_spec.strategies.none import NoneConfig
 
 __all__ = [
+    "DiscoConfig",
     "DraftConfig",
     "GsdConfig",
     "LookupConfig",
+    "NoneConfig",
     "StrategyConfig",
     "TreeConfig",
     "known_strategies",

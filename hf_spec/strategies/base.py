@@ -35,13 +35,13 @@ class StrategyConfig:
         return {"strategy": self.strategy, **dataclasses.asdict(self)}
 
     def check(self, name: str, low: float, high: float = math.inf) -> None:
-        """Refuse a numeric option outside [low, high] or of another type than its default.
+        """Refuse a numeric option outside [low, high] or of another type than declared.
 
         Raises:
             OptionError: names the option, its value and the range.
         """
         value = getattr(self, name)
-        whole = isinstance(type(self).__dataclass_fields__[name].default, int)
+        whole = "float" not in str(type(self).__dataclass_fields__[name].type)
         numeric = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
         if not numeric or not low <= value <= high:
             kind = "a whole number" if whole else "a number"

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from transformers import PreTrainedModel
 
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.graph import TokenGraph, Unmerged
-from hf_spec.decoding.length_policy import LengthPolicy, make_policy
+from hf_spec.decoding.length_policy import DraftedToken, LengthPolicy, check_policy, make_policy
 from hf_spec.decoding.processors import NodeProcessors
 from hf_spec.decoding.runner import ForwardOutput, ModelRunner
 from hf_spec.decoding.state import GenerationState
@@ -32,12 +33,15 @@ from hf_spec.errors import OptionError
 from hf_spec.models.assistant import resolve_draft_model
 from hf_spec.strategies.base import StrategyConfig, register
 
+COUNTERS = ("draft_nodes", "merges", "rounds", "rounds_with_merged_accepted")
+
 
 def make_drafter(
     config: DraftConfig, target: PreTrainedModel, assistant: object
 ) -> DraftModelDrafter:
     """The drafter of this family of configs, with its draft model found and checked."""
-    return DraftModelDrafter(config, resolve_draft_model(config.strategy, assistant, target))
+    model = resolve_draft_model(config.strategy, assistant, target)
+    return DraftModelDrafter(config, model, make_policy(config, target))
 
 
 @register("draft", make_drafter)
@@ -47,29 +51,48 @@ class DraftConfig(StrategyConfig):
 
     Attributes:
         max_draft_tokens: most tokens drafted in a round (levels, for a tree); where the "heuristic"
-            policy starts, which may go beyond it.
-        length_policy: "static", "heuristic" or "confidence"; see `hf_spec.decoding.length_policy`.
+            policy starts, which may go beyond it. None is the adapter's, for the "disco" policy.
+        min_draft_tokens: so many are drafted before a policy is asked.
+        length_policy: "static", "heuristic", "confidence" (see `hf_spec.decoding.length_policy`) or
+            "disco" (see `hf_spec.strategies.disco`).
         confidence_threshold: probability below which the "confidence" policy stops.
+        adapter: folder or Hub id of the classifier, for the "disco" policy.
+        acceptance_threshold: below which the "disco" policy stops; None is the adapter's.
         sample_drafts: draw the draft at random when the target samples.
     """
 
     needs_assistant = True
 
-    max_draft_tokens: int = 5
+    max_draft_tokens: int | None = 5
+    min_draft_tokens: int = 1
     length_policy: str = "static"
     confidence_threshold: float = 0.4
+    adapter: str | None = None
+    acceptance_threshold: float | None = None
     sample_drafts: bool = True
 
     def __post_init__(self) -> None:
-        self.check("max_draft_tokens", 1)
+        check_policy(self.length_policy)
+        if self.max_draft_tokens is not None or self.length_policy != "disco":
+            self.check("max_draft_tokens", 1)
+        self.check("min_draft_tokens", 1)
         self.check("confidence_threshold", 0, 1)
-        self.make_policy()
+        if self.acceptance_threshold is not None:
+            self.check("acceptance_threshold", 0, 1)
+        self._check_adapter()
         if not isinstance(self.sample_drafts, bool):
             raise OptionError(f"sample_drafts={self.sample_drafts!r} must be True or False")
 
-    def make_policy(self) -> LengthPolicy:
-        """The configured length policy."""
-        return make_policy(self.length_policy, self.max_draft_tokens, self.confidence_threshold)
+    def _check_adapter(self) -> None:
+        if self.adapter is None:
+            return
+        if not isinstance(self.adapter, str):
+            raise OptionError(f"adapter={self.adapter!r} must be a string: a folder or a Hub id")
+        if self.length_policy != "disco":
+            raise OptionError(
+                f"adapter={self.adapter!r} is of no use to length_policy={self.length_policy!r}; "
+                "leave it out, or choose length_policy='disco'"
+            )
 
     @property
     def shape(self) -> TreeShape:
@@ -126,15 +149,21 @@ class TreeShape:
     min_probability: float = 0.0
     min_sibling_ratio: float = 0.0
     merge_length: int | None = None
+    max_draft_nodes: int = sys.maxsize
 
 
 @dataclass
 class _Growth:
-    """A draft under construction: the graph, the nodes to expand next, sampled distributions."""
+    """A draft under construction: the graph and the nodes to expand next.
+
+    Of nodes with children: the distribution that those were drawn from, where they were, and what
+    the length policy made of it.
+    """
 
     graph: TokenGraph
     frontier: list[int] = field(default_factory=lambda: [0])
     distributions: dict[int, Tensor] = field(default_factory=dict)
+    scores: dict[int, float] = field(default_factory=dict)
 
 
 class DraftModelDrafter(Drafter):
@@ -143,15 +172,24 @@ class DraftModelDrafter(Drafter):
     Args:
         config: shape, length policy and sampling.
         model: the draft model; shares the target's vocabulary.
+        policy: when a row stops drafting; the configured one by default, if it needs no adapter.
+
+    Attributes:
+        counters: "draft_nodes", drafted whether or not the target saw them; "merges", edges made
+            instead of nodes; "rounds", one per row and draft; "rounds_with_merged_accepted", those
+            whose accepted path has a merge edge.
     """
 
-    def __init__(self, config: DraftConfig, model: PreTrainedModel):
+    def __init__(
+        self, config: DraftConfig, model: PreTrainedModel, policy: LengthPolicy | None = None
+    ):
         self.config = config
         self.shape = config.shape
         self.model = model
-        self.policy = config.make_policy()
+        self.policy = policy or make_policy(config, model)
         self._runner: ModelRunner | None = None
         self._sent: dict[int, Unmerged] = {}
+        self.counters: dict[str, int] = {}
 
     @property
     def forwards(self) -> int:  # type: ignore[override]
@@ -163,6 +201,7 @@ class DraftModelDrafter(Drafter):
         """Make the draft model ready; it is as it was found afterwards."""
         if self._runner is None or len(self._runner.stored) != state.num_rows:
             self._runner = ModelRunner(self.model, state.num_rows)
+            self.counters = dict.fromkeys(COUNTERS, 0)
             self.policy.start(state.num_rows)
         self.samples = state.do_sample and self.config.sample_drafts
         self._processors = NodeProcessors(state.processors, state.num_rows, stateless_only=True)
@@ -181,25 +220,25 @@ class DraftModelDrafter(Drafter):
         while growing:
             self._grow(state, growths, growing)
             level += 1
-            growing = [
-                row
-                for row in growing
-                if level < limits[row]
-                and growths[row].frontier
-                and self._goes_on(row, growths[row], level)
-            ]
+            growing = [r for r in growing if level < limits[r] and growths[r].frontier]
+            if level >= self.config.min_draft_tokens:
+                newest = [self._newest(state, row, growths[row]) for row in growing]
+                growing = list(compress(growing, self.policy.goes_on(newest)))
         self._sent = {
             row: growth.graph.spell_out()
             if self.samples
             else growth.graph.unmerge(self.shape.max_nodes, limits[row])
             for row, growth in growths.items()
         }
+        self._count(growths)
         distributions = [
             growths[row].distributions.get(node)
             for row in growths
             for node in self._sent[row].nodes
         ]
-        return self._tree(state, self._sent, _stack(distributions))
+        probs = [prob for sent in self._sent.values() for prob in sent.probs]
+        node_probs = torch.tensor(probs, dtype=torch.float32).to(state.frames.device)
+        return self._tree(state, self._sent, _stack(distributions), node_probs)
 
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
         """Keep the accepted part of the draft model's keys and values; tell the policy."""
@@ -209,15 +248,30 @@ class DraftModelDrafter(Drafter):
             path = verdict.paths[row]
             # Behind a merge edge the stored keys and values belong to another path.
             valid = next((i for i, node in enumerate(path) if sent.merged[node]), len(path))
+            self.counters["rounds_with_merged_accepted"] += valid < len(path)
             kept[row] = [sent.nodes[node] for node in path[:valid]]
             self.policy.observe(row, verdict.tree.host.height(row), len(path))
         self._runner.keep(kept)
 
-    def _goes_on(self, row: int, growth: _Growth, level: int) -> bool:
+    def _count(self, growths: dict[int, _Growth]) -> None:
+        graphs = [growth.graph for growth in growths.values()]
+        self.counters["rounds"] += len(graphs)
+        self.counters["draft_nodes"] += sum(len(graph) - 1 for graph in graphs)
+        self.counters["merges"] += sum(graph.num_merges for graph in graphs)
+
+    @staticmethod
+    def _newest(state: GenerationState, row: int, growth: _Growth) -> DraftedToken:
         graph = growth.graph
         best = max(growth.frontier, key=lambda node: graph.reach[node])
-        above = graph.reach[graph.fathers[best]]
-        return self.policy.goes_on(row, level - 1, graph.reach[best] / above if above else 0.0)
+        father = graph.fathers[best]
+        above = graph.reach[father]
+        return DraftedToken(
+            row,
+            graph.tokens[best],
+            state.generated[row] + graph.depth[father],
+            graph.reach[best] / above if above else 0.0,
+            growth.scores.get(father, 0.0),
+        )
 
     def _grow(
         self, state: GenerationState, growths: dict[int, _Growth], growing: Sequence[int]
@@ -232,16 +286,20 @@ class DraftModelDrafter(Drafter):
             likely = probs.gather(-1, drawn)
         else:
             likely, drawn = probs.topk(children, dim=-1)
-        chances, tokens = likely.tolist(), drawn.tolist()
+        positions = [state.generated[row] + growths[row].graph.depth[node] for row, node in owners]
+        tokens, chances, scores = _to_host(drawn, likely, self.policy.score(probs, positions))
         for row in growing:
             growths[row].frontier = []
         for index, (row, node) in enumerate(owners):
+            growths[row].scores[node] = scores[index]
             if self.samples:
                 growths[row].distributions[node] = probs[index]
             self._hang(growths[row], node, tokens[index], chances[index])
         for row in growing:
             growth = growths[row]
             graph, reach = growth.graph, growth.graph.reach
+            if len(graph) > self.shape.max_draft_nodes:
+                growth.frontier = []
             alive = [n for n in growth.frontier if not state.stop.ends_sequence(graph.tokens[n])]
             best = heapq.nsmallest(self.shape.expanded, alive, key=lambda n: -reach[n])
             growth.frontier = sorted(best)
@@ -276,7 +334,7 @@ class DraftModelDrafter(Drafter):
             return
         for token, chance in zip(tokens, chances, strict=True):
             pruned = chance < self.shape.min_sibling_ratio * chances[0] and not self.samples
-            if chance <= 0 or pruned:
+            if chance <= 0 or pruned or len(growth.graph) > self.shape.max_draft_nodes:
                 continue
             child = growth.graph.add(node, token, chance)
             if child is not None and chance >= self.shape.min_probability:
@@ -287,11 +345,28 @@ class DraftModelDrafter(Drafter):
         state: GenerationState,
         drafts: dict[int, Unmerged],
         draft_probs: Tensor | None = None,
+        node_probs: Tensor | None = None,
     ) -> DraftTree:
         rows: list[tuple[list[int], list[int]]] = [([], []) for _ in state.tokens]
         for row, draft in drafts.items():
             rows[row] = (draft.tokens, draft.parents)
-        return DraftTree.from_rows(rows, state.frames.device, draft_probs)
+        return DraftTree.from_rows(rows, state.frames.device, draft_probs, node_probs)
+
+
+def _to_host(
+    tokens: Tensor, chances: Tensor, scores: Tensor | None
+) -> tuple[list[list[int]], list[list[float]], list[float]]:
+    """What the host needs of a level, in one transfer."""
+    if scores is None:
+        scores = chances.new_zeros(len(chances))
+    # Token ids lie far below 2**24, where float32 begins to lose whole numbers.
+    level = torch.cat([chances, tokens.to(chances.dtype), scores[:, None]], dim=-1).tolist()
+    width = tokens.shape[-1]
+    return (
+        [[int(token) for token in row[width:-1]] for row in level],
+        [row[:width] for row in level],
+        [row[-1] for row in level],
+    )
 
 
 def _stack(distributions: Sequence[Tensor | None]) -> Tensor | None:

@@ -3,40 +3,70 @@
 The drafter of `draft` and `tree` with merging on. The graph is unmerged into the most probable
 paths before the target sees it, so an accepted path may run through a merge edge; the draft model
 then recomputes its keys and values behind the first merged node only (Gong et al. 2024, arXiv
-2407.16207, sections 3 and 4). The paper's sampling rule, which accepts each node with probability
-min(1, p / q) on its own, changes the distribution and is not used: node draw is exact here.
+2407.16207, sections 3 and 4). When the target samples, node draw is exact here. The paper's own
+sampling rule changes the distribution; it is there as `GsdConfig(lossy=True)`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
-from hf_spec.errors import OptionError
+import torch
+from transformers import PreTrainedModel
+
+from hf_spec.decoding.length_policy import LengthPolicy, make_policy
+from hf_spec.decoding.processors import NodeProcessors
+from hf_spec.decoding.state import GenerationState
+from hf_spec.decoding.tree import DraftTree
+from hf_spec.decoding.verification import Verifier, Walk
+from hf_spec.errors import OptionError, UnsupportedError
+from hf_spec.models.assistant import resolve_draft_model
 from hf_spec.strategies.base import register
-from hf_spec.strategies.draft_model import TreeConfig, TreeShape, make_drafter
+from hf_spec.strategies.draft_model import DraftModelDrafter, TreeConfig, TreeShape
 
 
-@register("gsd", make_drafter)
+def _make_drafter(config: GsdConfig, target: PreTrainedModel, assistant: object) -> GsdDrafter:
+    model = resolve_draft_model(config.strategy, assistant, target)
+    return GsdDrafter(config, model, make_policy(config, target))
+
+
+@register("gsd", _make_drafter)
 @dataclass(frozen=True)
 class GsdConfig(TreeConfig):
-    """Options of a drafted graph; those of `TreeConfig` with the paper's values, and one more.
+    """Options of a drafted graph; those of `TreeConfig` with the paper's values, and three more.
 
     Attributes:
+        expanded_per_level: more than a level can have, as in the paper: every node that is not a
+            leaf by `min_probability` is expanded.
+        min_sibling_ratio: as in `TreeConfig`; children far behind their best sibling are dropped,
+            as in the released code, where the paper's formula would keep them as leaves.
         merge_length: tokens before a node that must agree for a merge, 0 to merge equal tokens
             wherever they stand, None to merge nothing. The paper's Table 5 calls it tau; counted as
             in its text, tau is one more.
+        max_draft_nodes: most nodes drafted in a round; growth stops there.
+        lossy: when sampling, accept as the paper does (`IndependentAcceptance`). That changes the
+            distribution of the output; greedy decoding stays exact.
     """
 
     max_draft_tokens: int = 10
     children: int = 4
+    expanded_per_level: int = 256
     min_probability: float = 0.2
     min_sibling_ratio: float = 0.3
     merge_length: int | None = 1
+    max_draft_nodes: int = 256
+    lossy: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.merge_length is not None:
             self.check("merge_length", 0)
+        self.check("max_draft_nodes", 1)
+        if not isinstance(self.lossy, bool):
+            raise OptionError(f"lossy={self.lossy!r} must be True or False")
         if self.sample_drafts:
             raise OptionError(
                 "GsdConfig(sample_drafts=True): merged nodes are drafts of several paths at once, "
@@ -46,4 +76,107 @@ class GsdConfig(TreeConfig):
     @property
     def shape(self) -> TreeShape:
         """The configured graph."""
-        return replace(super().shape, merge_length=self.merge_length)
+        return replace(
+            super().shape, merge_length=self.merge_length, max_draft_nodes=self.max_draft_nodes
+        )
+
+
+class GsdDrafter(DraftModelDrafter):
+    """Grows a graph per row, and brings the paper's sampling rule where `lossy` asks for it."""
+
+    def __init__(
+        self, config: GsdConfig, model: PreTrainedModel, policy: LengthPolicy | None = None
+    ):
+        super().__init__(config, model, policy)
+        self._lossy = config.lossy
+        self._changes_sampling = False
+
+    @contextmanager
+    def active(self, state: GenerationState) -> Iterator[None]:
+        """See `DraftModelDrafter`."""
+        self._changes_sampling = self._lossy and state.do_sample
+        with super().active(state):
+            yield
+
+    def make_verifier(self, processors: Sequence[Any], num_rows: int) -> Verifier:
+        """Node draw, or the lossy rule of the paper if it was asked for and the target samples.
+
+        Raises:
+            UnsupportedError: if the lossy rule would disturb a processor of the user.
+        """
+        if self._changes_sampling:
+            return IndependentAcceptance(processors, num_rows)
+        return super().make_verifier(processors, num_rows)
+
+
+class IndependentAcceptance(Verifier):
+    """The paper's sampling rule: every node is accepted or not, apart from all others. Lossy.
+
+    A child x with draft probability q is accepted with probability min(1, p / q), p being the
+    target's. Of the paths that are accepted whole the longest is kept (the most probable one if
+    several are), and a bonus token drawn from the target's distribution follows it. Nothing makes
+    up for what that prefers: a refused token may come back as the bonus, a sibling has a chance of
+    its own, and longer paths win. So tokens that the draft model proposes come more often than the
+    target would say them (Gong et al. 2024, arXiv 2407.16207, verification when sampling).
+
+    Args:
+        processors: the prepared list of `generate()`.
+        num_rows: B.
+
+    Raises:
+        UnsupportedError: if one of them may remember earlier calls.
+    """
+
+    def __init__(self, processors: Sequence[Any], num_rows: int):
+        super().__init__(processors, num_rows)
+        for processor in processors:
+            if not len(NodeProcessors([processor], num_rows, stateless_only=True)):
+                raise UnsupportedError(
+                    f"GsdConfig(lossy=True) asks for the scores of branches that are not taken, "
+                    f"which {type(processor).__name__} might remember; leave lossy away when "
+                    "sampling with a processor of your own"
+                )
+        self._next: dict[int, int] = {}
+
+    def _begin(self, tree: DraftTree, walk: Walk) -> None:
+        """Find the longest accepted path of every row."""
+        host = tree.host
+        accepted = self._accept(tree, walk)
+        self._next = {}
+        for row in walk.state.unfinished:
+            # Nodes come in order of probability, and max() takes the first of equals.
+            mine = [node for node in host.nodes(row) if node in accepted]
+            node = max(mine, key=lambda node: host.depth[node])
+            while (above := host.parent[node]) >= 0:
+                self._next[above] = node
+                node = above
+
+    @staticmethod
+    def _accept(tree: DraftTree, walk: Walk) -> set[int]:
+        """Nodes whose whole path is accepted, roots included; found level by level."""
+        assert tree.node_probs is not None, "drafted graphs carry the probability of each node"
+        host, draft_probs = tree.host, tree.node_probs.tolist()
+        level = [(row, host.row_start[row]) for row in walk.state.unfinished]
+        paths: dict[int, list[int]] = {root: [] for _, root in level}
+        while level := [(row, node) for row, node in level if host.children[node]]:
+            rows, nodes = [row for row, _ in level], [node for _, node in level]
+            target_probs = walk.look(rows, nodes, [paths[n] for n in nodes]).softmax(dim=-1)
+            level = []
+            for row, node, probs in zip(rows, nodes, target_probs, strict=True):
+                for child in host.children[node]:
+                    token = host.tokens[child]
+                    if float(torch.rand(())) * draft_probs[child] < float(probs[token]):
+                        paths[child] = [*paths[node], token]
+                        level.append((row, child))
+        return set(paths)
+
+    def _step(
+        self, tree: DraftTree, walk: Walk, here: dict[int, int], paths: dict[int, list[int]]
+    ) -> dict[int, tuple[int, int | None]]:
+        probs = walk.visit(here, paths).softmax(dim=-1)
+        drawn = torch.multinomial(probs, 1)[:, 0]
+        steps: dict[int, tuple[int, int | None]] = {}
+        for (row, node), bonus in zip(here.items(), drawn.tolist(), strict=True):
+            child = self._next.get(node)
+            steps[row] = (bonus if child is None else tree.host.tokens[child], child)
+        return steps

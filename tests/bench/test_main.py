@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
-from hf_spec.bench.__main__ import main
+import hf_spec
+from hf_spec.bench.__main__ import main, parse_entry
+
+TREE = hf_spec.TreeConfig(children=2, length_policy="heuristic")
 
 
 def test_the_table_is_printed_and_every_record_written(
@@ -28,6 +31,34 @@ def test_the_table_is_printed_and_every_record_written(
     assert written["command"].startswith(f"python -m hf_spec.bench --model {folder}")
     assert {row["task"] for row in written["summary"]} == {"all", "count", "letters"}
     assert written["environment"]["threads"] >= 1
+
+
+def test_strategies_of_ones_own(
+    folder: Path, prompt_file: Path, tmp_path: Path, capsys: Any
+) -> None:
+    out = tmp_path / "result.json"
+    arguments = ["--model", str(folder), "--prompts", str(prompt_file), "--out", str(out)]
+    chain, graph = f"draft:max_draft_tokens=2@{folder}", f"gsd@{folder}"
+    options = ["--strategy", chain, "--strategy", graph, "--oracle", str(folder)]
+    main([*arguments, *options, "--new-tokens", "6", "--repeats", "1"])
+    records = json.loads(out.read_text())["records"]
+    assert [record["contender"] for record in records[:4]] == ["plain", chain, graph, "oracle"]
+    assert all(record["identical"] for record in records)
+    assert len(records[1]["stats"]["accepted_by_position"]) == 2
+    assert records[2]["stats"]["counters"]["rounds"] > 0
+    assert "| rounds with a merged token accepted |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "config", "assistant"),
+    [
+        ("lookup", hf_spec.LookupConfig(), None),
+        ("tree:children=2,length_policy=heuristic@a/b", TREE, "a/b"),
+        ("gsd:merge_length=null@x", hf_spec.GsdConfig(merge_length=None), "x"),
+    ],
+)
+def test_an_entry(text: str, config: hf_spec.StrategyConfig, assistant: str | None) -> None:
+    assert parse_entry(text) == (text, config, assistant)
 
 
 def test_the_model_must_be_named(capsys: Any) -> None:

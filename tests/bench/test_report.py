@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hf_spec.bench.report import markdown, per_prompt, spread, summary
-from hf_spec.bench.runner import Record
+from hf_spec.bench.runner import Record, StrategyStats
 
 
 def record(prompt: str, contender: str, repeat: int, seconds: float, **more: Any) -> Record:
@@ -20,6 +20,10 @@ def record(prompt: str, contender: str, repeat: int, seconds: float, **more: Any
         **more,
     }
     return Record(prompt=prompt, contender=contender, repeat=repeat, seconds=seconds, **fields)
+
+
+def statistics(tau: float, verify_seconds: float, **counters: int) -> StrategyStats:
+    return StrategyStats(tau, 12, 5, 0.5, verify_seconds, 0.5, (3, 1), counters)
 
 
 def five_prompts() -> list[Record]:
@@ -78,12 +82,20 @@ class TestSummary:
 
     def test_statistics_of_ours(self) -> None:
         records = [
-            record("p", "a", 0, 4.0, tau=1.0, verify_seconds=3.0),
-            record("q", "a", 0, 6.0, tau=2.0, verify_seconds=4.0),
+            record("p", "a", 0, 4.0, stats=statistics(1.0, 3.0)),
+            record("q", "a", 0, 6.0, stats=statistics(2.0, 4.0)),
         ]
         row = summary(records)[-1]
         assert row["tau"] == 1.5
         assert row["outside_forward"] == pytest.approx(0.3)
+        assert row["draft_share"] == pytest.approx(0.1)
+        assert (row["drafted_tokens"], row["draft_nodes"], row["draft_forwards"]) == (12, 12, 5)
+        assert row["rounds_with_merged_accepted"] == 0
+
+    def test_counters_of_the_method(self) -> None:
+        counters = {"rounds": 8, "rounds_with_merged_accepted": 2, "draft_nodes": 20}
+        row = summary([record("p", "a", 0, 4.0, stats=statistics(1.0, 3.0, **counters))])[-1]
+        assert (row["draft_nodes"], row["rounds_with_merged_accepted"]) == (20, 0.25)
 
 
 def test_markdown() -> None:
@@ -101,3 +113,11 @@ def test_markdown() -> None:
     assert overall[3].endswith(" | 3.00 | 5 of 5 |")
     assert tasks[0] == "| ratio by task, median | x | y |"
     assert tasks[2:] == ["| plain | 1.00 | 1.00 |", "| ours | 2.00 | 4.50 |"]
+
+
+def test_markdown_of_what_was_drafted() -> None:
+    counters = {"rounds": 8, "rounds_with_merged_accepted": 2, "draft_nodes": 20}
+    ours = record("p", "gsd", 0, 4.0, stats=statistics(1.0, 3.0, **counters))
+    table = markdown([record("p", "plain", 0, 12.0), ours]).split("\n\n")[-1].splitlines()
+    assert len(table) == 3
+    assert table[2] == "| gsd | 1.00 | 12.0 | 20.0 | 5.0 | 25.0% | 12 / 75 / 12 % |"

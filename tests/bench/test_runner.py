@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -88,8 +89,11 @@ class TestRecords:
         assert all(r.identical and r.new_tokens == NEW_TOKENS for r in records)
         ours = records[1]
         assert ours.tau is not None
-        assert None not in (ours.draft_seconds, ours.verify_seconds, ours.other_seconds)
-        assert ours.seconds > (ours.verify_seconds or 0) > 0
+        assert ours.stats is not None
+        assert ours.seconds > ours.stats.verify_seconds > 0
+        parts = ours.stats.draft_seconds, ours.stats.verify_seconds, ours.stats.other_seconds
+        assert sum(parts) == pytest.approx(ours.seconds, rel=0.2)
+        assert ours.stats.drafted_tokens >= sum(ours.stats.accepted_by_position)
         assert records[0].tau is None
         assert records[0].target_forwards == NEW_TOKENS >= (ours.target_forwards or 0)
 

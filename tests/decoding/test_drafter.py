@@ -1,4 +1,4 @@
-"""A chain drafter also serves the stock assisted decoding of transformers."""
+"""What a drafter brings by default, and the stock assisted decoding of transformers with one."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from transformers import TopKLogitsWarper
 
 from hf_spec.decoding.drafter import Drafter
+from hf_spec.decoding.verification import NodeDraw, ResidualRejection
 from hf_spec.strategies.draft_model import DraftConfig, DraftModelDrafter
 from hf_spec.strategies.lookup import LookupConfig, LookupDrafter
 from tests import tiny_models
@@ -77,3 +79,19 @@ def test_a_one_token_prompt_leaves_room_for_a_draft() -> None:
     count = candidates.shape[1]
     assert count > 1
     assert torch.equal(candidates, plain[:, :count])
+
+
+@pytest.mark.parametrize(("samples", "rule"), [(False, NodeDraw), (True, ResidualRejection)])
+def test_the_rule_that_fits_the_drafts(samples: bool, rule: type) -> None:
+    drafter = LookupDrafter(LookupConfig())
+    drafter.samples = samples
+    verifier = drafter.make_verifier([TopKLogitsWarper(3)], 2)
+    assert type(verifier) is rule
+    assert len(verifier.processors) == 1
+    assert verifier.processors.num_rows == 2
+
+
+def test_nothing_is_counted_by_default() -> None:
+    assert LookupDrafter(LookupConfig()).counters == {}
+    with pytest.raises(TypeError):
+        Drafter.counters["shared"] = 1  # type: ignore[index]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,10 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
-from hf_spec import SpecGenerateOutput, SpecStats
+from hf_spec import LookupConfig, SpecGenerateOutput, SpecStats
+from hf_spec.decoding.engine import generate_with
+from hf_spec.decoding.verification import NodeDraw
+from hf_spec.strategies.lookup import LookupDrafter
 from tests import tiny_models
 from tests.model_watch import count_forwards
 
@@ -55,6 +59,45 @@ def check_same_cache(actual: DynamicCache, expected: DynamicCache, masks: Tensor
                 torch.testing.assert_close(
                     mine[row][:, kept], right[row][:, kept], atol=2e-4, rtol=1e-4
                 )
+
+
+class Hesitant(NodeDraw):
+    """Accepts no draft, which is exact too."""
+
+    def _step(self, *args: Any) -> dict[int, tuple[int, int | None]]:
+        return {row: (token, None) for row, (token, _) in super()._step(*args).items()}
+
+
+class HesitantDrafter(LookupDrafter):
+    """Counts its rounds and brings a rule of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(LookupConfig())
+        self.counters = {"asked": 0}
+
+    def make_verifier(self, processors: Any, num_rows: int) -> Hesitant:
+        self.counters = {**self.counters, "asked": self.counters["asked"] + 1}
+        return Hesitant(processors, num_rows)
+
+
+@pytest.mark.parametrize("kind", ["one", "ragged"])
+def test_a_drafter_may_bring_its_own_rule_and_counts(kind: str) -> None:
+    prompt = tiny_models.prompts("llama", kind)
+    expected = plain("llama", **prompt)
+    drafter = HesitantDrafter()
+    output = plain(
+        "llama",
+        **prompt,
+        custom_generate=partial(generate_with, drafter),
+        return_dict_in_generate=True,
+    )
+    assert torch.equal(output.sequences, expected)
+    stats = output.spec_stats
+    assert stats.drafted_tokens > 0
+    assert stats.accepted_tokens == 0
+    assert stats.target_forwards == NEW_TOKENS
+    assert stats.counters == {"asked": 1}
+    assert stats.counters is not drafter.counters
 
 
 def test_without_a_dictionary_it_is_a_tensor() -> None:

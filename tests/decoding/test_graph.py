@@ -58,7 +58,61 @@ def test_merges_exactly_where_the_rule_says(seed: int, merge_length: int) -> Non
         if twins:
             assert reference.edges[father][-1] == (twins[0], probability)
             merges += 1
+    assert reference.num_merges == merges
     assert merges or merge_length > 1
+
+
+@pytest.mark.parametrize("merge_length", [0, 1, 2, 3])
+@pytest.mark.parametrize("seed", range(10))
+def test_the_papers_rule_wherever_it_keeps_the_graph_acyclic(seed: int, merge_length: int) -> None:
+    # The paper merges into the first equal run that is not on the candidate's own path.
+    reference = TokenGraph(CONTEXT, merge_length)
+    _, asked = random_graph(seed, merge_length)
+    agreed = 0
+    for father, token, probability, _ in asked:
+        run = [*text_before(reference, father), token][-merge_length - 1 :]
+        own_path, node = {0}, father
+        while node:
+            own_path.add(node)
+            node = reference.fathers[node]
+        first = next(
+            (
+                node
+                for node in range(1, len(reference))
+                if node not in own_path and text_before(reference, node)[-merge_length - 1 :] == run
+            ),
+            None,
+        )
+        closes_a_cycle = first is not None and father in below(reference, first)
+        result = reference.add(father, token, probability)
+        if closes_a_cycle:
+            continue
+        assert (result is None) == (first is not None)
+        if first is not None:
+            assert reference.edges[father][-1] == (first, probability)
+            agreed += 1
+    assert agreed or merge_length > 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_without_a_merge_length_everything_is_drafted(seed: int) -> None:
+    graph, asked = random_graph(seed, merge_length=None, steps=80)
+    assert graph.num_merges == 0
+    assert [node for *_, node in asked] == list(range(1, len(graph)))
+    tree = graph.unmerge(max_nodes=200, max_depth=200)
+    assert len(tree.tokens) == len(graph)
+    assert not any(tree.merged)
+
+
+def test_probabilities_are_those_of_the_edges() -> None:
+    graph, asked = random_graph(4, merge_length=1)
+    assert graph.probs == [1.0] + [p for _, _, p, node in asked if node is not None]
+    assert graph.spell_out().probs == graph.probs
+    tree = graph.unmerge(max_nodes=30, max_depth=6)
+    assert any(tree.merged)
+    for place in range(1, len(tree.tokens)):
+        edges = graph.edges[tree.nodes[tree.parents[place]]]
+        assert (tree.nodes[place], tree.probs[place]) in edges
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -132,6 +186,8 @@ def test_a_merged_node_is_marked_and_keeps_the_probability_of_its_own_edge() -> 
     assert [tree.nodes[place] for place in merged] == [shared]
     under = [place for place, above in enumerate(tree.parents) if above in merged]
     assert [tree.tokens[place] for place in under] == [4]
+    assert [tree.probs[place] for place in merged] == [0.7]
+    assert [tree.probs[place] for place in under] == [0.8]
 
 
 def test_own_path_is_never_merged_into() -> None:

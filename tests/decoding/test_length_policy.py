@@ -2,44 +2,73 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
-from hf_spec.decoding.length_policy import POLICIES, make_policy
+import pytest
+import torch
+
+from hf_spec import DraftConfig
+from hf_spec.decoding.length_policy import (
+    DraftedToken,
+    LengthPolicy,
+    known_policies,
+    make_policy,
+    register_policy,
+)
 from hf_spec.errors import OptionError
+from tests.tiny_models import build
+
+
+def policy(name: str, max_draft_tokens: int = 5) -> Any:
+    config = DraftConfig(length_policy=name, max_draft_tokens=max_draft_tokens)
+    return make_policy(config, build("llama"))
+
+
+def drafted(*probabilities: float) -> list[DraftedToken]:
+    return [DraftedToken(row, 7, 0, p) for row, p in enumerate(probabilities)]
 
 
 def test_static_never_changes() -> None:
-    policy = make_policy("static", 5, 0.9)
-    policy.start(2)
-    policy.observe(0, drafted=5, accepted=0)
-    assert [policy.limit(0), policy.limit(1)] == [5, 5]
-    assert policy.goes_on(0, position=3, probability=0.0)
+    static = policy("static")
+    static.start(2)
+    static.observe(0, drafted=5, accepted=0)
+    assert [static.limit(0), static.limit(1)] == [5, 5]
+    assert static.goes_on(drafted(0.0, 1.0)) == [True, True]
+
+
+@pytest.mark.parametrize("name", ["static", "heuristic", "confidence"])
+def test_policies_that_look_at_no_distribution_score_none(name: str) -> None:
+    assert policy(name).score(torch.ones(2, 8) / 8, [0, 3]) is None
 
 
 def test_heuristic_adds_two_or_takes_one_per_row() -> None:
-    policy = make_policy("heuristic", 3, 0.4)
-    policy.start(3)
-    policy.observe(0, drafted=3, accepted=3)
-    policy.observe(1, drafted=3, accepted=2)
-    policy.observe(2, drafted=0, accepted=0)
-    assert [policy.limit(row) for row in range(3)] == [5, 2, 3]
+    heuristic = policy("heuristic", 3)
+    heuristic.start(3)
+    heuristic.observe(0, drafted=3, accepted=3)
+    heuristic.observe(1, drafted=3, accepted=2)
+    heuristic.observe(2, drafted=0, accepted=0)
+    assert [heuristic.limit(row) for row in range(3)] == [5, 2, 3]
     for _ in range(4):
-        policy.observe(1, drafted=2, accepted=0)
-    assert policy.limit(1) == 1, "never fewer than one"
-    policy.start(3)
-    assert [policy.limit(row) for row in range(3)] == [3, 3, 3]
+        heuristic.observe(1, drafted=2, accepted=0)
+    assert heuristic.limit(1) == 1, "never fewer than one"
+    heuristic.start(3)
+    assert [heuristic.limit(row) for row in range(3)] == [3, 3, 3]
 
 
-@pytest.mark.parametrize(("probability", "goes_on"), [(0.39, False), (0.4, True), (1.0, True)])
-def test_confidence_stops_behind_an_unlikely_token(probability: float, goes_on: bool) -> None:
-    policy = make_policy("confidence", 5, 0.4)
-    policy.start(1)
-    assert policy.goes_on(0, position=0, probability=probability) is goes_on
-    assert policy.limit(0) == 5
+def test_confidence_stops_each_row_behind_an_unlikely_token() -> None:
+    confidence = policy("confidence")
+    assert confidence.goes_on(drafted(0.39, 0.4, 1.0)) == [False, True, True]
+    assert confidence.limit(0) == 5
 
 
-def test_every_policy_can_be_made_and_others_are_named() -> None:
-    for name in POLICIES:
-        assert make_policy(name, 4, 0.4).max_draft_tokens == 4
-    with pytest.raises(OptionError, match=r"'bold'; known: .*confidence, heuristic, static"):
-        make_policy("bold", 4, 0.4)
+def test_others_are_named() -> None:
+    assert {"confidence", "disco", "heuristic", "static"} <= set(known_policies())
+    with pytest.raises(OptionError, match=r"'bold'; known: .*confidence, disco, heuristic, static"):
+        DraftConfig(length_policy="bold")
+    with pytest.raises(OptionError, match="unknown length_policy 7"):
+        DraftConfig(length_policy=7)  # type: ignore[arg-type]
+
+
+def test_a_taken_name_is_refused() -> None:
+    with pytest.raises(ValueError, match="'static' already"):
+        register_policy("static", lambda options, target: LengthPolicy(1))

@@ -34,6 +34,14 @@ def ancestors(parent: list[int], node: int) -> set[int]:
     return found
 
 
+def test_probabilities_are_carried_along() -> None:
+    draft_probs, node_probs = torch.rand(3, 10), torch.tensor([1.0, 0.5, 0.2])
+    tree = DraftTree.from_rows([CHAIN], draft_probs=draft_probs, node_probs=node_probs)
+    assert tree.draft_probs is draft_probs
+    assert tree.node_probs is node_probs
+    assert DraftTree.from_rows([CHAIN]).node_probs is None
+
+
 def test_from_rows_lays_the_rows_one_after_the_other() -> None:
     tree = DraftTree.from_rows([CHAIN, NOTHING, FORK])
     assert (tree.num_rows, tree.num_nodes) == (3, 8)

@@ -19,7 +19,9 @@ from transformers import (
 )
 
 from hf_spec import AssistantError
+from hf_spec.adapters.folder import save_adapter
 from hf_spec.models.assistant import resolve_draft_model
+from hf_spec.models.trained_draft import TrainableDraft
 from tests.tiny_models import VOCAB, build, repetitive_prompt
 
 SMALL = {
@@ -130,3 +132,39 @@ class TestRefusals:
         other = LlamaForCausalLM(LlamaConfig(vocab_size=size, **SMALL))
         with pytest.raises(AssistantError, match=f"vocabulary has {size} tokens, the target's 97"):
             resolve_draft_model("draft", other, target)
+
+
+class TestDraftAdapter:
+    """A folder of this library: the target's first layers with what was trained."""
+
+    @pytest.fixture
+    def adapter(self, target: PreTrainedModel, tmp_path: Path) -> Path:
+        draft = TrainableDraft(target, 2, 4, torch.arange(0, VOCAB, 2))
+        save_adapter(tmp_path / "adapter", draft.to_adapter({}))
+        return tmp_path / "adapter"
+
+    def test_it_generates_through_generate(self, target: PreTrainedModel, adapter: Path) -> None:
+        prompt = repetitive_prompt()
+        options = {"max_new_tokens": 12, "do_sample": False}
+        output = target.generate(
+            prompt,
+            **options,
+            spec_strategy="tree",
+            assistant=str(adapter),
+            return_dict_in_generate=True,
+        )
+        assert torch.equal(output.sequences, target.generate(prompt, **options))
+        assert output.spec_stats.drafted_tokens > 0
+
+    def test_it_is_loaded_once_and_again_where_the_target_moves(
+        self, target: PreTrainedModel, adapter: Path
+    ) -> None:
+        first = resolve_draft_model("draft", str(adapter), target)
+        assert resolve_draft_model("draft", adapter, target) is first
+        moved = resolve_draft_model("draft", adapter, target.to(torch.bfloat16))
+        assert moved is not first
+        assert moved.dtype == torch.bfloat16
+
+    def test_another_target_is_refused(self, adapter: Path) -> None:
+        with pytest.raises(AssistantError, match="other weights"):
+            resolve_draft_model("draft", adapter, build("llama", seed=1))

@@ -218,6 +218,33 @@ class TestCost:
         assert max(seen[1:]) <= 2
 
 
+class TestCounters:
+    @pytest.mark.parametrize("config", [DraftConfig(), TreeConfig(max_nodes=1000)])
+    def test_without_merging_every_node_drafted_is_sent(self, config: DraftConfig) -> None:
+        output = build("llama").generate(
+            **prompts("llama", "ragged"),
+            max_new_tokens=16,
+            do_sample=False,
+            spec_strategy=config,
+            assistant=draft_model("llama"),
+            return_dict_in_generate=True,
+        )
+        stats = output.spec_stats
+        assert stats.counters == {
+            "draft_nodes": stats.drafted_tokens,
+            "merges": 0,
+            "rounds": sum(row.target_forwards for row in stats.rows),
+            "rounds_with_merged_accepted": 0,
+        }
+        assert stats.drafted_tokens > 0
+
+    def test_nodes_that_are_not_sent_count_as_drafted(self) -> None:
+        config = TreeConfig(max_draft_tokens=2, children=3, expanded_per_level=3, max_nodes=5)
+        tree, drafter = draft_once(config, start({"input_ids": PROMPT}))
+        assert tree.num_nodes == 1 + 5
+        assert drafter.counters["draft_nodes"] == 3 + 9
+
+
 class TestAcceptance:
     @pytest.mark.parametrize("name", ["llama", "gemma3", "bloom"])
     @pytest.mark.parametrize("levels", [1, 5])

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from scipy.stats import binomtest, chisquare
+from torch import Tensor
+from transformers import NoRepeatNGramLogitsProcessor, PreTrainedModel
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 import hf_spec
 from hf_spec.decoding.graph import TokenGraph, Unmerged
+from hf_spec.decoding.runner import ForwardOutput
+from hf_spec.decoding.state import GenerationState, StopRules
+from hf_spec.decoding.tree import DraftTree, Verdict
+from hf_spec.decoding.verification import NodeDraw
 from hf_spec.strategies.draft_model import DraftModelDrafter
-from tests.tiny_models import build, ragged_batch, repetitive_prompt
+from hf_spec.strategies.gsd import GsdDrafter, IndependentAcceptance
+from tests.tiny_models import build, draft_model, prompts, ragged_batch, repetitive_prompt
 
 WIDE = {
     "min_probability": 0.0,
@@ -66,10 +78,13 @@ def test_a_path_through_a_merge_edge_is_accepted_and_repaired(
     config = hf_spec.GsdConfig(merge_length=0, children=6, **WIDE)
     options = {"input_ids": repetitive_prompt(), "max_new_tokens": 60, "do_sample": False}
     expected = model.generate(**options)
-    got = model.generate(**options, spec_strategy=config, assistant=model)
-    assert torch.equal(got, expected)
+    output = model.generate(
+        **options, spec_strategy=config, assistant=model, return_dict_in_generate=True
+    )
+    assert torch.equal(output.sequences, expected)
     assert seen["accepted"] > 0
     assert seen["dropped"] == seen["accepted"]
+    assert output.spec_stats.counters["rounds_with_merged_accepted"] == seen["accepted"]
 
 
 def test_merging_drafts_fewer_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,8 +116,329 @@ def test_merging_drafts_fewer_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert drafted[1] < drafted[0]
 
 
-def test_random_drafts_are_refused() -> None:
-    with pytest.raises(hf_spec.OptionError, match="sample_drafts"):
-        hf_spec.GsdConfig(sample_drafts=True)
-    with pytest.raises(hf_spec.OptionError, match="merge_length"):
-        hf_spec.GsdConfig(merge_length=-1)
+@pytest.mark.parametrize(
+    "options",
+    [{"sample_drafts": True}, {"merge_length": -1}, {"max_draft_nodes": 0}, {"lossy": 1}],
+)
+def test_refused_options(options: dict[str, Any]) -> None:
+    with pytest.raises(hf_spec.OptionError, match=next(iter(options))):
+        hf_spec.GsdConfig(**options)
+
+
+@pytest.mark.parametrize("policy", ["static", "heuristic", "confidence"])
+@pytest.mark.parametrize("lossy", [False, True], ids=["lossless", "lossy"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "bloom"])
+def test_greedy_is_identical_with_every_length_policy(name: str, lossy: bool, policy: str) -> None:
+    model = build(name)
+    config = hf_spec.GsdConfig(
+        **{**WIDE, "max_draft_tokens": 3, "merge_length": 0},
+        length_policy=policy,
+        confidence_threshold=0.15,
+        lossy=lossy,
+    )
+    options = {**prompts(name, "ragged"), "max_new_tokens": 24, "do_sample": False}
+    expected = model.generate(**options)
+    output = model.generate(
+        **options, spec_strategy=config, assistant=draft_model(name), return_dict_in_generate=True
+    )
+    assert torch.equal(output.sequences, expected)
+    assert output.spec_stats.accepted_tokens > 0
+    assert output.spec_stats.counters["merges"] > 0
+
+
+def start(new_tokens: int = 50, **options: Any) -> GenerationState:
+    prompt = repetitive_prompt()
+    stop = StopRules([MaxLengthCriteria(prompt.shape[1] + new_tokens)], 1)
+    return GenerationState.create(prompt, torch.ones_like(prompt), stop, **options)
+
+
+@torch.no_grad()
+def draft_once(config: hf_spec.GsdConfig, state: GenerationState) -> tuple[DraftTree, GsdDrafter]:
+    drafter = GsdDrafter(config, draft_model("llama"))
+    with drafter.active(state):
+        return drafter.draft(state), drafter
+
+
+@dataclass(repr=False, eq=False)
+class Drafted:
+    """A node of the graph that the paper's text describes, with the tokens that led to it."""
+
+    path: tuple[int, ...]
+    father: Drafted | None = None
+    leaf: bool = False
+    targets: tuple[Drafted, ...] = ()
+
+    def reachable(self) -> set[Drafted]:
+        found, todo = {self}, [self]
+        while todo:
+            fresh = set(todo.pop().targets) - found
+            found |= fresh
+            todo.extend(fresh)
+        return found
+
+
+@torch.no_grad()
+def drafted_by_hand(
+    model: PreTrainedModel, config: hf_spec.GsdConfig
+) -> tuple[list[Drafted], int, int]:
+    """All nodes below the root, how many merges and how many expanded, by one forward per node."""
+    prompt = repetitive_prompt()[0].tolist()
+    root = Drafted(())
+    nodes, merges, expanded, level = [], 0, 0, [root]
+    for _ in range(config.max_draft_tokens):
+        below: list[Drafted] = []
+        for father in level:
+            expanded += 1
+            logits = model(torch.tensor([[*prompt, *father.path]])).logits[0, -1]
+            chances, tokens = logits.softmax(dim=-1).topk(config.children)
+            for chance, token in zip(chances.tolist(), tokens.tolist(), strict=True):
+                if chance < config.min_sibling_ratio * float(chances[0]):
+                    continue
+                new = Drafted((*father.path, token), father, chance < config.min_probability)
+                first = None
+                if config.merge_length is not None:
+                    run = [*prompt, *new.path][-config.merge_length - 1 :]
+                    first = next(
+                        (
+                            node
+                            for node in nodes
+                            if [*prompt, *node.path][-config.merge_length - 1 :] == run
+                            and father not in node.reachable()
+                        ),
+                        None,
+                    )
+                merges += first is not None
+                father.targets = (*father.targets, first or new)
+                if first is None:
+                    nodes.append(new)
+                    below.append(new)
+        level = [node for node in below if not node.leaf]
+    return nodes, merges, expanded
+
+
+class TestGraph:
+    """What is drafted, against a plain reading of the paper with one forward per node."""
+
+    @pytest.mark.parametrize("merge_length", [None, 0, 1, 2])
+    @pytest.mark.parametrize(("probability", "ratio"), [(0.0, 0.0), (0.1, 0.0), (0.05, 0.4)])
+    def test_counts(self, merge_length: int | None, probability: float, ratio: float) -> None:
+        config = hf_spec.GsdConfig(
+            max_draft_tokens=4,
+            merge_length=merge_length,
+            min_probability=probability,
+            min_sibling_ratio=ratio,
+            max_nodes=10_000,
+            max_draft_nodes=10_000,
+        )
+        nodes, merges, expanded = drafted_by_hand(draft_model("llama"), config)
+        tree, drafter = draft_once(config, start())
+        assert drafter.counters == {
+            "draft_nodes": len(nodes),
+            "merges": merges,
+            "rounds": 1,
+            "rounds_with_merged_accepted": 0,
+        }
+        # Every node that is no leaf went through the draft model, once; leaves did not.
+        assert drafter._runner is not None
+        assert drafter._runner.tokens_run == repetitive_prompt().shape[1] - 1 + expanded
+        sent = {tuple(path) for path in spelled(tree)}
+        assert sent >= {node.path for node in nodes}
+        if merge_length is None:
+            assert len(sent) == len(nodes)
+        elif merges and any(node.leaf for node in nodes) is False:
+            assert len(sent) > len(nodes)
+
+    def test_node_probs_are_those_of_the_draft_model(self) -> None:
+        config = hf_spec.GsdConfig(**WIDE, merge_length=None)
+        tree, _ = draft_once(config, start())
+        assert tree.node_probs is not None
+        assert tree.node_probs.dtype == torch.float32
+        assert tree.node_probs[0] == 1
+        prompt = repetitive_prompt()[0].tolist()
+        with torch.no_grad():
+            for node, path in enumerate(spelled(tree), start=1):
+                logits = draft_model("llama")(torch.tensor([[*prompt, *path[:-1]]])).logits
+                expected = logits[0, -1].softmax(dim=-1)[path[-1]]
+                torch.testing.assert_close(tree.node_probs[node], expected, atol=1e-5, rtol=1e-4)
+
+    @pytest.mark.parametrize("bound", [1, 3, 30, 31, 100])
+    def test_no_more_nodes_than_allowed(self, bound: int) -> None:
+        config = hf_spec.GsdConfig(
+            **{**WIDE, "max_draft_tokens": 4, "expanded_per_level": 256},
+            merge_length=2,
+            max_draft_nodes=bound,
+        )
+        free, _, _ = drafted_by_hand(draft_model("llama"), config)
+        tree, drafter = draft_once(config, start())
+        assert drafter.counters["draft_nodes"] == min(bound, len(free))
+        # Four children per node: the bound is met in the first, second, third level.
+        assert drafter.forwards == {1: 1, 3: 1, 30: 3, 31: 3, 100: 4}[bound]
+        assert tree.num_nodes > 1
+
+    def test_drafting_ends_when_a_level_has_only_leaves(self) -> None:
+        config = hf_spec.GsdConfig(min_probability=1.0)
+        tree, drafter = draft_once(config, start())
+        assert tree.host.height(0) == drafter.forwards == 1
+
+    def test_no_level_below_the_last(self) -> None:
+        config = hf_spec.GsdConfig(**{**WIDE, "max_draft_tokens": 2}, merge_length=0)
+        tree, drafter = draft_once(config, start())
+        assert tree.host.height(0) == drafter.forwards == 2
+
+    def test_every_node_of_a_level_is_expanded_by_default(self) -> None:
+        config = hf_spec.GsdConfig(
+            max_draft_tokens=3,
+            min_probability=0.0,
+            min_sibling_ratio=0.0,
+            merge_length=None,
+            max_nodes=1000,
+        )
+        tree, _ = draft_once(config, start())
+        assert tree.num_nodes - 1 == 4 + 16 + 64
+
+    def test_a_path_counts_as_merged_by_the_edges_it_takes(self) -> None:
+        config = hf_spec.GsdConfig(**{**WIDE, "max_draft_tokens": 3}, merge_length=0)
+        for below_merge in (False, True):
+            tree, drafter = draft_once(config, start())
+            flags = drafter._sent[0].merged
+            paths = [path_to(tree, node) for node in range(1, tree.num_nodes)]
+            path = next(p for p in paths if any(flags[node] for node in p) == below_merge)
+            drafter.observe(Verdict(tree, [path], [0]), ForwardOutput(torch.empty(0)))
+            assert drafter.counters["rounds_with_merged_accepted"] == below_merge
+
+
+def path_to(tree: DraftTree, node: int) -> list[int]:
+    """Nodes from the root's child down to `node`."""
+    path: list[int] = []
+    while node > 0:
+        path.insert(0, node)
+        node = tree.host.parent[node]
+    return path
+
+
+def spelled(tree: DraftTree) -> list[list[int]]:
+    """Per node below the root of row 0 the tokens that lead to it."""
+    nodes = range(1, len(tree.host.nodes(0)))
+    return [[tree.host.tokens[n] for n in path_to(tree, node)] for node in nodes]
+
+
+def verdicts(
+    tokens: list[int],
+    parents: list[int],
+    draft: list[float],
+    target: list[list[float]],
+    rows: int = 1,
+    eos: int | None = None,
+    processors: Sequence[Any] = (),
+) -> Verdict:
+    """What the lossy rule makes of a tree made by hand, repeated for `rows` rows."""
+    criteria: list[Any] = [MaxLengthCriteria(20)]
+    if eos is not None:
+        criteria.append(EosTokenCriteria(eos))
+    ids = torch.full((rows, 1), tokens[0])
+    stop = StopRules(criteria, rows)
+    state = GenerationState.create(ids, torch.ones_like(ids), stop, do_sample=True)
+    node_probs = torch.tensor(draft * rows)
+    tree = DraftTree.from_rows([(tokens, parents)] * rows, node_probs=node_probs)
+    logits: Tensor = torch.tensor(target * rows).log()
+    return IndependentAcceptance(processors, rows).verify(tree, logits, state)
+
+
+class TestLossyRule:
+    def test_certain_tokens_are_accepted_and_impossible_ones_are_not(self) -> None:
+        torch.manual_seed(0)
+        verdict = verdicts(
+            [0, 1, 2, 1],
+            [-1, 0, 0, 2],
+            [1.0, 0.9, 0.1, 0.5],
+            [[0.0, 0.0, 1.0], [1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [1.0, 0.0, 0.0]],
+            rows=50,
+        )
+        assert verdict.paths == [[2, 3]] * 50
+        assert verdict.bonus == [0] * 50
+
+    def test_the_longest_path_wins_and_the_first_of_equals(self) -> None:
+        torch.manual_seed(0)
+        even = [[0.25] * 4] * 6
+        # Draft probabilities below the target's: everything is accepted.
+        longest = verdicts([0, 1, 2, 3, 1, 2], [-1, 0, 0, 2, 3, 1], [0.1] * 6, even, rows=20)
+        assert longest.paths == [[2, 3, 4]] * 20
+        equal = verdicts([0, 1, 2, 3, 1], [-1, 0, 0, 2, 1], [0.1] * 5, even[:5], rows=20)
+        assert equal.paths == [[2, 3]] * 20
+
+    def test_a_chance_is_the_ratio_of_the_probabilities(self) -> None:
+        torch.manual_seed(0)
+        rows = 4000
+        verdict = verdicts([0, 1], [-1, 0], [1.0, 0.8], [[0.8, 0.2], [1.0, 0.0]], rows=rows)
+        accepted = sum(len(path) for path in verdict.paths)
+        assert binomtest(accepted, rows, 0.2 / 0.8).pvalue > 1e-6
+
+    def test_the_distribution_that_comes_out(self) -> None:
+        torch.manual_seed(0)
+        rows, target, draft = 8000, [0.1, 0.2, 0.3, 0.4], {1: 0.5, 2: 0.4}
+        chance = {token: min(1.0, target[token] / q) for token, q in draft.items()}
+        miss = (1 - chance[1]) * (1 - chance[2])
+        expected = [miss * p for p in target]
+        expected[1] += chance[1]
+        expected[2] += (1 - chance[1]) * chance[2]
+        assert math.isclose(sum(expected), 1)
+        verdict = verdicts([0, 1, 2], [-1, 0, 0], [1.0, *draft.values()], [target] * 3, rows)
+        first = torch.tensor([verdict.tokens(row)[0] for row in range(rows)])
+        counts = torch.bincount(first, minlength=4).tolist()
+        assert chisquare(counts, [rows * p for p in expected]).pvalue > 1e-6
+        assert chisquare(counts, [rows * p for p in target]).pvalue < 1e-9
+
+    def test_nothing_behind_an_end_of_sequence_is_accepted(self) -> None:
+        even = [[0.5, 0.5]] * 3
+        verdict = verdicts([0, 1, 0], [-1, 0, 1], [0.1] * 3, even, eos=1)
+        assert verdict.accepted == [[1]]
+
+    def test_every_node_is_judged_with_its_own_prefix(self) -> None:
+        # Two branches of one row that must not see each other: 1 may follow 2, but not 1.
+        torch.manual_seed(0)
+        even = [[0.25] * 4] * 5
+        once = [NoRepeatNGramLogitsProcessor(1)]
+        tree = [0, 1, 2, 1, 1], [-1, 0, 0, 1, 2]
+        verdict = verdicts(*tree, [0.1] * 5, even, rows=20, processors=once)
+        assert verdict.paths == [[2, 4]] * 20
+        assert set(verdict.bonus) == {3}
+
+    def test_scores_have_one_entry_per_token(self) -> None:
+        output = build("llama").generate(
+            **prompts("llama", "ragged"),
+            max_new_tokens=12,
+            do_sample=True,
+            temperature=0.4,
+            repetition_penalty=1.2,
+            spec_strategy=hf_spec.GsdConfig(**WIDE, merge_length=0, lossy=True),
+            assistant=draft_model("llama"),
+            return_dict_in_generate=True,
+            output_scores=True,
+            output_logits=True,
+        )
+        assert len(output.scores) == len(output.logits) == 12
+        assert output.spec_stats.accepted_tokens > 0
+
+    def test_the_rule_is_taken_only_when_it_was_asked_for_and_the_target_samples(self) -> None:
+        for lossy in (False, True):
+            for do_sample in (False, True):
+                state = start(do_sample=do_sample)
+                drafter = GsdDrafter(hf_spec.GsdConfig(lossy=lossy), draft_model("llama"))
+                with drafter.active(state):
+                    rule = type(drafter.make_verifier([], 1))
+                assert rule is (IndependentAcceptance if lossy and do_sample else NodeDraw)
+
+    def test_a_processor_that_may_remember_is_refused(self) -> None:
+        def unchanged(input_ids: Tensor, scores: Tensor) -> Tensor:
+            return scores
+
+        options: dict[str, Any] = {
+            "max_new_tokens": 4,
+            "logits_processor": [unchanged],
+            "spec_strategy": hf_spec.GsdConfig(lossy=True),
+            "assistant": draft_model("llama"),
+        }
+        model = build("llama")
+        with pytest.raises(hf_spec.UnsupportedError, match="function might remember"):
+            model.generate(repetitive_prompt(), do_sample=True, **options)
+        model.generate(repetitive_prompt(), do_sample=False, **options)

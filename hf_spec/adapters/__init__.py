@@ -1,0 +1,1 @@
+"""Trained parts of the methods as folders in the shape of PEFT adapters."""

@@ -1,0 +1,116 @@
+"""DISCO's classifier: will the target accept the token that a draft distribution is about to give?
+
+Twelve features of the distribution and its place, a linear layer, ReLU, a linear layer (Mamou et
+al. 2024, arXiv 2405.04304, section 3). The paper leaves the width, the activation, the scaling and
+the kind of entropy open; here they are 32, ReLU, features standardised by the training set, and the
+entropy of the whole distribution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hf_spec.adapters.folder import BaseModel, SpecAdapter
+from hf_spec.errors import AssistantError, OptionError
+
+METHOD = "disco"
+TOP = 10
+FEATURES = {"top_probs": slice(0, TOP), "entropy": slice(TOP, TOP + 1), "position": slice(-1, None)}
+NUM_FEATURES = TOP + 2
+
+
+def draft_features(draft_probs: Tensor, positions: Tensor) -> Tensor:
+    """What the classifier sees of draft distributions, computed where they are.
+
+    Args:
+        draft_probs: (M, V) float32, after every processor. Vocabularies of fewer than ten tokens
+            count as having tokens of probability 0.
+        positions: (M,) where the drafted token stands, 0 for the first token of the generation.
+
+    Returns:
+        (M, 12) float32: the ten largest probabilities in descending order, the entropy in nats of
+        the whole distribution, log(1 + position).
+    """
+    top = draft_probs.topk(min(TOP, draft_probs.shape[-1]), dim=-1).values
+    top = F.pad(top, (0, TOP - top.shape[-1]))
+    entropy = torch.special.entr(draft_probs).sum(dim=-1, keepdim=True)
+    place = positions.to(draft_probs.dtype).log1p()[:, None]
+    return torch.cat([top, entropy, place], dim=-1)
+
+
+class DiscoClassifier(nn.Module):
+    """Features of a draft distribution -> logit of the probability that its token is accepted.
+
+    Args:
+        hidden_size: width between the two layers.
+        features: which groups of `FEATURES` it looks at; the others are hidden from it.
+
+    Attributes:
+        mean, std: (12,) float32, of the features in the training set.
+
+    Raises:
+        OptionError: for an unknown group, or none.
+    """
+
+    mean: Tensor
+    std: Tensor
+    seen: Tensor
+
+    def __init__(self, hidden_size: int = 32, features: Sequence[str] = tuple(FEATURES)):
+        super().__init__()
+        if not features or not set(features) <= set(FEATURES):
+            raise OptionError(f"features={list(features)!r}; choose among {', '.join(FEATURES)}")
+        self.hidden_size, self.features = hidden_size, tuple(features)
+        self.register_buffer("mean", torch.zeros(NUM_FEATURES))
+        self.register_buffer("std", torch.ones(NUM_FEATURES))
+        seen = torch.zeros(NUM_FEATURES)
+        for group in features:
+            seen[FEATURES[group]] = 1
+        self.register_buffer("seen", seen, persistent=False)
+        self.inner = nn.Linear(NUM_FEATURES, hidden_size)
+        self.outer = nn.Linear(hidden_size, 1)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """(M, 12) float32 features as they are, not yet standardised -> (M,) acceptance logits."""
+        scaled = (features - self.mean) / self.std * self.seen
+        return self.outer(self.inner(scaled).relu())[:, 0]
+
+    def fit_scaler(self, features: Tensor) -> None:
+        """Take mean and standard deviation from (M, 12) features."""
+        self.mean.copy_(features.mean(dim=0))
+        # A feature that never changes is left as it is.
+        std = features.std(dim=0, correction=0)
+        self.std.copy_(torch.where(std > 1e-6, std, torch.ones_like(std)))
+
+    def to_adapter(self, base: BaseModel, **options: Any) -> SpecAdapter:
+        """The classifier as an adapter.
+
+        Args:
+            base: of the target.
+            **options: JSON values to go with it: `threshold`, `max_draft_tokens`, `draft` (Hub id,
+                folder relative to the adapter's, or {"truncated": layers}) and measured numbers.
+        """
+        shape = {"hidden_size": self.hidden_size, "features": list(self.features)}
+        return SpecAdapter(METHOD, base, {**shape, **options}, dict(self.state_dict()))
+
+    @classmethod
+    def from_adapter(cls, adapter: SpecAdapter) -> DiscoClassifier:
+        """The classifier of an adapter, ready for use.
+
+        Raises:
+            AssistantError: if the adapter's options and tensors do not make one.
+        """
+        try:
+            classifier = cls(adapter.options["hidden_size"], adapter.options["features"])
+            classifier.load_state_dict(adapter.tensors)
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise AssistantError(
+                f"{adapter.folder or 'the adapter'} holds no DISCO classifier ({error}); train it "
+                "anew: hf-spec train disco"
+            ) from error
+        return classifier.eval().requires_grad_(False)

@@ -1,0 +1,84 @@
+"""The head of a draft model cut out of its target: a learned bridge, and few tokens.
+
+The target's head expects what the target's last layer says. Behind an early layer a square matrix,
+the *bridge*, learns to translate (a "tuned lens", Belrose et al. 2023, arXiv 2303.08112).
+
+On a small model most of a draft step goes into the head: 49,152 rows of SmolLM2's against a few
+layers. Frequent tokens are nearly all of a text, so a head of a few thousand rows proposes almost
+the same and is much faster; the target still chooses among all tokens (as in FR-Spec, Zhao et al.
+2025, arXiv 2502.14856).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class DraftHead(nn.Module):
+    """Scores the tokens of `vocabulary` and gives every other one the logit -inf.
+
+    Args:
+        head: (V, hidden size) head of the target. Without a vocabulary it is shared, with one its
+            rows are copied.
+        vocabulary: (R,) int64 token ids, ascending; None for all.
+
+    Attributes:
+        bridge: (hidden size, hidden size), the identity at first.
+    """
+
+    vocabulary: Tensor | None
+
+    def __init__(self, head: Any, vocabulary: Tensor | None):
+        super().__init__()
+        weight: Tensor = head.weight.detach()
+        place: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
+        self.full_size, size = weight.shape
+        self.bridge: Any = nn.Linear(size, size, bias=False, **place)
+        nn.init.eye_(self.bridge.weight)
+        self.scores = head
+        if vocabulary is not None:
+            vocabulary = vocabulary.to(weight.device)
+            bias = getattr(head, "bias", None)
+            self.scores = nn.Linear(size, len(vocabulary), bias=bias is not None, **place)
+            self.scores.requires_grad_(False).weight.copy_(weight[vocabulary])
+            if bias is not None:
+                self.scores.bias.copy_(bias.detach()[vocabulary])
+        self.register_buffer("vocabulary", vocabulary, persistent=False)
+
+    def known(self, hidden: Tensor) -> Tensor:
+        """(..., hidden size) -> (..., R), the logits of the vocabulary alone."""
+        return self.scores(self.bridge(hidden))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(..., hidden size) -> (..., V)."""
+        few = self.known(hidden)
+        if self.vocabulary is None:
+            return few
+        logits = few.new_full((*few.shape[:-1], self.full_size), float("-inf"))
+        logits[..., self.vocabulary] = few
+        return logits
+
+
+def frequent_tokens(texts: Iterable[Iterable[int]], size: int, always: Iterable[int]) -> Tensor:
+    """The most frequent tokens of `texts`, ties to the lower id.
+
+    Args:
+        texts: token ids.
+        size: how many, those of `always` included.
+        always: in any case, for instance the end-of-sequence tokens.
+
+    Returns:
+        (size or fewer,) int64, ascending.
+    """
+    counts = Counter(token for text in texts for token in text)
+    chosen = set(always)
+    for token, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
+        if len(chosen) >= size:
+            break
+        chosen.add(token)
+    return torch.tensor(sorted(chosen), dtype=torch.long)

@@ -1,0 +1,144 @@
+"""A trained draft model: the target's first layers with a LoRA merged into copies of them.
+
+Embeddings are the target's own, and so is the head behind a learned bridge, or some rows of it.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from peft import LoraConfig, LoraModel, get_peft_model_state_dict, set_peft_model_state_dict
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_spec.adapters.folder import BaseModel, SpecAdapter
+from hf_spec.errors import AssistantError
+from hf_spec.models.draft_head import DraftHead
+from hf_spec.models.truncated import truncated_draft
+
+METHOD = "draft"
+LORA_PREFIX = "lora."
+VOCABULARY = "vocabulary"
+
+
+class TrainableDraft:
+    """A truncated model with a LoRA on copies of its layers, ready for training or decoding.
+
+    Args:
+        target: the model whose first layers are taken; not changed.
+        num_layers: how many.
+        rank: of the LoRA.
+        vocabulary: (R,) int64 tokens it can propose, or None for all.
+
+    Attributes:
+        model: the draft model; the LoRA, the final norm and the bridge need gradients.
+        head: its head.
+    """
+
+    def __init__(
+        self, target: PreTrainedModel, num_layers: int, rank: int, vocabulary: Tensor | None
+    ):
+        self.num_layers, self.rank, self.vocabulary = num_layers, rank, vocabulary
+        self._base = BaseModel.of(target)
+        self.model = truncated_draft(target, num_layers)
+        ends = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
+        _copy_layers(self.model, {id(module) for module in ends})
+        self.model.requires_grad_(False)
+        names = [name for name, module in self.model.named_modules() if _is_product(module, ends)]
+        config = LoraConfig(r=rank, lora_alpha=rank, target_modules=names, lora_dropout=0.0)
+        self._tuner = LoraModel(self.model, config, "default")
+        self.head = DraftHead(ends[1], vocabulary)
+        self.model.set_output_embeddings(self.head)
+        for parameter in self._others().values():
+            parameter.requires_grad_(True)
+
+    def to_adapter(self, options: dict[str, Any]) -> SpecAdapter:
+        """What has been trained, in bfloat16, with the sizes added to `options`."""
+        lora = get_peft_model_state_dict(self._tuner, adapter_name="default")
+        tensors = {LORA_PREFIX + name: t.to(torch.bfloat16) for name, t in lora.items()}
+        tensors |= {n: t.detach().to(torch.bfloat16) for n, t in self._others().items()}
+        if self.vocabulary is not None:
+            tensors[VOCABULARY] = self.vocabulary.int()
+        sizes = {"num_layers": self.num_layers, "rank": self.rank}
+        return SpecAdapter(METHOD, self._base, {**sizes, **options}, tensors)
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Take over trained weights.
+
+        Raises:
+            AssistantError: if a weight is missing or one is unknown.
+        """
+        known = get_peft_model_state_dict(self._tuner, adapter_name="default")
+        others = self._others()
+        expected = {LORA_PREFIX + name: t.shape for name, t in known.items()}
+        expected |= {name: t.shape for name, t in others.items()}
+        found = {name: t.shape for name, t in tensors.items() if name != VOCABULARY}
+        if found != expected:
+            differing = sorted(n for n in {*found, *expected} if found.get(n) != expected.get(n))
+            raise AssistantError(
+                f"the draft adapter does not fit its own config: {differing[0]} is "
+                f"{_shape(found.get(differing[0]))}, not {_shape(expected.get(differing[0]))}"
+            )
+        lora = {n.removeprefix(LORA_PREFIX): tensors[n] for n in found if n.startswith(LORA_PREFIX)}
+        set_peft_model_state_dict(self._tuner, lora, adapter_name="default")
+        with torch.no_grad():
+            for name, parameter in others.items():
+                parameter.copy_(tensors[name])
+
+    def merge(self) -> PreTrainedModel:
+        """The draft model with the LoRA added into its weights; training ends here."""
+        self._tuner.merge_and_unload()
+        return self.model.requires_grad_(False).eval()
+
+    def _others(self) -> dict[str, nn.Parameter]:
+        """What learns beside the LoRA: the final norm (all vectors behind no layer), the bridge."""
+        apart = [self.model.get_input_embeddings(), self.head]
+        apart += [module for module in self.model.modules() if isinstance(module, nn.ModuleList)]
+        inside = {id(parameter) for module in apart for parameter in module.parameters()}
+        norm = {
+            name: parameter
+            for name, parameter in self.model.named_parameters()
+            if id(parameter) not in inside and parameter.ndim == 1
+        }
+        return {**norm, "bridge": self.head.bridge.weight}
+
+
+def draft_from_adapter(adapter: SpecAdapter, target: PreTrainedModel) -> PreTrainedModel:
+    """The trained draft model of `adapter`, in the dtype and on the device of `target`.
+
+    Raises:
+        AssistantError: if the adapter belongs to another base or is damaged.
+    """
+    adapter.base.check(target)
+    try:
+        num_layers, rank = adapter.options["num_layers"], adapter.options["rank"]
+    except KeyError as error:
+        raise AssistantError(f"the draft adapter's options lack {error}") from error
+    vocabulary = adapter.tensors.get(VOCABULARY)
+    if vocabulary is not None:
+        vocabulary = vocabulary.long()
+    draft = TrainableDraft(target, num_layers, rank, vocabulary)
+    draft.load(adapter.tensors)
+    return draft.merge()
+
+
+def _is_product(module: nn.Module, ends: tuple[nn.Module, ...]) -> bool:
+    """Whether the LoRA belongs to `module`: a linear layer, but neither embedding nor head."""
+    return isinstance(module, nn.Linear) and module not in ends
+
+
+def _copy_layers(module: nn.Module, shared: set[int]) -> None:
+    """Replace every submodule by a copy, except the `shared` ones and what contains them."""
+    for name, child in list(module.named_children()):
+        if id(child) in shared:
+            continue
+        if any(id(inner) in shared for inner in child.modules()):
+            _copy_layers(child, shared)
+        else:
+            setattr(module, name, copy.deepcopy(child))
+
+
+def _shape(shape: Any) -> str:
+    return "missing" if shape is None else str(tuple(shape))

@@ -1,0 +1,181 @@
+"""DISCO: a chain of draft tokens whose length a trained classifier decides, token by token.
+
+After every draft token the classifier estimates from the draft model's distribution whether the
+target will accept it; below a threshold the row stops drafting, and the token that made it stop is
+sent along (Mamou et al. 2024, arXiv 2405.04304). Threshold and longest draft are calibrated on
+measured latency and stored in the adapter. The same classifier serves trees and graphs as
+`length_policy="disco"`, where it judges the end of each row's likeliest path.
+
+The classifier never sees the target, so the output stays the target's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_spec.adapters.folder import SpecAdapter, load_adapter
+from hf_spec.decoding.length_policy import DraftedToken, LengthPolicy, register_policy
+from hf_spec.errors import AssistantError, OptionError
+from hf_spec.models.assistant import resolve_draft_model
+from hf_spec.models.disco_classifier import METHOD, DiscoClassifier, draft_features
+from hf_spec.models.truncated import truncated_draft
+from hf_spec.strategies.base import register
+from hf_spec.strategies.draft_model import DraftConfig, DraftModelDrafter
+from hf_spec.strategies.draft_model import make_drafter as make_chain_drafter
+
+# A truncated draft model is built once per target and depth.
+_TRUNCATED: WeakKeyDictionary[PreTrainedModel, dict[int, PreTrainedModel]] = WeakKeyDictionary()
+
+
+class DiscoPolicy(LengthPolicy):
+    """Stop behind a token that the classifier thinks will be rejected.
+
+    Args:
+        max_draft_tokens: most tokens drafted in a round (the paper's SL_max).
+        threshold: least probability of acceptance at which a row drafts on (the paper's tau).
+        classifier: follows the draft distributions to their device.
+    """
+
+    def __init__(self, max_draft_tokens: int, threshold: float, classifier: DiscoClassifier):
+        super().__init__(max_draft_tokens)
+        self.threshold = threshold
+        self.classifier = classifier
+
+    @torch.no_grad()
+    def score(self, draft_probs: Tensor, positions: Sequence[int]) -> Tensor:
+        """(M,) the classifier's probability that the token drafted from each is accepted."""
+        places = torch.tensor(positions).to(draft_probs.device)
+        classifier = self.classifier.to(draft_probs.device)
+        return classifier(draft_features(draft_probs, places)).sigmoid()
+
+    def goes_on(self, newest: Sequence[DraftedToken]) -> list[bool]:
+        """Whether each token is likely enough to be accepted."""
+        return [token.score >= self.threshold for token in newest]
+
+
+def make_policy(config: DraftConfig, target: PreTrainedModel) -> DiscoPolicy:
+    """The policy that `length_policy="disco"` stands for.
+
+    Raises:
+        OptionError: if the config names no adapter.
+        AssistantError: if the adapter cannot be used, or belongs to another target.
+    """
+    if config.adapter is None:
+        raise OptionError(
+            "length_policy='disco' needs a trained classifier: adapter=<folder or Hub id>, made by "
+            "`hf-spec train disco`"
+        )
+    adapter = read_adapter(config.adapter)
+    adapter.base.check(target)
+    longest, threshold = config.max_draft_tokens, config.acceptance_threshold
+    return DiscoPolicy(
+        int(_stored(adapter, "max_draft_tokens")) if longest is None else longest,
+        _stored(adapter, "threshold") if threshold is None else threshold,
+        DiscoClassifier.from_adapter(adapter),
+    )
+
+
+def _stored(adapter: SpecAdapter, name: str) -> float:
+    value = adapter.options.get(name)
+    if not isinstance(value, (int, float)):
+        raise AssistantError(
+            f"{adapter.folder or 'the adapter'} has {name}={value!r}; calibrate it: "
+            "hf-spec calibrate disco"
+        )
+    return value
+
+
+register_policy("disco", make_policy)
+
+
+def _make_drafter(
+    config: DiscoConfig, target: PreTrainedModel, assistant: object
+) -> DraftModelDrafter:
+    if config.adapter is None:
+        config = replace(config, adapter=_adapter_name(assistant))
+        assistant = find_draft_model(read_adapter(str(config.adapter)), target)
+    return make_chain_drafter(config, target, assistant)
+
+
+@register("disco", _make_drafter)
+@dataclass(frozen=True)
+class DiscoConfig(DraftConfig):
+    """Options of a chain that a classifier ends; those of `DraftConfig` with other defaults.
+
+    `assistant=` is the adapter, which names its draft model; or, where `adapter` is given here, a
+    draft model.
+
+    Attributes:
+        max_draft_tokens: None is the adapter's calibrated value.
+    """
+
+    max_draft_tokens: int | None = None
+    length_policy: str = "disco"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.length_policy != "disco":
+            raise OptionError(
+                f"DiscoConfig(length_policy={self.length_policy!r}): it is 'disco' here; for "
+                "another one use DraftConfig"
+            )
+
+
+def read_adapter(name: str) -> SpecAdapter:
+    """The DISCO adapter in a folder or on the Hub.
+
+    Raises:
+        AssistantError: if it is missing, damaged, or of another method.
+    """
+    # A folder may be calibrated anew between two calls; the Hub is asked once.
+    return load_adapter(name, METHOD) if Path(name).is_dir() else _from_hub(name)
+
+
+@functools.cache
+def _from_hub(name: str) -> SpecAdapter:
+    return load_adapter(name, METHOD)
+
+
+def find_draft_model(adapter: SpecAdapter, target: PreTrainedModel) -> PreTrainedModel:
+    """The draft model that an adapter names in its option `draft`.
+
+    Raises:
+        AssistantError: if it names none, or one that cannot be had.
+    """
+    named: Any = adapter.options.get("draft")
+    if isinstance(named, dict) and set(named) == {"truncated"}:
+        return _truncated(target, named["truncated"])
+    if isinstance(named, str):
+        beside = (adapter.folder or Path()) / named
+        return resolve_draft_model(METHOD, str(beside) if beside.is_dir() else named, target)
+    raise AssistantError(
+        f"adapter {str(adapter.folder)!r} names no draft model (draft={named!r}); pass it: "
+        "spec_strategy=DiscoConfig(adapter=<this adapter>), assistant=<draft model>"
+    )
+
+
+def _truncated(target: PreTrainedModel, num_layers: int) -> PreTrainedModel:
+    known = _TRUNCATED.setdefault(target, {})
+    if num_layers not in known:
+        known[num_layers] = truncated_draft(target, num_layers)
+    return known[num_layers]
+
+
+def _adapter_name(assistant: object) -> str:
+    if not isinstance(assistant, (str, os.PathLike)):
+        raise AssistantError(
+            f"spec_strategy='disco' with an assistant of type {type(assistant).__name__} lacks the "
+            "classifier: pass assistant=<DISCO adapter>, or spec_strategy=DiscoConfig(adapter="
+            "<DISCO adapter>) and assistant=<draft model>"
+        )
+    return os.fspath(assistant)

@@ -1,0 +1,40 @@
+"""No drafts at all: the engine alone, one token per forward.
+
+What remains of a speed-up without speculation: batches without padding, rows that leave the batch
+when they end, packed weights on a CPU. The baseline that tells these from the gain of drafting.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from hf_spec.decoding.drafter import Drafter
+from hf_spec.decoding.state import GenerationState
+from hf_spec.decoding.tree import DraftTree
+from hf_spec.errors import AssistantError
+from hf_spec.strategies.base import StrategyConfig, register
+
+
+class NoDrafter(Drafter):
+    """Sends the roots alone."""
+
+    def draft(self, state: GenerationState) -> DraftTree:
+        """One root per unfinished row."""
+        rows: list[tuple[list[int], list[int]]] = [([], []) for _ in state.tokens]
+        for row in state.unfinished:
+            rows[row] = ([state.tokens[row][-1]], [-1])
+        return DraftTree.from_rows(rows, state.frames.device)
+
+
+def _make_drafter(config: NoneConfig, target: PreTrainedModel, assistant: object) -> NoDrafter:
+    if assistant is not None:
+        raise AssistantError("spec_strategy='none' drafts nothing; leave assistant= away")
+    return NoDrafter()
+
+
+@register("none", _make_drafter)
+@dataclass(frozen=True)
+class NoneConfig(StrategyConfig):
+    """No options."""

@@ -1,0 +1,410 @@
+"""Training of DISCO's classifier on the target's own answers (`hf-spec train disco`).
+
+At every position of an answer the draft model predicts one token behind the target's own text; the
+token is accepted if it is the target's (Mamou et al. 2024, arXiv 2405.04304, appendix D.1). So the
+data holds no draft that already went wrong. Two kinds of labels:
+
+========  =====================================================================================
+`hard`    1 where the draft model's first choice is the target's token, else 0
+`soft`    1 - TV(draft, target): the probability that residual rejection accepts a sampled token
+========  =====================================================================================
+
+The paper leaves open the optimiser, the weights of the classes and how its labels go together with
+the total variation distance it names; the choices here are in `DiscoTrainSettings`.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import functional as F
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from hf_spec.adapters.folder import BaseModel, SpecAdapter, save_adapter
+from hf_spec.decoding.runner import ModelRunner
+from hf_spec.decoding.tree import DraftTree
+from hf_spec.errors import OptionError
+from hf_spec.models.assistant import resolve_draft_model
+from hf_spec.models.disco_classifier import FEATURES, METHOD, DiscoClassifier, draft_features
+from hf_spec.strategies.disco import find_draft_model
+from hf_spec.training.responses import Response
+
+SHARD_RESPONSES = 256
+# Answer tokens of one forward, and how many of their distributions are spread out at once.
+FORWARD_TOKENS = 1024
+SPREAD_TOKENS = 128
+
+STATIC_LENGTHS = tuple(range(1, 11))
+CONFIDENCE_THRESHOLD = 0.4
+
+# A draft model, what `assistant=` may name, or {"truncated": layers}.
+Draft = PreTrainedModel | str | dict[str, int]
+
+
+@dataclass(frozen=True)
+class DiscoTrainSettings:
+    """What is trained and how.
+
+    Attributes:
+        labels: "hard" or "soft"; see the module.
+        features: groups of `hf_spec.models.disco_classifier.FEATURES` the classifier sees.
+        hidden_size: of the classifier.
+        class_weights: weigh accepted tokens so that both classes count the same.
+        validation_share: share of the prompts held back, drawn with `seed`.
+        learning_rate, weight_decay: of AdamW.
+        batch_size: positions.
+        max_epochs: most passes over the data.
+        patience: epochs without a lower validation loss after which training ends.
+        seed: of the split, the first weights and the order of the data.
+        threshold, max_draft_tokens: what the adapter says until it is calibrated.
+    """
+
+    labels: str = "hard"
+    features: tuple[str, ...] = tuple(FEATURES)
+    hidden_size: int = 32
+    class_weights: bool = True
+    validation_share: float = 0.15
+    learning_rate: float = 1e-3
+    weight_decay: float = 0.01
+    batch_size: int = 1024
+    max_epochs: int = 100
+    patience: int = 5
+    seed: int = 0
+    threshold: float = 0.5
+    max_draft_tokens: int = 10
+
+    def __post_init__(self) -> None:
+        if self.labels not in {"hard", "soft"}:
+            raise OptionError(f"labels={self.labels!r} must be 'hard' or 'soft'")
+        if not 0 < self.validation_share < 1:
+            raise OptionError(f"validation_share={self.validation_share!r} must be between 0 and 1")
+
+
+@dataclass(frozen=True)
+class Observed:
+    """The draft model's guess at each of the T tokens of an answer.
+
+    Attributes:
+        id, task: of the prompt.
+        features: (T, 12) float32, see `draft_features`.
+        matched: (T,) bool, whether the most probable draft token is the target's.
+        labels: (T,) float32, what the classifier learns.
+    """
+
+    id: str
+    task: str
+    features: Tensor
+    matched: Tensor
+    labels: Tensor
+
+
+def train_disco(
+    model: PreTrainedModel,
+    draft: Draft,
+    responses: Sequence[Response],
+    folder: Path,
+    settings: DiscoTrainSettings,
+    tasks: Sequence[str] | None = None,
+) -> SpecAdapter:
+    """Train a classifier for a target and a draft model, and write its adapter to `folder`.
+
+    What was observed is kept in `folder / "training"`; a run that was interrupted goes on there.
+
+    Args:
+        model: the target.
+        draft: the draft model; a name is written into the adapter.
+        responses: the target's greedy answers.
+        folder: receives the adapter.
+        settings: what and how.
+        tasks: learn from answers to these alone; all by default.
+
+    Raises:
+        OptionError: if too few answers are left, or `folder` holds those of another run.
+        AssistantError: if the draft model cannot be had.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    draft_model, named = _named_draft(draft, folder, model)
+    chosen = [r for r in responses if r.response and (tasks is None or r.task in tasks)]
+    learned_ids, held_ids = split_prompts([r.id for r in chosen], settings)
+    observed = observe(model, draft_model, chosen, folder / "training", settings.labels)
+    learned = [o for o in observed if o.id in learned_ids]
+    held = [o for o in observed if o.id in held_ids]
+    classifier, history = fit(learned, held, settings)
+    adapter = classifier.to_adapter(
+        BaseModel.of(model),
+        draft=named,
+        threshold=settings.threshold,
+        max_draft_tokens=settings.max_draft_tokens,
+        training={
+            **asdict(settings),
+            "tasks": sorted({r.task for r in chosen}),
+            "prompts": len(learned_ids),
+            "positions": sum(len(o.labels) for o in learned),
+            "validation_loss": history,
+        },
+        validation_prompts=sorted(held_ids),
+        validation=evaluate(classifier, held, settings.threshold),
+    )
+    save_adapter(folder, adapter)
+    return adapter
+
+
+def split_prompts(ids: Sequence[str], settings: DiscoTrainSettings) -> tuple[set[str], set[str]]:
+    """Prompt ids to learn from and ids held back; at least one each.
+
+    Raises:
+        OptionError: for fewer than two prompts.
+    """
+    known = sorted(set(ids))
+    if len(known) < 2:
+        raise OptionError(
+            f"{len(known)} prompts with an answer are too few to learn from and to hold some back"
+        )
+    generator = torch.Generator().manual_seed(settings.seed)
+    order = torch.randperm(len(known), generator=generator).tolist()
+    held = min(max(1, round(settings.validation_share * len(known))), len(known) - 1)
+    shuffled = [known[place] for place in order]
+    return set(shuffled[held:]), set(shuffled[:held])
+
+
+def observe(
+    model: PreTrainedModel,
+    draft: PreTrainedModel,
+    responses: Sequence[Response],
+    folder: Path,
+    labels: str,
+) -> list[Observed]:
+    """What the draft model would have proposed at every position of `responses`.
+
+    Args:
+        model: the target; runs only for soft labels.
+        draft: the draft model.
+        responses: in a fixed order, none of them empty.
+        folder: one safetensors file per 256 responses; those that are there are read.
+        labels: "hard" or "soft".
+
+    Raises:
+        OptionError: if `folder` holds what was made of other models, labels or responses.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    models = {"draft": _digest(draft), "target": _digest(model), "labels": labels}
+    observed: list[Observed] = []
+    starts = range(0, len(responses), SHARD_RESPONSES)
+    for index, start in enumerate(tqdm(starts, desc="draft model's guesses", disable=None)):
+        shard = responses[start : start + SHARD_RESPONSES]
+        texts = json.dumps([asdict(response) for response in shard])
+        facts = {**models, "responses": hashlib.sha256(texts.encode()).hexdigest()}
+        path = folder / f"observed-{index:05d}.safetensors"
+        if not path.exists():
+            part = path.with_suffix(".part")
+            save_file(_run_shard(model, draft, shard, labels), part, metadata=facts)
+            part.replace(path)
+        with safe_open(path, "pt") as file:
+            found = file.metadata()
+        if differing := sorted(name for name in facts if found.get(name) != facts[name]):
+            raise OptionError(
+                f"{path} was made with another {', '.join(differing)}: choose another folder, or "
+                f"delete {folder}"
+            )
+        observed.extend(_split_shard(shard, load_file(path)))
+    return observed
+
+
+def fit(
+    learned: Sequence[Observed], held: Sequence[Observed], settings: DiscoTrainSettings
+) -> tuple[DiscoClassifier, list[float]]:
+    """Train until the loss on `held` rises; the best epoch is kept.
+
+    Returns:
+        The classifier and its loss on `held` after every epoch.
+    """
+    features, labels = _together(learned)
+    held_features, held_labels = _together(held)
+    accepted = float(labels.sum())
+    balance = (len(labels) - accepted) / max(accepted, 1.0)
+    weight = torch.tensor(max(balance, 1e-3) if settings.class_weights else 1.0)
+    generator = torch.Generator().manual_seed(settings.seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        classifier = DiscoClassifier(settings.hidden_size, settings.features)
+    classifier.fit_scaler(features)
+    optimizer = torch.optim.AdamW(
+        classifier.parameters(), settings.learning_rate, weight_decay=settings.weight_decay
+    )
+    best, history = copy.deepcopy(classifier.state_dict()), []
+    for _ in tqdm(range(settings.max_epochs), desc="epochs", disable=None):
+        for batch in torch.randperm(len(labels), generator=generator).split(settings.batch_size):
+            loss = _loss(classifier, features[batch], labels[batch], weight)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        with torch.no_grad():
+            history.append(float(_loss(classifier, held_features, held_labels, weight)))
+        if history[-1] == min(history):
+            best = copy.deepcopy(classifier.state_dict())
+        elif len(history) - history.index(min(history)) > settings.patience:
+            break
+    classifier.load_state_dict(best)
+    return classifier.eval(), history
+
+
+@torch.no_grad()
+def evaluate(
+    classifier: DiscoClassifier, observed: Sequence[Observed], threshold: float
+) -> dict[str, Any]:
+    """Precision, recall and F1 of rules that foretell acceptance, on the same positions.
+
+    An answer falls into the rounds of an ideal drafter, which drafts up to and including its first
+    mismatch: every position belongs to one round, and is the j-th draft token of it. There the
+    static length k foretells "accepted" for j = 0 .. k - 1 and "rejected" from j = k on; the
+    confidence rule "accepted" where the largest draft probability is at least 0.4; the classifier
+    where it gives acceptance at least `threshold`. What came true is the match with the target.
+
+    Args:
+        classifier: trained on other prompts.
+        observed: at least one answer.
+        threshold: on the probability of acceptance.
+
+    Returns:
+        Rule ("disco", "confidence", "static 1", ...) -> class ("accepted", "rejected") -> figures;
+        and the share of accepted positions.
+    """
+    features, _ = _together(observed)
+    matched = torch.cat([o.matched for o in observed])
+    places = torch.cat([round_places(o.matched) for o in observed])
+    foretold = {
+        "disco": classifier(features).sigmoid() >= threshold,
+        "confidence": features[:, 0] >= CONFIDENCE_THRESHOLD,
+        **{f"static {length}": places < length for length in STATIC_LENGTHS},
+    }
+    rules = {name: _both_classes(said, matched) for name, said in foretold.items()}
+    return {"acceptance": float(matched.float().mean()), "rules": rules}
+
+
+def round_places(matched: Tensor) -> Tensor:
+    """(T,) int64: which draft token of its ideal round a position is, 0 behind every mismatch."""
+    places, place = [], 0
+    for match in matched.tolist():
+        places.append(place)
+        place = place + 1 if match else 0
+    return torch.tensor(places, dtype=torch.long)
+
+
+def _both_classes(foretold: Tensor, came_true: Tensor) -> dict[str, dict[str, float]]:
+    return {
+        "accepted": _figures(foretold, came_true),
+        "rejected": _figures(~foretold, ~came_true),
+    }
+
+
+def _figures(foretold: Tensor, came_true: Tensor) -> dict[str, float]:
+    right = int((foretold & came_true).sum())
+    said, true = int(foretold.sum()), int(came_true.sum())
+    return {
+        "precision": right / said if said else 0.0,
+        "recall": right / true if true else 0.0,
+        "f1": 2 * right / (said + true) if said + true else 0.0,
+    }
+
+
+def _loss(classifier: DiscoClassifier, features: Tensor, labels: Tensor, weight: Tensor) -> Tensor:
+    return F.binary_cross_entropy_with_logits(classifier(features), labels, pos_weight=weight)
+
+
+def _together(observed: Sequence[Observed]) -> tuple[Tensor, Tensor]:
+    return torch.cat([o.features for o in observed]), torch.cat([o.labels for o in observed])
+
+
+@torch.inference_mode()
+def _run_shard(
+    model: PreTrainedModel, draft: PreTrainedModel, shard: Sequence[Response], labels: str
+) -> dict[str, Tensor]:
+    parts: dict[str, list[Tensor]] = {"features": [], "matched": [], "labels": []}
+    for batch in _batches(shard):
+        draft_logits = answer_logits(draft, batch)
+        target_logits = answer_logits(model, batch) if labels == "soft" else draft_logits
+        chosen = torch.tensor([token for response in batch for token in response.response])
+        places = torch.tensor([i for response in batch for i in range(len(response.response))])
+        columns = (draft_logits, target_logits, chosen, places)
+        spread = (column.split(SPREAD_TOKENS) for column in columns)
+        for drafted, wanted, tokens, at in zip(*spread, strict=True):
+            for name, tensor in _describe(drafted, wanted, tokens, at, labels).items():
+                parts[name].append(tensor.cpu())
+    return {name: torch.cat(tensors) for name, tensors in parts.items()}
+
+
+def _describe(
+    draft_logits: Tensor, target_logits: Tensor, chosen: Tensor, places: Tensor, labels: str
+) -> dict[str, Tensor]:
+    probs = draft_logits.float().softmax(dim=-1)
+    matched = probs.argmax(dim=-1) == chosen.to(probs.device)
+    label = matched.float()
+    if labels == "soft":
+        target = target_logits.to(probs.device).float().softmax(dim=-1)
+        # 1 - TV is the mass that both distributions share.
+        label = torch.minimum(probs, target).sum(dim=-1)
+    features = draft_features(probs, places.to(probs.device))
+    return {"features": features, "matched": matched, "labels": label}
+
+
+def answer_logits(model: PreTrainedModel, batch: Sequence[Response]) -> Tensor:
+    """(answer tokens, V) logits in front of each answer token, by the engine's packed forward."""
+    chains = [[*r.prompt[-1:], *r.response[:-1]] for r in batch]
+    tree = DraftTree.from_rows([(chain, list(range(-1, len(chain) - 1))) for chain in chains])
+    runner = ModelRunner(model, len(batch))
+    with runner.active():
+        return runner.forward(tree, [response.prompt for response in batch]).logits
+
+
+def _batches(shard: Sequence[Response]) -> Iterator[list[Response]]:
+    batch: list[Response] = []
+    size = 0
+    for response in shard:
+        if batch and size + len(response.response) > FORWARD_TOKENS:
+            yield batch
+            batch, size = [], 0
+        batch.append(response)
+        size += len(response.response)
+    yield batch
+
+
+def _split_shard(shard: Sequence[Response], tensors: dict[str, Tensor]) -> Iterator[Observed]:
+    lengths = [len(response.response) for response in shard]
+    columns = [tensors[name].split(lengths) for name in ("features", "matched", "labels")]
+    for response, features, matched, labels in zip(shard, *columns, strict=True):
+        yield Observed(response.id, response.task, features, matched, labels)
+
+
+def _named_draft(
+    draft: Draft, folder: Path, target: PreTrainedModel
+) -> tuple[PreTrainedModel, str | dict[str, int] | None]:
+    """The draft model, and what the adapter says of it."""
+    if isinstance(draft, PreTrainedModel):
+        return resolve_draft_model(METHOD, draft, target), None
+    named: str | dict[str, int] = draft
+    if isinstance(draft, str) and Path(draft).is_dir():
+        named = os.path.relpath(draft, folder)
+    unfinished = SpecAdapter(METHOD, BaseModel.of(target), {"draft": named}, {}, folder)
+    return find_draft_model(unfinished, target), named
+
+
+def _digest(model: PreTrainedModel) -> str:
+    """A few weights of every parameter; tells models apart that share most of them."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        flat = parameter.detach().flatten()
+        some = flat[:: max(1, len(flat) // 8)].float().tolist()
+        digest.update(json.dumps([name, some]).encode())
+    return digest.hexdigest()

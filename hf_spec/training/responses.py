@@ -1,0 +1,172 @@
+"""The target's own greedy answers to a list of prompts: the data that every training here reads.
+
+A file of JSON lines. The first line says how the answers were made, every other one is an answer
+with its token ids. Lines are written batch by batch, so that an interrupted run goes on where it
+stopped.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_spec.adapters.folder import BaseModel
+from hf_spec.bench.prompts import Prompt
+from hf_spec.errors import OptionError
+from hf_spec.strategies import NoneConfig
+
+FORMAT = "hf_spec.responses"
+
+
+@dataclass(frozen=True)
+class Response:
+    """A prompt and what the target answered, as token ids.
+
+    Attributes:
+        id, task: of the prompt.
+        prompt: with the chat template.
+        response: with the end-of-sequence token, unless the length limit came first.
+    """
+
+    id: str
+    task: str
+    prompt: list[int]
+    response: list[int]
+
+
+@dataclass(frozen=True)
+class ResponseSettings:
+    """How answers are made; stored as the first line of the file.
+
+    Attributes:
+        max_new_tokens: longest answer.
+        max_prompt_tokens: longer prompts are left out, and counted.
+    """
+
+    max_new_tokens: int = 160
+    max_prompt_tokens: int = 512
+
+
+def generate_responses(  # noqa: PLR0913 - what is answered, where, how, and who is told
+    model: PreTrainedModel,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    path: Path,
+    settings: ResponseSettings,
+    batch_size: int = 128,
+    progress: Callable[[int, int], None] = lambda done, tokens: None,
+) -> int:
+    """Write the greedy answers of `model`, going on from what `path` holds already.
+
+    Args:
+        model: the target; its dtype is recorded.
+        tokenizer: with a chat template, or plain.
+        prompts: what to answer.
+        path: JSON lines; created or continued.
+        settings: lengths.
+        batch_size: prompts per batch; on a CPU about 128 gives the most tokens per second.
+        progress: called after each batch with the prompts and the new tokens in it.
+
+    Returns:
+        How many prompts were left out because they are too long.
+
+    Raises:
+        OptionError: if `path` was made by another model or with other settings.
+    """
+    head = {
+        "format": FORMAT,
+        "model": BaseModel.of(model).name,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        **asdict(settings),
+    }
+    known = _resume(path, head)
+    todo = [(p, p.encode(tokenizer)[0]) for p in prompts if p.id not in known]
+    fitting = [(p, ids) for p, ids in todo if len(ids) <= settings.max_prompt_tokens]
+    ends = end_tokens(model)
+    with path.open("a", encoding="utf-8") as file:
+        for start in range(0, len(fitting), batch_size):
+            batch = fitting[start : start + batch_size]
+            answers = _answer(model, [ids for _, ids in batch], settings.max_new_tokens, ends)
+            for (prompt, ids), answer in zip(batch, answers, strict=True):
+                response = Response(prompt.id, prompt.task, ids.tolist(), answer)
+                file.write(json.dumps(asdict(response)) + "\n")
+            file.flush()
+            progress(len(batch), sum(map(len, answers)))
+    return len(todo) - len(fitting)
+
+
+def read_responses(path: Path) -> Iterator[Response]:
+    """The answers in a file that `generate_responses` wrote.
+
+    Raises:
+        OptionError: if the file is of another kind.
+    """
+    with path.open(encoding="utf-8") as file:
+        if json.loads(file.readline() or "{}").get("format") != FORMAT:
+            raise OptionError(f"{path} is no file of responses; make one: hf-spec train responses")
+        for line in file:
+            yield Response(**json.loads(line))
+
+
+def _resume(path: Path, head: dict[str, Any]) -> set[str]:
+    """Ids that `path` holds; a line cut off by an interruption is removed."""
+    if not path.exists() or not path.stat().st_size:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(head) + "\n", encoding="utf-8")
+        return set()
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if len(whole) < len(content):
+        with path.open("rb+") as file:
+            file.truncate(len(whole))
+    found = json.loads(whole.splitlines()[0])
+    if found != head:
+        differing = sorted(k for k in {*found, *head} if found.get(k) != head.get(k))
+        raise OptionError(
+            f"{path} was made with "
+            + ", ".join(f"{k}={found.get(k)!r} (now {head.get(k)!r})" for k in differing)
+            + "; choose another file or the same settings"
+        )
+    return {response.id for response in read_responses(path)}
+
+
+def end_tokens(model: PreTrainedModel) -> set[int]:
+    """The end-of-sequence tokens of a model; none if it has none."""
+    config: Any = model.generation_config
+    ends = config.eos_token_id
+    if ends is None:
+        return set()
+    return set(ends) if isinstance(ends, list) else {ends}
+
+
+def _answer(
+    model: PreTrainedModel, prompts: Sequence[Tensor], max_new_tokens: int, ends: set[int]
+) -> list[list[int]]:
+    """Greedy answers to prompts of any lengths, cut behind their end-of-sequence token."""
+    width = max(map(len, prompts))
+    input_ids = torch.zeros(len(prompts), width, dtype=torch.long)
+    mask = torch.zeros_like(input_ids)
+    for row, prompt in enumerate(prompts):
+        input_ids[row, width - len(prompt) :] = prompt
+        mask[row, width - len(prompt) :] = 1
+    with torch.inference_mode():
+        generate: Any = model.generate
+        output = generate(
+            input_ids.to(model.device),
+            attention_mask=mask.to(model.device),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            spec_strategy=NoneConfig(),
+        )
+    answers = []
+    for row in output[:, width:].tolist():
+        end = next((i for i, token in enumerate(row) if token in ends), len(row) - 1)
+        answers.append(row[: end + 1])
+    return answers

@@ -1,0 +1,241 @@
+"""One training loop for every method: deterministic, resumable, the same on several processes.
+
+A step adds up the losses of its micro-batches, and of all processes, before it divides by the
+number of tokens they stand for; so the result does not depend on how a batch is cut up. Batches
+are a function of their index and random numbers are seeded by the step: a run that was interrupted
+and goes on equals one that was not.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from hf_spec.errors import OptionError
+
+CHECKPOINT = "checkpoint.safetensors"
+METRICS = "metrics.jsonl"
+
+# (sum of the losses, number of tokens they belong to)
+Loss = tuple[Tensor, int]
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """How a training runs.
+
+    Attributes:
+        epochs: passes over the data.
+        batch_tokens: about how many tokens a micro-batch has.
+        accumulate: micro-batches per step, over all processes.
+        learning_rate: the highest; reached after the warm-up, then a cosine down to a tenth.
+        warm_up: share of the steps.
+        weight_decay: of AdamW.
+        clip: largest norm of the gradient.
+        seed: of the order of the data and of every random number.
+        evaluate_every, save_every: in steps.
+    """
+
+    epochs: int = 3
+    batch_tokens: int = 4096
+    accumulate: int = 1
+    learning_rate: float = 1e-3
+    warm_up: float = 0.03
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    seed: int = 0
+    evaluate_every: int = 300
+    save_every: int = 100
+
+    def rate(self, step: int, num_steps: int) -> float:
+        """Learning rate of a step counted from 0."""
+        rising = max(1, round(self.warm_up * num_steps))
+        if step < rising:
+            return self.learning_rate * (step + 1) / rising
+        progress = (step - rising) / max(1, num_steps - rising)
+        return self.learning_rate * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+
+
+def train(  # noqa: PLR0913 - what learns, from what, how, and what is told
+    parameters: dict[str, nn.Parameter],
+    loss: Callable[[Any], Loss],
+    epochs: Callable[[int], Sequence[Any]],
+    settings: TrainSettings,
+    folder: Path,
+    evaluate: Callable[[], dict[str, float]] = dict,
+    facts: dict[str, Any] | None = None,
+) -> None:
+    """Train `parameters` in place, going on from the checkpoint in `folder` if there is one.
+
+    Args:
+        parameters: what is trained, in float32.
+        loss: the summed loss of a micro-batch and its number of tokens.
+        epochs: epoch -> its micro-batches in order, the same whenever it is asked.
+        settings: rates, lengths and seed.
+        folder: receives `metrics.jsonl` (one JSON object a line) and the checkpoint.
+        evaluate: figures on held-back data.
+        facts: what a checkpoint must agree with beside `settings`.
+
+    Raises:
+        OptionError: if the checkpoint comes from a run with other settings.
+    """
+    trained = list(parameters.values())
+    accelerator = Accelerator(cpu=trained[0].device.type == "cpu")
+    optimizer = torch.optim.AdamW(
+        trained, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=settings.weight_decay
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    run = {"settings": json.dumps({**asdict(settings), **(facts or {})}, sort_keys=True)}
+    done = _load(folder, parameters, optimizer, run)
+    per_epoch = math.ceil(len(epochs(0)) / settings.accumulate)
+    num_steps = settings.epochs * per_epoch
+    log = _Metrics(folder / METRICS, done) if accelerator.is_main_process else None
+    bar = tqdm(total=num_steps, initial=done, desc="steps", disable=None if log else True)
+    batches: Sequence[Any] = ()
+    for step in range(done, num_steps):
+        epoch, place = divmod(step, per_epoch)
+        if place == 0 or step == done:
+            batches = epochs(epoch)
+        torch.manual_seed(settings.seed * 1_000_003 + step)
+        for group in optimizer.param_groups:
+            group["lr"] = settings.rate(step, num_steps)
+        start = time.perf_counter()
+        mine = batches[place * settings.accumulate : (place + 1) * settings.accumulate]
+        mine = mine[accelerator.process_index :: accelerator.num_processes]
+        total, tokens = _step(accelerator, optimizer, trained, map(loss, mine), settings.clip)
+        last = step + 1 == num_steps
+        row: dict[str, float] = {"step": step + 1, "loss": total / max(tokens, 1)}
+        if last or (step + 1) % settings.evaluate_every == 0:
+            row |= evaluate()
+        if log:
+            row["seconds"] = round(time.perf_counter() - start, 3)
+            log.write({**row, "tokens": tokens, "rate": settings.rate(step, num_steps)})
+            if last or (step + 1) % settings.save_every == 0:
+                _save(folder, parameters, optimizer, {**run, "step": str(step + 1)})
+        bar.set_postfix({k: f"{v:.3f}" for k, v in row.items() if k != "step"}, refresh=False)
+        bar.update()
+    bar.close()
+    accelerator.wait_for_everyone()
+
+
+def _step(
+    accelerator: Accelerator,
+    optimizer: torch.optim.Optimizer,
+    parameters: Sequence[nn.Parameter],
+    losses: Iterable[Loss],
+    clip: float,
+) -> tuple[float, int]:
+    """One optimizer step; the summed loss and the tokens of all processes."""
+    counts = torch.zeros(2, device=accelerator.device, dtype=torch.float64)
+    for value, tokens in losses:
+        accelerator.backward(value)
+        counts += torch.tensor([float(value.detach()), tokens]).to(counts)
+    counts = accelerator.reduce(counts, "sum")
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        parameter.grad = accelerator.reduce(parameter.grad, "sum") / max(float(counts[1]), 1.0)
+    nn.utils.clip_grad_norm_(parameters, clip)
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(counts[0]), int(counts[1])
+
+
+def shuffled_batches(
+    lengths: Sequence[int], batch_tokens: int, seed: int, epoch: int
+) -> list[list[int]]:
+    """Indices of texts in batches of like lengths, in an order that the seed and epoch fix.
+
+    Args:
+        lengths: tokens per text.
+        batch_tokens: most tokens of a batch once its texts are padded to the longest; a single
+            text may be longer.
+        seed: of every order.
+        epoch: each has its own order.
+    """
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    order = torch.randperm(len(lengths), generator=generator).tolist()
+    batches: list[list[int]] = [[]]
+    # Sorting whole chunks keeps batches different from epoch to epoch.
+    chunk = 2048
+    for start in range(0, len(order), chunk):
+        for index in sorted(order[start : start + chunk], key=lambda i: lengths[i]):
+            batch = batches[-1]
+            if batch and (len(batch) + 1) * max(lengths[batch[-1]], lengths[index]) > batch_tokens:
+                batches.append([])
+            batches[-1].append(index)
+    shuffle = torch.randperm(len(batches), generator=generator).tolist()
+    return [batches[place] for place in shuffle if batches[place]]
+
+
+class _Metrics:
+    """A file of JSON lines, cut back to the step that a checkpoint holds."""
+
+    def __init__(self, path: Path, done: int):
+        kept = path.read_text().splitlines() if path.exists() and done else []
+        kept = [line for line in kept if line.endswith("}") and json.loads(line)["step"] <= done]
+        path.write_text("".join(line + "\n" for line in kept))
+        self._path = path
+
+    def write(self, row: dict[str, float]) -> None:
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def _save(
+    folder: Path,
+    parameters: dict[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    facts: dict[str, str],
+) -> None:
+    tensors = {}
+    for name, parameter in parameters.items():
+        state = optimizer.state[parameter]
+        tensors[f"{name}.value"] = parameter.detach().cpu().contiguous()
+        for key in ("exp_avg", "exp_avg_sq", "step"):
+            tensors[f"{name}.{key}"] = state[key].cpu().contiguous()
+    part = folder / f"{CHECKPOINT}.part"
+    save_file(tensors, part, metadata=facts)
+    part.replace(folder / CHECKPOINT)
+
+
+def _load(
+    folder: Path,
+    parameters: dict[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    run: dict[str, str],
+) -> int:
+    """Take over a checkpoint; the number of steps it has behind it."""
+    path = folder / CHECKPOINT
+    if not path.exists():
+        return 0
+    with safe_open(path, "pt") as file:
+        facts = file.metadata()
+    step = int(facts.pop("step"))
+    if facts != run:
+        raise OptionError(
+            f"{path} comes from a run with other settings ({facts['settings']}); "
+            "use them, or another folder"
+        )
+    tensors = load_file(path)
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(tensors[f"{name}.value"])
+            optimizer.state[parameter] = {
+                "exp_avg": tensors[f"{name}.exp_avg"].to(parameter.device),
+                "exp_avg_sq": tensors[f"{name}.exp_avg_sq"].to(parameter.device),
+                "step": tensors[f"{name}.step"],
+            }
+    return step

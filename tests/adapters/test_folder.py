@@ -1,0 +1,134 @@
+"""Adapter folders: what comes back is what was saved, and whatever is wrong is named."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_spec import AssistantError
+from hf_spec.adapters.folder import (
+    CONFIG_NAME,
+    WEIGHTS_NAME,
+    BaseModel,
+    SpecAdapter,
+    is_adapter,
+    load_adapter,
+    save_adapter,
+)
+from tests.tiny_models import build
+
+
+@pytest.fixture
+def adapter() -> SpecAdapter:
+    tensors = {"weight": torch.randn(3, 4), "half": torch.randn(5).bfloat16()}
+    return SpecAdapter("draft", BaseModel.of(build("llama")), {"rank": 4, "list": [1]}, tensors)
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    path = folder / CONFIG_NAME
+    config = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+
+
+class TestRoundTrip:
+    def test_everything_comes_back(self, tmp_path: Path, adapter: SpecAdapter) -> None:
+        save_adapter(tmp_path / "new", adapter)
+        found = load_adapter(tmp_path / "new", "draft")
+        assert (found.method, found.options, found.base) == ("draft", adapter.options, adapter.base)
+        assert found.folder == tmp_path / "new"
+        assert found.tensors.keys() == adapter.tensors.keys()
+        for name, tensor in adapter.tensors.items():
+            assert found.tensors[name].dtype == tensor.dtype
+            assert torch.equal(found.tensors[name], tensor)
+
+    def test_the_folder_has_the_shape_of_peft(self, tmp_path: Path, adapter: SpecAdapter) -> None:
+        save_adapter(tmp_path, adapter)
+        assert sorted(p.name for p in tmp_path.iterdir()) == sorted([CONFIG_NAME, WEIGHTS_NAME])
+        config = json.loads((tmp_path / CONFIG_NAME).read_text())
+        assert config["peft_type"] == "HF_SPEC"
+        assert config["base_model_name_or_path"] == adapter.base.name
+
+    def test_it_is_recognised(self, tmp_path: Path, adapter: SpecAdapter) -> None:
+        assert not is_adapter(tmp_path)
+        save_adapter(tmp_path, adapter)
+        assert is_adapter(tmp_path)
+        assert is_adapter(str(tmp_path))
+        assert not is_adapter(build("llama"))
+        edit_config(tmp_path, peft_type="LORA")
+        assert not is_adapter(tmp_path)
+
+
+class TestDamage:
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"peft_type": "LORA"}, "type 'LORA'"),
+            ({"peft_type": None}, "names no peft_type"),
+            ({"options": None}, "lacks options"),
+            ({"base": {"fingerprint": []}}, "incomplete"),
+        ],
+    )
+    def test_a_wrong_config(
+        self, tmp_path: Path, adapter: SpecAdapter, changes: dict[str, Any], message: str
+    ) -> None:
+        save_adapter(tmp_path, adapter)
+        edit_config(tmp_path, **changes)
+        with pytest.raises(AssistantError, match=message):
+            load_adapter(tmp_path)
+
+    def test_another_method(self, tmp_path: Path, adapter: SpecAdapter) -> None:
+        save_adapter(tmp_path, adapter)
+        with pytest.raises(AssistantError, match="method 'draft', not 'disco'"):
+            load_adapter(tmp_path, "disco")
+
+    def test_no_json(self, tmp_path: Path, adapter: SpecAdapter) -> None:
+        save_adapter(tmp_path, adapter)
+        (tmp_path / CONFIG_NAME).write_text("{")
+        with pytest.raises(AssistantError, match="is no JSON"):
+            load_adapter(tmp_path)
+
+    def test_cut_off_weights(self, tmp_path: Path, adapter: SpecAdapter) -> None:
+        save_adapter(tmp_path, adapter)
+        weights = tmp_path / WEIGHTS_NAME
+        weights.write_bytes(weights.read_bytes()[:-4])
+        with pytest.raises(AssistantError, match="cannot be read"):
+            load_adapter(tmp_path)
+
+    def test_a_pickle_is_never_loaded(self, tmp_path: Path, adapter: SpecAdapter) -> None:
+        save_adapter(tmp_path, adapter)
+        (tmp_path / WEIGHTS_NAME).rename(tmp_path / "adapter_model.bin")
+        with pytest.raises(AssistantError, match="pickle file, which is never loaded"):
+            load_adapter(tmp_path)
+
+    def test_an_empty_folder(self, tmp_path: Path) -> None:
+        with pytest.raises(AssistantError, match="has no adapter_config"):
+            load_adapter(tmp_path)
+
+    def test_neither_folder_nor_hub_id(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        with pytest.raises(AssistantError, match="neither a folder"):
+            load_adapter("no/such-adapter-anywhere")
+
+
+class TestBase:
+    def test_its_own_model_in_any_dtype(self) -> None:
+        model = build("llama")
+        base = BaseModel.of(model)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            base.check(copy.deepcopy(model).to(dtype))
+
+    def test_the_same_sizes_with_other_weights(self) -> None:
+        with pytest.raises(AssistantError, match="other weights"):
+            BaseModel.of(build("llama")).check(build("llama", seed=1))
+
+    def test_another_size(self) -> None:
+        model = build("llama")
+        base = replace(BaseModel.of(model), num_layers=30)
+        with pytest.raises(AssistantError, match=r"num_layers 30; .* has 3"):
+            base.check(model)

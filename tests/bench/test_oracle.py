@@ -1,0 +1,103 @@
+"""The oracle drafts exactly until its first mismatch, and is out of reach of `generate()`."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import hf_spec
+from hf_spec.bench import contenders as ways
+from hf_spec.bench.oracle import OraclePolicy, oracle
+from hf_spec.bench.prompts import Prompt
+from hf_spec.bench.runner import measure
+from hf_spec.decoding.length_policy import DraftedToken
+from tests.tiny_models import draft_model, repetitive_prompt, settled_prompt
+
+NEW_TOKENS = 24
+
+
+def expected_rounds(model: Any, draft: Any, ids: torch.Tensor) -> list[tuple[int, int]]:
+    """(drafted, accepted) of each round, from plain greedy generation of both models."""
+    sequence = model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)
+    rounds, at, end = [], ids.shape[1], sequence.shape[1]
+    while at < end:
+        room = end - at - 1
+        drafted = accepted = 0
+        text = sequence[:, :at]
+        while drafted < room and drafted == accepted:
+            with torch.no_grad():
+                token = int(draft(text).logits[0, -1].argmax())
+            drafted += 1
+            accepted += token == int(sequence[0, at + drafted - 1])
+            text = sequence[:, : at + drafted]
+        rounds.append((drafted, accepted))
+        at += accepted + 1
+    return rounds
+
+
+def test_it_drafts_until_its_first_mismatch(model: Any) -> None:
+    draft, ids = draft_model("llama"), settled_prompt("llama")
+    rounds = expected_rounds(model, draft, ids)
+    run = oracle(model, draft).run(ids, NEW_TOKENS)
+    assert run.stats is not None
+    assert run.target_forwards == len(rounds)
+    assert run.stats.drafted_tokens == sum(drafted for drafted, _ in rounds)
+    assert run.stats.accepted_tokens == sum(accepted for _, accepted in rounds) > 0
+    expected = model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)
+    assert torch.equal(run.sequence, expected[0])
+
+
+def test_no_length_is_too_long_for_it(model: Any) -> None:
+    run = oracle(model, copy.deepcopy(model)).run(repetitive_prompt(), NEW_TOKENS)
+    assert run.target_forwards == 1
+    assert run.stats is not None
+    assert run.stats.accepted_tokens == NEW_TOKENS - 1
+
+
+@pytest.mark.parametrize("length", [1, 3, 8])
+def test_no_static_length_needs_fewer_forwards_of_both(model: Any, length: int) -> None:
+    draft, ids = draft_model("llama"), settled_prompt("llama")
+    best = oracle(model, draft).run(ids, NEW_TOKENS)
+    other = ways.strategy(model, hf_spec.DraftConfig(max_draft_tokens=length), draft)
+    stats = other.run(ids, NEW_TOKENS).stats
+    assert best.stats is not None
+    assert stats is not None
+    assert best.stats.target_forwards <= stats.target_forwards
+    assert best.stats.drafted_tokens - best.stats.accepted_tokens <= best.stats.target_forwards
+
+
+def test_each_row_has_its_own_answer() -> None:
+    policy = OraclePolicy([[4, 5], [6]])
+    newest = [
+        DraftedToken(0, 4, 0, 1.0),
+        DraftedToken(1, 5, 0, 1.0),
+        DraftedToken(0, 5, 1, 1.0),
+        DraftedToken(1, 6, 1, 1.0),
+    ]
+    assert policy.goes_on(newest) == [True, False, True, False]
+
+
+def test_it_is_measured_without_the_time_of_its_recording(
+    model: Any, prompts: list[Prompt], tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain: list[int] = []
+    generate = type(model).generate
+
+    def watch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        plain.append("custom_generate" not in kwargs)
+        return generate(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(model), "generate", watch)
+    contenders = [oracle(model, draft_model("llama"))]
+    records = measure(contenders, prompts, tokenizer, 20, 2)
+    # The warm-up and every prompt: recorded once each, before the runs that are timed.
+    assert plain == [True, False] + 2 * [True, False, False, False]
+    assert all(r.target_forwards and r.identical for r in records)
+
+
+def test_no_config_can_name_it() -> None:
+    with pytest.raises(hf_spec.OptionError, match="unknown length_policy 'oracle'"):
+        hf_spec.DraftConfig(length_policy="oracle")

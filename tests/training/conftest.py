@@ -1,0 +1,66 @@
+"""A tiny target, its tokenizer, prompts, and the answers it gives."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from hf_spec.bench.prompts import Prompt
+from hf_spec.training.responses import (
+    Response,
+    ResponseSettings,
+    generate_responses,
+    read_responses,
+)
+from tests.tiny_models import VOCAB, build
+
+SETTINGS = ResponseSettings(max_new_tokens=12, max_prompt_tokens=40)
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return copy.deepcopy(build("llama"))
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Token 5 is the word w5."""
+    backend = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w3"))
+    backend.pre_tokenizer = Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="w0")
+
+
+@pytest.fixture
+def prompts() -> list[Prompt]:
+    """Eighteen prompts of different lengths, one half on code."""
+    generator = torch.Generator().manual_seed(0)
+    texts = [torch.randint(3, VOCAB, (2 + n % 5,), generator=generator) for n in range(18)]
+    return [
+        Prompt(f"p{n}", "code" if n % 2 else "qa", (" ".join(f"w{i}" for i in text.tolist()),))
+        for n, text in enumerate(texts)
+    ]
+
+
+@pytest.fixture
+def path(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    prompts: list[Prompt],
+    tmp_path: Path,
+) -> Path:
+    """A file with the answers to all prompts."""
+    file = tmp_path / "responses.jsonl"
+    generate_responses(model, tokenizer, prompts, file, SETTINGS, batch_size=8)
+    return file
+
+
+@pytest.fixture
+def responses(path: Path) -> list[Response]:
+    return list(read_responses(path))

@@ -1,0 +1,172 @@
+"""The training loop: resumed equals unbroken, cut up equals whole, and it does learn."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from hf_spec import OptionError
+from hf_spec.training.trainer import CHECKPOINT, METRICS, TrainSettings, shuffled_batches, train
+
+SETTINGS = TrainSettings(epochs=2, learning_rate=0.05, evaluate_every=4, save_every=3)
+
+
+class Line:
+    """A line to be fitted to noisy points; the noise makes the random numbers matter."""
+
+    def __init__(self) -> None:
+        self.slope = nn.Parameter(torch.zeros(2))
+        generator = torch.Generator().manual_seed(0)
+        self.inputs = torch.randn(60, 2, generator=generator)
+        self.outputs = self.inputs @ torch.tensor([1.0, -2.0])
+        self.stop_at: int | None = None
+        self.calls = 0
+
+    def loss(self, batch: list[int]) -> tuple[Tensor, int]:
+        self.calls += 1
+        if self.calls == self.stop_at:
+            raise KeyboardInterrupt
+        inputs = self.inputs[batch] + 0.01 * torch.randn(len(batch), 2)
+        return ((inputs @ self.slope - self.outputs[batch]) ** 2).sum(), len(batch)
+
+    def epochs(self, epoch: int) -> list[list[int]]:
+        return shuffled_batches([1 + i % 5 for i in range(60)], 30, 0, epoch)
+
+    def fit(self, folder: Path, settings: TrainSettings = SETTINGS, **options: Any) -> Tensor:
+        train({"slope": self.slope}, self.loss, self.epochs, settings, folder, **options)
+        return self.slope.detach()
+
+
+def metrics(folder: Path) -> list[dict[str, float]]:
+    rows = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
+
+
+def test_it_learns_and_reports(tmp_path: Path) -> None:
+    line = Line()
+    settings = replace(SETTINGS, epochs=20)
+    slope = line.fit(tmp_path, settings, evaluate=lambda: {"slope": float(line.slope[0])})
+    torch.testing.assert_close(slope, torch.tensor([1.0, -2.0]), atol=0.1, rtol=0)
+    rows = metrics(tmp_path)
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    assert rows[-1]["loss"] < rows[0]["loss"] / 20
+    assert [("slope" in row) for row in rows[:5]] == [False, False, False, True, False]
+    assert rows[-1]["slope"] == float(slope[0])
+
+
+@pytest.mark.parametrize("stop_at", [2, 5, 8, 9])
+def test_a_resumed_run_equals_an_unbroken_one(tmp_path: Path, stop_at: int) -> None:
+    whole = Line().fit(tmp_path / "whole")
+    broken = Line()
+    broken.stop_at = stop_at
+    with pytest.raises(KeyboardInterrupt):
+        broken.fit(tmp_path / "broken")
+    assert torch.equal(Line().fit(tmp_path / "broken"), whole)
+    assert metrics(tmp_path / "broken") == metrics(tmp_path / "whole")
+
+
+def test_a_finished_run_stays_finished(tmp_path: Path) -> None:
+    whole = Line().fit(tmp_path).clone()
+    again = Line()
+    assert torch.equal(again.fit(tmp_path), whole)
+    assert again.calls == 0
+
+
+def test_other_settings_are_refused(tmp_path: Path) -> None:
+    Line().fit(tmp_path)
+    with pytest.raises(OptionError, match="other settings"):
+        Line().fit(tmp_path, replace(SETTINGS, learning_rate=0.1))
+    with pytest.raises(OptionError, match="other settings"):
+        Line().fit(tmp_path, facts={"examples": 3})
+
+
+def test_an_unfinished_file_does_not_count(tmp_path: Path) -> None:
+    whole = Line().fit(tmp_path / "whole").clone()
+    (tmp_path / "part").mkdir()
+    (tmp_path / "part" / f"{CHECKPOINT}.part").write_bytes(b"half")
+    assert torch.equal(Line().fit(tmp_path / "part"), whole)
+
+
+class TestSteps:
+    def test_accumulating_counts_tokens_not_batches(self, tmp_path: Path) -> None:
+        """One batch of 3 and 7 inputs gives the gradient of one batch of 10."""
+        slopes = []
+        for name, batches in {"cut": [[0, 1, 2], [*range(3, 10)]], "whole": [[*range(10)]]}.items():
+            line = Line()
+            line.inputs.round_()
+            settings = replace(SETTINGS, epochs=1, accumulate=len(batches))
+            exact = lambda b, line=line: (  # noqa: E731
+                ((line.inputs[b] @ line.slope - line.outputs[b]) ** 2).sum(),
+                len(b),
+            )
+            train({"s": line.slope}, exact, lambda _, b=batches: b, settings, tmp_path / name)
+            slopes.append(line.slope.detach())
+        torch.testing.assert_close(slopes[0], slopes[1])
+
+    def test_the_rate_rises_and_falls(self) -> None:
+        settings = TrainSettings(learning_rate=1.0, warm_up=0.1)
+        rates = [settings.rate(step, 100) for step in range(100)]
+        assert rates[0] == pytest.approx(0.1)
+        assert max(rates) == rates[9] == pytest.approx(1.0)
+        assert rates[9:] == sorted(rates[9:], reverse=True)
+        assert rates[-1] == pytest.approx(0.1, abs=0.01)
+
+
+class TestBatches:
+    def test_every_text_once_within_the_limit(self) -> None:
+        lengths = [1 + i * 7 % 40 for i in range(100)]
+        batches = shuffled_batches(lengths, 120, seed=0, epoch=0)
+        assert sorted(index for batch in batches for index in batch) == list(range(100))
+        for batch in batches:
+            assert len(batch) == 1 or len(batch) * max(lengths[i] for i in batch) <= 120
+
+    def test_a_seed_and_an_epoch_fix_the_order(self) -> None:
+        lengths = [5] * 40
+        first = shuffled_batches(lengths, 20, seed=0, epoch=0)
+        assert first == shuffled_batches(lengths, 20, seed=0, epoch=0)
+        assert first != shuffled_batches(lengths, 20, seed=0, epoch=1)
+        assert first != shuffled_batches(lengths, 20, seed=1, epoch=0)
+
+    def test_a_text_longer_than_the_limit_stands_alone(self) -> None:
+        assert sorted(shuffled_batches([50, 2, 3], 10, 0, 0)) == [[0], [1, 2]]
+
+
+TWO_PROCESSES = """
+import sys
+from pathlib import Path
+from tests.training.test_trainer import Line, SETTINGS
+from dataclasses import replace
+line = Line()
+def loss(batch):
+    errors = line.inputs[batch] @ line.slope - line.outputs[batch]
+    return (errors**2).sum(), len(batch)
+from hf_spec.training.trainer import train
+train({"slope": line.slope}, loss, line.epochs, replace(SETTINGS, accumulate=2), Path(sys.argv[1]))
+"""
+
+
+def test_two_processes_equal_one(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(TWO_PROCESSES)
+    root = str(Path(__file__).parents[2])
+    for name, start in {
+        "one": [],
+        "two": ["-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=29617"],
+    }.items():
+        command = [sys.executable, *start, str(script), str(tmp_path / name)]
+        environment = {"PYTHONPATH": root, "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
+        subprocess.run(command, check=True, env=environment, capture_output=True, cwd=root)
+    one, two = (load_file(tmp_path / name / CHECKPOINT) for name in ("one", "two"))
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, rtol=1e-5, atol=1e-7)
+    for a, b in zip(metrics(tmp_path / "one"), metrics(tmp_path / "two"), strict=True):
+        assert a == pytest.approx(b, rel=1e-5)
