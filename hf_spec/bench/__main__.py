@@ -9,7 +9,6 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -21,7 +20,7 @@ from hf_spec.bench.prompts import load_prompts
 from hf_spec.bench.report import markdown, summary
 from hf_spec.bench.runner import measure, to_json
 from hf_spec.models.assistant import resolve_draft_model
-from hf_spec.strategies import LookupConfig, StrategyConfig, parse_strategy
+from hf_spec.strategies import LookupConfig
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -37,8 +36,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--strategy",
         action="append",
-        type=parse_entry,
-        help="NAME[:OPTION=JSON,...][@ASSISTANT], given once or more: these instead of the lookups",
+        type=ways.parse_entry,
+        help=f"{ways.ENTRY}, given once or more: these instead of the lookups",
     )
     parser.add_argument("--oracle", help="an assistant: chains of it that end where they must")
     parser.add_argument("--out", type=Path, help="JSON file")
@@ -64,24 +63,6 @@ def main(argv: list[str] | None = None) -> None:
         command = "python -m hf_spec.bench " + " ".join(argv if argv is not None else sys.argv[1:])
         facts = {"command": command, "summary": summary(records)}
         options.out.write_text(json.dumps(to_json(records, **facts), indent=1))
-
-
-def parse_entry(text: str) -> tuple[str, StrategyConfig, str | None]:
-    """Turn NAME[:OPTION=JSON,...][@ASSISTANT] into a name for tables, a config and an assistant.
-
-    Raises:
-        OptionError: for an unknown strategy or option.
-    """
-    head, _, assistant = text.partition("@")
-    name, _, given = head.partition(":")
-    options: dict[str, Any] = {"strategy": name}
-    for pair in filter(None, given.split(",")):
-        key, _, value = pair.partition("=")
-        try:
-            options[key] = json.loads(value)
-        except ValueError:
-            options[key] = value
-    return text, parse_strategy(options), assistant or None
 
 
 def _lookups(

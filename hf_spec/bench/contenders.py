@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_spec.outputs import SpecStats
-from hf_spec.strategies import StrategyConfig
+from hf_spec.strategies import StrategyConfig, parse_strategy
+
+# How a command line names a strategy; see `parse_entry`.
+ENTRY = "NAME[:OPTION=JSON,...][@ASSISTANT]"
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,24 @@ def strategy(
         return Run(output.sequences[0], stats.target_forwards, stats)
 
     return Contender(name or config.strategy, run)
+
+
+def parse_entry(text: str) -> tuple[str, StrategyConfig, str | None]:
+    """Turn NAME[:OPTION=JSON,...][@ASSISTANT] into a name for tables, a config and an assistant.
+
+    Raises:
+        OptionError: for an unknown strategy or option.
+    """
+    head, _, assistant = text.partition("@")
+    name, _, given = head.partition(":")
+    options: dict[str, Any] = {"strategy": name}
+    for pair in filter(None, given.split(",")):
+        key, _, value = pair.partition("=")
+        try:
+            options[key] = json.loads(value)
+        except ValueError:
+            options[key] = value
+    return text, parse_strategy(options), assistant or None
 
 
 def _counted(model: Any, ids: Tensor, **options: Any) -> Run:

@@ -16,11 +16,11 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_spec.bench.contenders import Contender, plain, strategy
+from hf_spec.bench.contenders import ENTRY, Contender, parse_entry, plain, strategy
 from hf_spec.bench.prompts import Prompt, load_prompts
 from hf_spec.bench.runner import environment
 from hf_spec.models.truncated import truncated_draft
-from hf_spec.strategies import DraftConfig, LookupConfig, TreeConfig
+from hf_spec.strategies import DraftConfig, GsdConfig, LookupConfig, TreeConfig
 
 
 def compare(
@@ -66,17 +66,25 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--model", required=True, help="folder or Hub id")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--per-task", type=int, help="prompts of each task; all by default")
-    parser.add_argument("--draft-layers", type=int, default=4, help="layers of the truncated draft")
+    parser.add_argument(
+        "--strategy",
+        action="append",
+        type=parse_entry,
+        help=f"{ENTRY}, once or more; by default lookup, and draft, tree and gsd with the model's "
+        "own first layers",
+    )
+    parser.add_argument("--draft-layers", type=int, default=4, help="layers of that draft model")
     parser.add_argument("--out", type=Path, help="JSON file")
     options = parser.parse_args(argv)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    draft = truncated_draft(model, options.draft_layers)
-    contenders = [
-        strategy(model, LookupConfig()),
-        strategy(model, DraftConfig(), draft),
-        strategy(model, TreeConfig(), draft),
-    ]
+    if options.strategy:
+        contenders = [strategy(model, config, given, n) for n, config, given in options.strategy]
+    else:
+        draft = truncated_draft(model, options.draft_layers)
+        configs = (DraftConfig(), TreeConfig(), GsdConfig())
+        contenders = [strategy(model, LookupConfig())]
+        contenders += [strategy(model, config, draft) for config in configs]
     prompts = load_prompts(per_task=options.per_task)
     rows = compare(plain(model), contenders, prompts, tokenizer, options.new_tokens)
     for contender in contenders:

@@ -19,31 +19,26 @@ import copy
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from hf_spec.adapters.folder import BaseModel, SpecAdapter, save_adapter
-from hf_spec.decoding.runner import ModelRunner
-from hf_spec.decoding.tree import DraftTree
 from hf_spec.errors import OptionError
 from hf_spec.models.assistant import resolve_draft_model
 from hf_spec.models.disco_classifier import FEATURES, METHOD, DiscoClassifier, draft_features
 from hf_spec.strategies.disco import find_draft_model
+from hf_spec.training.answers import answer_batches, answer_logits, stored
 from hf_spec.training.responses import Response
 
-SHARD_RESPONSES = 256
-# Answer tokens of one forward, and how many of their distributions are spread out at once.
-FORWARD_TOKENS = 1024
+# How many distributions of a forward are spread out at once.
 SPREAD_TOKENS = 128
 
 STATIC_LENGTHS = tuple(range(1, 11))
@@ -192,34 +187,21 @@ def observe(
         model: the target; runs only for soft labels.
         draft: the draft model.
         responses: in a fixed order, none of them empty.
-        folder: one safetensors file per 256 responses; those that are there are read.
+        folder: keeps what was observed; what is there is read.
         labels: "hard" or "soft".
 
     Raises:
         OptionError: if `folder` holds what was made of other models, labels or responses.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    models = {"draft": _digest(draft), "target": _digest(model), "labels": labels}
-    observed: list[Observed] = []
-    starts = range(0, len(responses), SHARD_RESPONSES)
-    for index, start in enumerate(tqdm(starts, desc="draft model's guesses", disable=None)):
-        shard = responses[start : start + SHARD_RESPONSES]
-        texts = json.dumps([asdict(response) for response in shard])
-        facts = {**models, "responses": hashlib.sha256(texts.encode()).hexdigest()}
-        path = folder / f"observed-{index:05d}.safetensors"
-        if not path.exists():
-            part = path.with_suffix(".part")
-            save_file(_run_shard(model, draft, shard, labels), part, metadata=facts)
-            part.replace(path)
-        with safe_open(path, "pt") as file:
-            found = file.metadata()
-        if differing := sorted(name for name in facts if found.get(name) != facts[name]):
-            raise OptionError(
-                f"{path} was made with another {', '.join(differing)}: choose another folder, or "
-                f"delete {folder}"
-            )
-        observed.extend(_split_shard(shard, load_file(path)))
-    return observed
+    facts = {"draft": _digest(draft), "target": _digest(model), "labels": labels}
+
+    def compute(shard: Sequence[Response]) -> dict[str, Tensor]:
+        return _guesses(model, draft, shard, labels)
+
+    return [
+        Observed(response.id, response.task, **found)
+        for response, found in stored(folder, "observed", responses, facts, compute)
+    ]
 
 
 def fit(
@@ -327,12 +309,11 @@ def _together(observed: Sequence[Observed]) -> tuple[Tensor, Tensor]:
     return torch.cat([o.features for o in observed]), torch.cat([o.labels for o in observed])
 
 
-@torch.inference_mode()
-def _run_shard(
+def _guesses(
     model: PreTrainedModel, draft: PreTrainedModel, shard: Sequence[Response], labels: str
 ) -> dict[str, Tensor]:
     parts: dict[str, list[Tensor]] = {"features": [], "matched": [], "labels": []}
-    for batch in _batches(shard):
+    for batch in answer_batches(shard):
         draft_logits = answer_logits(draft, batch)
         target_logits = answer_logits(model, batch) if labels == "soft" else draft_logits
         chosen = torch.tensor([token for response in batch for token in response.response])
@@ -357,34 +338,6 @@ def _describe(
         label = torch.minimum(probs, target).sum(dim=-1)
     features = draft_features(probs, places.to(probs.device))
     return {"features": features, "matched": matched, "labels": label}
-
-
-def answer_logits(model: PreTrainedModel, batch: Sequence[Response]) -> Tensor:
-    """(answer tokens, V) logits in front of each answer token, by the engine's packed forward."""
-    chains = [[*r.prompt[-1:], *r.response[:-1]] for r in batch]
-    tree = DraftTree.from_rows([(chain, list(range(-1, len(chain) - 1))) for chain in chains])
-    runner = ModelRunner(model, len(batch))
-    with runner.active():
-        return runner.forward(tree, [response.prompt for response in batch]).logits
-
-
-def _batches(shard: Sequence[Response]) -> Iterator[list[Response]]:
-    batch: list[Response] = []
-    size = 0
-    for response in shard:
-        if batch and size + len(response.response) > FORWARD_TOKENS:
-            yield batch
-            batch, size = [], 0
-        batch.append(response)
-        size += len(response.response)
-    yield batch
-
-
-def _split_shard(shard: Sequence[Response], tensors: dict[str, Tensor]) -> Iterator[Observed]:
-    lengths = [len(response.response) for response in shard]
-    columns = [tensors[name].split(lengths) for name in ("features", "matched", "labels")]
-    for response, features, matched, labels in zip(shard, *columns, strict=True):
-        yield Observed(response.id, response.task, features, matched, labels)
 
 
 def _named_draft(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_spec import LookupConfig, TreeConfig
+from hf_spec import GsdConfig, LookupConfig, OptionError, StrategyConfig, TreeConfig
 from hf_spec.bench import contenders as ways
 from tests.model_watch import count_forwards
 from tests.tiny_models import draft_model, settled_prompt
@@ -78,3 +78,26 @@ def test_economize(model: Any) -> None:
     run = contender.run(ids, NEW_TOKENS)
     assert torch.equal(run.sequence, ways.plain(model).run(ids, NEW_TOKENS).sequence)
     assert 0 < contender.count(ids, NEW_TOKENS) <= NEW_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("text", "config", "assistant"),
+    [
+        ("lookup", LookupConfig(), None),
+        (
+            "tree:children=2,length_policy=heuristic@a/b",
+            TreeConfig(children=2, length_policy="heuristic"),
+            "a/b",
+        ),
+        ("gsd:merge_length=null@x", GsdConfig(merge_length=None), "x"),
+    ],
+)
+def test_an_entry(text: str, config: StrategyConfig, assistant: str | None) -> None:
+    assert ways.parse_entry(text) == (text, config, assistant)
+
+
+def test_an_unknown_strategy_or_option() -> None:
+    with pytest.raises(OptionError, match="unknown spec_strategy 'no'"):
+        ways.parse_entry("no@x")
+    with pytest.raises(OptionError, match="no option depth"):
+        ways.parse_entry("tree:depth=2@x")

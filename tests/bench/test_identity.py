@@ -70,9 +70,20 @@ def test_command(folder: Path, tmp_path: Path, capsys: Any) -> None:
     status = main([*arguments, "--draft-layers", "2", "--out", str(out)])
     assert status == 0
     printed = capsys.readouterr().out
-    assert [line.partition(":")[0] for line in printed.splitlines()] == ["lookup", "draft", "tree"]
-    assert printed.count("6 of 6 identical, mean tau ") == 3
+    assert [line.partition(":")[0] for line in printed.splitlines()] == [
+        "lookup",
+        "draft",
+        "tree",
+        "gsd",
+    ]
+    assert printed.count("6 of 6 identical, mean tau ") == 4
     written = json.loads(out.read_text())
-    assert len(written["rows"]) == 18
+    assert len(written["rows"]) == 24
     assert written["dtype"] == "float32"
     assert written["new_tokens"] == 4
+
+
+def test_strategies_of_ones_own(folder: Path, capsys: Any) -> None:
+    arguments = ["--model", str(folder), "--new-tokens", "4", "--per-task", "1"]
+    assert main([*arguments, "--strategy", f"gsd:merge_length=0@{folder}"]) == 0
+    assert capsys.readouterr().out.startswith(f"gsd:merge_length=0@{folder}: 6 of 6 identical")

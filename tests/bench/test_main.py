@@ -8,10 +8,7 @@ from typing import Any
 
 import pytest
 
-import hf_spec
-from hf_spec.bench.__main__ import main, parse_entry
-
-TREE = hf_spec.TreeConfig(children=2, length_policy="heuristic")
+from hf_spec.bench.__main__ import main
 
 
 def test_the_table_is_printed_and_every_record_written(
@@ -47,18 +44,6 @@ def test_strategies_of_ones_own(
     assert len(records[1]["stats"]["accepted_by_position"]) == 2
     assert records[2]["stats"]["counters"]["rounds"] > 0
     assert "| rounds with a merged token accepted |" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("text", "config", "assistant"),
-    [
-        ("lookup", hf_spec.LookupConfig(), None),
-        ("tree:children=2,length_policy=heuristic@a/b", TREE, "a/b"),
-        ("gsd:merge_length=null@x", hf_spec.GsdConfig(merge_length=None), "x"),
-    ],
-)
-def test_an_entry(text: str, config: hf_spec.StrategyConfig, assistant: str | None) -> None:
-    assert parse_entry(text) == (text, config, assistant)
 
 
 def test_the_model_must_be_named(capsys: Any) -> None:

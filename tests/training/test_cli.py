@@ -110,3 +110,23 @@ def test_help_teaches() -> None:
         text = " ".join(run(group, "disco", "--help").output.split())
         assert "--model" in text
     assert "spec_strategy" in " ".join(run("train", "disco", "--help").output.split())
+
+
+def test_from_prompts_to_a_trained_draft(model_folder: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [{"id": f"p{n}", "task": "qa", "turns": ["ba" * (n + 1)]} for n in range(40)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    answers, out = tmp_path / "answers.jsonl", tmp_path / "draft"
+    runner, app = CliRunner(), cli.build_app()
+    common = ["--model", str(model_folder), "--dtype", "float32"]
+    arguments = ["--prompts", str(prompts), "--out", str(answers), "--max-new-tokens", "6"]
+    result = runner.invoke(app, ["train", "responses", *common, *arguments])
+    assert result.exit_code == 0, result.output
+    assert "0 prompts were too long" in result.output
+    assert len(answers.read_text().splitlines()) == 41
+    arguments = ["--responses", str(answers), "--out", str(out), "--layers", "1", "--rank", "2"]
+    result = runner.invoke(app, ["train", "draft", *common, *arguments, "--epochs", "1"])
+    assert result.exit_code == 0, result.output
+    assert "agreement" in result.output
+    assert load_adapter(out, "draft").options["num_layers"] == 1
+    assert (tmp_path / "answers.teacher").is_dir()

@@ -15,7 +15,7 @@ import torch
 from hf_spec import OptionError
 from hf_spec.adapters.folder import load_adapter
 from hf_spec.models.disco_classifier import DiscoClassifier, draft_features
-from hf_spec.training import disco as training
+from hf_spec.training import answers, disco
 from hf_spec.training.disco import (
     DiscoTrainSettings,
     Observed,
@@ -49,9 +49,9 @@ def responses() -> list[Response]:
 @pytest.fixture
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several shards, several forwards in each, several slices of each forward."""
-    monkeypatch.setattr(training, "SHARD_RESPONSES", 5)
-    monkeypatch.setattr(training, "FORWARD_TOKENS", 40)
-    monkeypatch.setattr(training, "SPREAD_TOKENS", 7)
+    monkeypatch.setattr(answers, "SHARD_RESPONSES", 5)
+    monkeypatch.setattr(answers, "FORWARD_TOKENS", 40)
+    monkeypatch.setattr(disco, "SPREAD_TOKENS", 7)
 
 
 def learnable(count: int = 30, seed: int = 0) -> list[Observed]:
@@ -135,7 +135,7 @@ class TestObserve:
         for arguments, named in (
             ((model, draft_model("llama", 1), responses, tmp_path, "hard"), "draft"),
             ((model, draft, responses, tmp_path, "soft"), "labels"),
-            ((model, draft, changed, tmp_path, "hard"), "responses"),
+            ((model, draft, changed, tmp_path, "hard"), "answers"),
             ((build("llama", seed=4), draft, responses, tmp_path, "hard"), "target"),
         ):
             with pytest.raises(OptionError, match=f"another {named}: choose another folder"):

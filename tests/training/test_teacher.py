@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_spec import OptionError
-from hf_spec.training import teacher
+from hf_spec.training import answers
 from hf_spec.training.responses import Response
 from hf_spec.training.teacher import teacher_examples
 
@@ -17,8 +17,8 @@ from hf_spec.training.teacher import teacher_examples
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several shards and forwards, out of few answers."""
-    monkeypatch.setattr(teacher, "SHARD_RESPONSES", 7)
-    monkeypatch.setattr(teacher, "FORWARD_TOKENS", 30)
+    monkeypatch.setattr(answers, "SHARD_RESPONSES", 7)
+    monkeypatch.setattr(answers, "FORWARD_TOKENS", 30)
 
 
 def test_they_are_the_probabilities_of_a_plain_forward(
@@ -57,7 +57,7 @@ def test_another_run_is_refused(
     model: PreTrainedModel, responses: list[Response], tmp_path: Path
 ) -> None:
     teacher_examples(model, responses, tmp_path / "t", top=4)
-    with pytest.raises(OptionError, match="top 4"):
+    with pytest.raises(OptionError, match="another top"):
         teacher_examples(model, responses, tmp_path / "t", top=5)
-    with pytest.raises(OptionError, match="belongs to another run"):
+    with pytest.raises(OptionError, match="another answers"):
         teacher_examples(model, responses[::-1], tmp_path / "t", top=4)

@@ -1,0 +1,114 @@
+"""Packed forwards over answers, and what they gave, kept on disk in shards.
+
+A pass over all answers costs minutes to hours. Its results are written shard by shard, so an
+interrupted pass goes on where it stopped and a later training reads them back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from hf_spec.decoding.runner import ModelRunner
+from hf_spec.decoding.tree import DraftTree
+from hf_spec.errors import OptionError
+from hf_spec.training.responses import Response
+
+SHARD_RESPONSES = 256
+# Answer tokens of one packed forward: their logits over the whole vocabulary are held at once.
+FORWARD_TOKENS = 1024
+
+
+def answer_logits(model: PreTrainedModel, batch: Sequence[Response]) -> Tensor:
+    """(answer tokens, V) logits in front of each answer token, by the engine's packed forward."""
+    chains = [[*r.prompt[-1:], *r.response[:-1]] for r in batch]
+    tree = DraftTree.from_rows([(chain, list(range(-1, len(chain) - 1))) for chain in chains])
+    runner = ModelRunner(model, len(batch))
+    with runner.active():
+        return runner.forward(tree, [response.prompt for response in batch]).logits
+
+
+def answer_batches(responses: Sequence[Response]) -> Iterator[list[Response]]:
+    """Neighbours in groups of at most FORWARD_TOKENS answer tokens; a longer one stands alone."""
+    batch: list[Response] = []
+    size = 0
+    for response in responses:
+        if batch and size + len(response.response) > FORWARD_TOKENS:
+            yield batch
+            batch, size = [], 0
+        batch.append(response)
+        size += len(response.response)
+    if batch:
+        yield batch
+
+
+def stored(
+    folder: Path,
+    name: str,
+    responses: Sequence[Response],
+    facts: dict[str, str],
+    compute: Callable[[Sequence[Response]], dict[str, Tensor]],
+) -> Iterator[tuple[Response, dict[str, Tensor]]]:
+    """What `compute` says of every answer, computed where `folder` does not hold it yet.
+
+    Args:
+        folder: created if need be; one safetensors file per 256 answers.
+        name: of the files, and of the pass on the progress bar.
+        responses: in a fixed order, none of them empty; more may be appended between calls.
+        facts: what the result depends on beside the answers.
+        compute: answers -> tensors whose first dimension is all their tokens, one after the other.
+
+    Yields:
+        Each answer with its own part of the tensors.
+
+    Raises:
+        OptionError: if `folder` holds the results of other facts or answers.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    starts = range(0, len(responses), SHARD_RESPONSES)
+    for index, start in enumerate(tqdm(starts, desc=name, disable=None)):
+        shard = responses[start : start + SHARD_RESPONSES]
+        digests = [_digest(response) for response in shard]
+        path = folder / f"{name.replace(' ', '-')}-{index:05d}.safetensors"
+        known = _check(path, facts, digests) if path.exists() else 0
+        if known < len(shard):
+            part = path.with_suffix(".part")
+            with torch.inference_mode():
+                tensors = compute(shard)
+            save_file(tensors, part, metadata={**facts, "answers": json.dumps(digests)})
+            part.replace(path)
+        lengths = [len(response.response) for response in shard]
+        columns = {key: tensor.split(lengths) for key, tensor in load_file(path).items()}
+        for place, response in enumerate(shard):
+            yield response, {key: column[place] for key, column in columns.items()}
+
+
+def _check(path: Path, facts: dict[str, str], digests: Sequence[str]) -> int:
+    """How many answers a shard holds; they must be the first ones of `digests`."""
+    with safe_open(path, "pt") as file:
+        found = file.metadata()
+    answers = json.loads(found.pop("answers", "[]"))
+    differing = sorted(name for name in facts if found.get(name) != facts[name])
+    if answers != digests[: len(answers)] or not answers:
+        differing.append("answers")
+    if differing:
+        raise OptionError(
+            f"{path} was made with another {', '.join(differing)}: choose another folder, or "
+            f"delete {path.parent}"
+        )
+    return len(answers)
+
+
+def _digest(response: Response) -> str:
+    text = json.dumps(asdict(response), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

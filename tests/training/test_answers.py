@@ -1,0 +1,99 @@
+"""Passes over answers: the plain forward's logits, and shards that are made once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_spec import OptionError
+from hf_spec.training import answers
+from hf_spec.training.answers import answer_batches, answer_logits, stored
+from hf_spec.training.responses import Response
+
+FACTS = {"model": "tiny"}
+
+
+def test_logits_are_those_of_plain_forwards(
+    model: PreTrainedModel, responses: list[Response]
+) -> None:
+    batch = responses[:5]
+    with torch.no_grad():
+        found = answer_logits(model, batch).split([len(r.response) for r in batch])
+        for response, logits in zip(batch, found, strict=True):
+            text = torch.tensor([[*response.prompt, *response.response[:-1]]])
+            expected = model(text).logits[0, len(response.prompt) - 1 :]
+            torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_batches_keep_the_order_and_the_limit(
+    responses: list[Response], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answers, "FORWARD_TOKENS", 30)
+    batches = list(answer_batches(responses))
+    assert [r for batch in batches for r in batch] == responses
+    assert max(len(batch) for batch in batches) > 1
+    assert all(sum(len(r.response) for r in batch) <= 30 for batch in batches)
+    long = replace(responses[0], response=[1] * 31)
+    assert list(answer_batches([long, responses[1]])) == [[long], [responses[1]]]
+    assert list(answer_batches([])) == []
+
+
+class TestStored:
+    """Shards of five answers, with a pass that counts its calls."""
+
+    @pytest.fixture(autouse=True)
+    def small(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(answers, "SHARD_RESPONSES", 5)
+        self.calls: list[int] = []
+
+    def compute(self, shard: Sequence[Response]) -> dict[str, Tensor]:
+        self.calls.append(len(shard))
+        return {"doubled": torch.tensor([2 * token for r in shard for token in r.response])}
+
+    def run(self, folder: Path, responses: list[Response], **facts: str) -> None:
+        pairs = list(stored(folder, "a pass", responses, {**FACTS, **facts}, self.compute))
+        assert [response for response, _ in pairs] == responses
+        for response, found in pairs:
+            assert found["doubled"].tolist() == [2 * token for token in response.response]
+
+    def test_every_answer_gets_its_part_once(
+        self, responses: list[Response], tmp_path: Path
+    ) -> None:
+        self.run(tmp_path / "new", responses)
+        assert self.calls == [5, 5, 5, 3]
+        self.run(tmp_path / "new", responses)
+        assert self.calls == [5, 5, 5, 3]
+        names = sorted(path.name for path in (tmp_path / "new").iterdir())
+        assert names == [f"a-pass-{i:05d}.safetensors" for i in range(4)]
+
+    def test_an_interrupted_pass_goes_on(self, responses: list[Response], tmp_path: Path) -> None:
+        iterator = stored(tmp_path, "a pass", responses, FACTS, self.compute)
+        for _ in range(7):
+            next(iterator)
+        (tmp_path / "a-pass-00002.part").write_bytes(b"half a file")
+        self.run(tmp_path, responses)
+        assert self.calls == [5, 5, 5, 3]
+
+    def test_appended_answers_complete_the_last_shard(
+        self, responses: list[Response], tmp_path: Path
+    ) -> None:
+        self.run(tmp_path, responses[:7])
+        self.run(tmp_path, responses)
+        assert self.calls == [5, 2, 5, 5, 3]
+
+    def test_other_facts_or_answers_are_refused(
+        self, responses: list[Response], tmp_path: Path
+    ) -> None:
+        self.run(tmp_path, responses)
+        with pytest.raises(OptionError, match="another model: choose another folder"):
+            self.run(tmp_path, responses, model="other")
+        with pytest.raises(OptionError, match="another answers"):
+            self.run(tmp_path, responses[::-1])
+        with pytest.raises(OptionError, match="another answers"):
+            self.run(tmp_path, [replace(responses[0], response=[1]), *responses[1:]])
