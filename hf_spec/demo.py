@@ -145,9 +145,11 @@ def demo(
     strategy: Annotated[str, typer.Option(help="Speculative strategy.")] = "lookup",
     repeats: Annotated[int, typer.Option(min=1, help="Timed pairs of runs per prompt.")] = 3,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="New tokens per run.")] = 128,
+    assistant: Annotated[
+        str | None, typer.Option(help="Folder or Hub id of an adapter or a draft model.")
+    ] = None,
     draft_layers: Annotated[
-        int | None,
-        typer.Option(min=1, help="Draft with the model's own first layers, for draft and tree."),
+        int | None, typer.Option(min=1, help="Draft with the model's own first layers instead.")
     ] = None,
 ) -> None:
     """Generate three prompts plainly and speculatively with a small real model, and compare.
@@ -156,7 +158,7 @@ def demo(
     """
     console = Console()
     model, tokenizer = _load_model()
-    spec_arguments: dict[str, Any] = {"spec_strategy": strategy}
+    spec_arguments: dict[str, Any] = {"spec_strategy": strategy, "assistant": assistant}
     if draft_layers is not None:
         spec_arguments["assistant"] = hf_spec.truncated_draft(model, num_layers=draft_layers)
     subject = Subject(model, tokenizer, spec_arguments, max_new_tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,8 @@ from typer.testing import CliRunner
 
 from hf_spec import cli, demo
 from hf_spec.demo import Comparison, Run, Subject
+
+DRAFT = Path(__file__).parents[1] / "examples" / "adapters" / "smollm2-135m-draft"
 
 
 def speculative(token_ids: list[int], seconds: float) -> Run:
@@ -88,11 +91,12 @@ def test_demo_fails_if_an_output_differs(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.real
+@pytest.mark.parametrize("strategy", [(), ("--strategy", "tree", "--assistant", str(DRAFT))])
 def test_demo_with_the_real_model(
-    smollm2: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+    strategy: tuple[str, ...], smollm2: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(demo, "_load_model", lambda: smollm2)
-    arguments = ["demo", "--repeats", "1", "--max-new-tokens", "12"]
+    arguments = ["demo", *strategy, "--repeats", "1", "--max-new-tokens", "12"]
     result = CliRunner().invoke(cli.build_app(), arguments)
     assert result.exit_code == 0, result.output
     # One row for each prompt and one for all of them.
