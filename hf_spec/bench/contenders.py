@@ -105,18 +105,29 @@ def strategy(
     """One of our strategies."""
 
     def run(ids: Tensor, new_tokens: int) -> Run:
-        output = model.generate(
-            ids.to(model.device),
-            max_new_tokens=new_tokens,
-            do_sample=False,
-            spec_strategy=config,
-            assistant=assistant,
-            return_dict_in_generate=True,
-        )
-        stats = output.spec_stats
-        return Run(output.sequences[0], stats.target_forwards, stats)
+        return speculative(model, ids, new_tokens, spec_strategy=config, assistant=assistant)
 
     return Contender(name or config.strategy, run)
+
+
+def speculative(model: Any, ids: Tensor, new_tokens: int, **method: Any) -> Run:
+    """One greedy generation by our engine.
+
+    Args:
+        model: the target.
+        ids: (1, L) int64.
+        new_tokens: most tokens generated.
+        **method: what makes `generate()` speculate.
+    """
+    output = model.generate(
+        ids.to(model.device),
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        return_dict_in_generate=True,
+        **method,
+    )
+    stats = output.spec_stats
+    return Run(output.sequences[0], stats.target_forwards, stats)
 
 
 def parse_entry(text: str) -> tuple[str, StrategyConfig, str | None]:

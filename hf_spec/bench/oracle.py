@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_spec.bench.contenders import Contender, Run
+from hf_spec.bench.contenders import Contender, Run, speculative
 from hf_spec.decoding.engine import generate_with
 from hf_spec.decoding.length_policy import DraftedToken, LengthPolicy
 from hf_spec.strategies.draft_model import DraftConfig, DraftModelDrafter
@@ -64,19 +65,7 @@ def oracle(model: Any, draft: PreTrainedModel, name: str = "oracle") -> Contende
     def run(ids: Tensor, new_tokens: int) -> Run:
         policy = OraclePolicy([answer(ids, new_tokens)])
         drafter = DraftModelDrafter(DraftConfig(), draft, policy)
-
-        def decode(model: PreTrainedModel, input_ids: Tensor, **prepared: Any) -> Any:
-            return generate_with(drafter, model, input_ids, **prepared)
-
-        output = model.generate(
-            ids.to(model.device),
-            max_new_tokens=new_tokens,
-            do_sample=False,
-            return_dict_in_generate=True,
-            custom_generate=decode,
-        )
-        stats = output.spec_stats
-        return Run(output.sequences[0], stats.target_forwards, stats)
+        return speculative(model, ids, new_tokens, custom_generate=partial(generate_with, drafter))
 
     def count(ids: Tensor, new_tokens: int) -> int:
         return run(ids, new_tokens).target_forwards or 0

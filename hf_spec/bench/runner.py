@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 
-from hf_spec.bench.contenders import Contender
+from hf_spec.bench.contenders import Contender, Run
 from hf_spec.bench.prompts import Prompt
 from hf_spec.outputs import SpecStats
 
@@ -79,7 +80,7 @@ def measure(
     new_tokens: int,
     repeats: int,
     progress: Callable[[], None] = lambda: None,
-) -> list[Record]:
+) -> Iterator[list[Record]]:
     """Time every contender on every prompt.
 
     Args:
@@ -90,28 +91,20 @@ def measure(
         repeats: timed repetitions; the order of the contenders rotates from one to the next.
         progress: called after every generation.
 
-    Returns:
-        One record per contender, prompt and repetition; a warm-up on the first prompt is not timed.
+    Yields:
+        Prompt by prompt, one record per contender and repetition; a warm-up on the first prompt is
+        not timed.
     """
-    reference = contenders[0]
     warm_up = prompts[0].encode(tokenizer)
     for contender in contenders:
         contender.run(warm_up, min(new_tokens, 16))
-    records: list[Record] = []
     for prompt in prompts:
         ids = prompt.encode(tokenizer)
         counts = {c.name: c.count(ids, new_tokens) for c in contenders if c.count is not None}
+        records: list[Record] = []
         for repeat in range(repeats):
-            turn = repeat % len(contenders)
-            runs = {}
-            for contender in [*contenders[turn:], *contenders[:turn]]:
-                _synchronize()
-                start = time.perf_counter()
-                run = contender.run(ids, new_tokens)
-                _synchronize()
-                runs[contender.name] = run, time.perf_counter() - start
-                progress()
-            expected, plain_seconds = runs[reference.name]
+            runs = _timed(contenders, repeat, ids, new_tokens, progress)
+            expected, plain_seconds = runs[contenders[0].name]
             for name, (run, seconds) in runs.items():
                 records.append(
                     Record(
@@ -127,7 +120,27 @@ def measure(
                         None if run.stats is None else StrategyStats.of(run.stats),
                     )
                 )
-    return records
+        yield records
+
+
+def _timed(
+    contenders: Sequence[Contender],
+    repeat: int,
+    ids: Tensor,
+    new_tokens: int,
+    progress: Callable[[], None],
+) -> dict[str, tuple[Run, float]]:
+    """One run of every contender with its seconds, in the order of this repetition."""
+    turn = repeat % len(contenders)
+    runs = {}
+    for contender in [*contenders[turn:], *contenders[:turn]]:
+        _synchronize()
+        start = time.perf_counter()
+        run = contender.run(ids, new_tokens)
+        _synchronize()
+        runs[contender.name] = run, time.perf_counter() - start
+        progress()
+    return runs
 
 
 def environment() -> dict[str, Any]:

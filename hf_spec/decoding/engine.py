@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
-from hf_spec.checks import check_inputs, check_streamer
+from hf_spec.call_checks import check_inputs, check_streamer
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.loop import speculative_decode
 from hf_spec.decoding.processors import check_processors

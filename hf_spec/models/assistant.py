@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Hashable
 from weakref import WeakKeyDictionary
 
-import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_spec.adapters.folder import is_adapter, load_adapter
-from hf_spec.checks import check_model
 from hf_spec.errors import AssistantError, SpecError
+from hf_spec.model_checks import check_model
 from hf_spec.models.trained_draft import METHOD, draft_from_adapter
 
-# Loading takes seconds; a name given in every call is loaded once per target model, and again if
-# the target moves.
-_Key = tuple[str, torch.device, torch.dtype]
-_LOADED: WeakKeyDictionary[PreTrainedModel, dict[_Key, PreTrainedModel]] = WeakKeyDictionary()
+_DRAFTS: WeakKeyDictionary[PreTrainedModel, dict[Hashable, PreTrainedModel]] = WeakKeyDictionary()
 
 
 def resolve_draft_model(
@@ -59,12 +56,28 @@ def resolve_draft_model(
     return model
 
 
+def made_once(
+    target: PreTrainedModel, key: Hashable, make: Callable[[], PreTrainedModel]
+) -> PreTrainedModel:
+    """The draft model of `target` that `make` gives, kept as long as the target lives.
+
+    Args:
+        target: the model that generates.
+        key: what tells this draft model from others of the same target.
+        make: called the first time.
+    """
+    known = _DRAFTS.setdefault(target, {})
+    if key not in known:
+        known[key] = make()
+    return known[key]
+
+
 def _load(name: str, target: PreTrainedModel) -> PreTrainedModel:
-    loaded = _LOADED.setdefault(target, {})
-    key = (name, target.device, target.dtype)
-    if key not in loaded:
-        loaded[key] = _from_adapter(name, target) if is_adapter(name) else _model(name, target)
-    return loaded[key]
+    def make() -> PreTrainedModel:
+        return _from_adapter(name, target) if is_adapter(name) else _model(name, target)
+
+    # Loading takes seconds; it is done again only if the target moves.
+    return made_once(target, (name, target.device, target.dtype), make)
 
 
 def _from_adapter(name: str, target: PreTrainedModel) -> PreTrainedModel:

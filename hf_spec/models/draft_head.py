@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 
-class DraftHead(nn.Module):
-    """Scores the tokens of `vocabulary` and gives every other one the logit -inf.
+class FewTokensHead(nn.Module):
+    """The target's head for the tokens of `vocabulary`; every other one gets the logit -inf.
 
     Args:
         head: (V, hidden size) head of the target. Without a vocabulary it is shared, with one its
@@ -28,7 +28,8 @@ class DraftHead(nn.Module):
         vocabulary: (R,) int64 token ids, ascending; None for all.
 
     Attributes:
-        bridge: (hidden size, hidden size), the identity at first.
+        full_size: V.
+        size: R, or V.
     """
 
     vocabulary: Tensor | None
@@ -36,15 +37,16 @@ class DraftHead(nn.Module):
     def __init__(self, head: Any, vocabulary: Tensor | None):
         super().__init__()
         weight: Tensor = head.weight.detach()
-        place: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
-        self.full_size, size = weight.shape
-        self.bridge: Any = nn.Linear(size, size, bias=False, **place)
-        nn.init.eye_(self.bridge.weight)
+        self.full_size, width = weight.shape
+        self.size = self.full_size
         self.scores = head
         if vocabulary is not None:
             vocabulary = vocabulary.to(weight.device)
+            self.size = len(vocabulary)
             bias = getattr(head, "bias", None)
-            self.scores = nn.Linear(size, len(vocabulary), bias=bias is not None, **place)
+            self.scores = nn.Linear(
+                width, self.size, bias=bias is not None, device=weight.device, dtype=weight.dtype
+            )
             self.scores.requires_grad_(False).weight.copy_(weight[vocabulary])
             if bias is not None:
                 self.scores.bias.copy_(bias.detach()[vocabulary])
@@ -52,7 +54,19 @@ class DraftHead(nn.Module):
 
     def known(self, hidden: Tensor) -> Tensor:
         """(..., hidden size) -> (..., R), the logits of the vocabulary alone."""
-        return self.scores(self.bridge(hidden))
+        return self.scores(hidden)
+
+    def tokens(self, places: Tensor) -> Tensor:
+        """Token ids of places in the vocabulary."""
+        return places if self.vocabulary is None else self.vocabulary[places]
+
+    def places(self) -> Tensor:
+        """(V,) int64 where each token stands in the vocabulary, -1 for those outside."""
+        if self.vocabulary is None:
+            return torch.arange(self.full_size)
+        places = torch.full((self.full_size,), -1)
+        places[self.vocabulary.cpu()] = torch.arange(self.size)
+        return places
 
     def forward(self, hidden: Tensor) -> Tensor:
         """(..., hidden size) -> (..., V)."""
@@ -62,6 +76,27 @@ class DraftHead(nn.Module):
         logits = few.new_full((*few.shape[:-1], self.full_size), float("-inf"))
         logits[..., self.vocabulary] = few
         return logits
+
+
+class DraftHead(FewTokensHead):
+    """A `FewTokensHead` behind a bridge.
+
+    Attributes:
+        bridge: (hidden size, hidden size), the identity at first.
+    """
+
+    def __init__(self, head: Any, vocabulary: Tensor | None):
+        super().__init__(head, vocabulary)
+        weight: Tensor = head.weight.detach()
+        size = weight.shape[1]
+        self.bridge: Any = nn.Linear(
+            size, size, bias=False, device=weight.device, dtype=weight.dtype
+        )
+        nn.init.eye_(self.bridge.weight)
+
+    def known(self, hidden: Tensor) -> Tensor:
+        """(..., hidden size) -> (..., R), the logits of the vocabulary alone."""
+        return super().known(self.bridge(hidden))
 
 
 def frequent_tokens(texts: Iterable[Iterable[int]], size: int, always: Iterable[int]) -> Tensor:

@@ -5,7 +5,6 @@ Embeddings are the target's own, and so is the head behind a learned bridge, or 
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from transformers import PreTrainedModel
 from hf_spec.adapters.folder import BaseModel, SpecAdapter
 from hf_spec.errors import AssistantError
 from hf_spec.models.draft_head import DraftHead
-from hf_spec.models.truncated import truncated_draft
+from hf_spec.models.truncated import own_copy, truncated_draft
 
 METHOD = "draft"
 LORA_PREFIX = "lora."
@@ -42,9 +41,8 @@ class TrainableDraft:
     ):
         self.num_layers, self.rank, self.vocabulary = num_layers, rank, vocabulary
         self._base = BaseModel.of(target)
-        self.model = truncated_draft(target, num_layers)
+        self.model = own_copy(truncated_draft(target, num_layers))
         ends = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
-        _copy_layers(self.model, {id(module) for module in ends})
         self.model.requires_grad_(False)
         names = [name for name, module in self.model.named_modules() if _is_product(module, ends)]
         config = LoraConfig(r=rank, lora_alpha=rank, target_modules=names, lora_dropout=0.0)
@@ -127,17 +125,6 @@ def draft_from_adapter(adapter: SpecAdapter, target: PreTrainedModel) -> PreTrai
 def _is_product(module: nn.Module, ends: tuple[nn.Module, ...]) -> bool:
     """Whether the LoRA belongs to `module`: a linear layer, but neither embedding nor head."""
     return isinstance(module, nn.Linear) and module not in ends
-
-
-def _copy_layers(module: nn.Module, shared: set[int]) -> None:
-    """Replace every submodule by a copy, except the `shared` ones and what contains them."""
-    for name, child in list(module.named_children()):
-        if id(child) in shared:
-            continue
-        if any(id(inner) in shared for inner in child.modules()):
-            _copy_layers(child, shared)
-        else:
-            setattr(module, name, copy.deepcopy(child))
 
 
 def _shape(shape: Any) -> str:

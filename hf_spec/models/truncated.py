@@ -1,4 +1,4 @@
-"""A draft model for everyone: the target's own first layers, sharing its weights."""
+"""A model made of some of another's layers; the first ones are a draft model for everyone."""
 
 from __future__ import annotations
 
@@ -32,6 +32,16 @@ def truncated_draft(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
             f"num_layers={num_layers!r}: {type(model).__name__} has {depth} layers, "
             f"so a truncated draft has 1 to {depth - 1}"
         )
+    return with_layers(model, range(num_layers))
+
+
+def with_layers(model: PreTrainedModel, kept: range) -> PreTrainedModel:
+    """A model made of the layers `kept` of `model`; every module is shared, also those layers.
+
+    Raises:
+        OptionError: if the layers cannot be found.
+    """
+    depth = model.config.get_text_config().num_hidden_layers
     stacks = [
         module
         for module in model.modules()
@@ -40,28 +50,45 @@ def truncated_draft(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
     if len(stacks) != 1:
         raise OptionError(
             f"{type(model).__name__} has {len(stacks)} lists of {depth} layers; "
-            "truncated_draft needs exactly one"
+            "to cut it, it needs exactly one"
         )
     config = copy.deepcopy(model.config)
     text_config = config.get_text_config()
-    text_config.num_hidden_layers = num_layers
+    text_config.num_hidden_layers = len(kept)
     if getattr(text_config, "layer_types", None) is not None:
-        text_config.layer_types = list(text_config.layer_types[:num_layers])
+        text_config.layer_types = [text_config.layer_types[index] for index in kept]
     with torch.device("meta"):
-        draft = type(model)(config)
-    _share(model, draft, stacks[0], num_layers)
-    draft.generation_config = copy.deepcopy(model.generation_config)
-    return draft.train(model.training)
+        part = type(model)(config)
+    _share(model, part, stacks[0], kept)
+    part.generation_config = copy.deepcopy(model.generation_config)
+    return part.train(model.training)
 
 
-def _share(source: nn.Module, copied: nn.Module, stack: nn.ModuleList, num_layers: int) -> None:
-    """Make `copied` use the submodules of `source`, with the layer stack cut."""
+def own_copy(part: PreTrainedModel) -> PreTrainedModel:
+    """Give a cut model its own copy of everything but embeddings and head; returns the model."""
+    shared = {id(part.get_input_embeddings()), id(part.get_output_embeddings())}
+    _copy_unshared(part, shared)
+    return part
+
+
+def _copy_unshared(module: nn.Module, shared: set[int]) -> None:
+    for name, child in list(module.named_children()):
+        if id(child) in shared:
+            continue
+        if any(id(inner) in shared for inner in child.modules()):
+            _copy_unshared(child, shared)
+        else:
+            setattr(module, name, copy.deepcopy(child))
+
+
+def _share(source: nn.Module, copied: nn.Module, stack: nn.ModuleList, kept: range) -> None:
+    """Make `copied` use the submodules of `source`, of the layer stack those in `kept`."""
     copied._parameters.update(source._parameters)
     copied._buffers.update(source._buffers)
     for name, child in source.named_children():
         if child is stack:
-            setattr(copied, name, nn.ModuleList(stack[:num_layers]))
+            setattr(copied, name, nn.ModuleList(stack[index] for index in kept))
         elif any(module is stack for module in child.modules()):
-            _share(child, getattr(copied, name), stack, num_layers)
+            _share(child, getattr(copied, name), stack, kept)
         else:
             setattr(copied, name, child)

@@ -14,10 +14,9 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -26,15 +25,12 @@ from transformers import PreTrainedModel
 from hf_spec.adapters.folder import SpecAdapter, load_adapter
 from hf_spec.decoding.length_policy import DraftedToken, LengthPolicy, register_policy
 from hf_spec.errors import AssistantError, OptionError
-from hf_spec.models.assistant import resolve_draft_model
+from hf_spec.models.assistant import made_once, resolve_draft_model
 from hf_spec.models.disco_classifier import METHOD, DiscoClassifier, draft_features
 from hf_spec.models.truncated import truncated_draft
 from hf_spec.strategies.base import register
 from hf_spec.strategies.draft_model import DraftConfig, DraftModelDrafter
 from hf_spec.strategies.draft_model import make_drafter as make_chain_drafter
-
-# A truncated draft model is built once per target and depth.
-_TRUNCATED: WeakKeyDictionary[PreTrainedModel, dict[int, PreTrainedModel]] = WeakKeyDictionary()
 
 
 class DiscoPolicy(LengthPolicy):
@@ -75,7 +71,10 @@ def make_policy(config: DraftConfig, target: PreTrainedModel) -> DiscoPolicy:
             "length_policy='disco' needs a trained classifier: adapter=<folder or Hub id>, made by "
             "`hf-spec train disco`"
         )
-    adapter = read_adapter(config.adapter)
+    return _policy_of(read_adapter(config.adapter), config, target)
+
+
+def _policy_of(adapter: SpecAdapter, config: DraftConfig, target: PreTrainedModel) -> DiscoPolicy:
     adapter.base.check(target)
     longest, threshold = config.max_draft_tokens, config.acceptance_threshold
     return DiscoPolicy(
@@ -101,10 +100,11 @@ register_policy("disco", make_policy)
 def _make_drafter(
     config: DiscoConfig, target: PreTrainedModel, assistant: object
 ) -> DraftModelDrafter:
-    if config.adapter is None:
-        config = replace(config, adapter=_adapter_name(assistant))
-        assistant = find_draft_model(read_adapter(str(config.adapter)), target)
-    return make_chain_drafter(config, target, assistant)
+    if config.adapter is not None:
+        return make_chain_drafter(config, target, assistant)
+    adapter = read_adapter(_adapter_name(assistant))
+    policy = _policy_of(adapter, config, target)
+    return DraftModelDrafter(config, find_draft_model(adapter, target), policy)
 
 
 @register("disco", _make_drafter)
@@ -147,14 +147,16 @@ def _from_hub(name: str) -> SpecAdapter:
 
 
 def find_draft_model(adapter: SpecAdapter, target: PreTrainedModel) -> PreTrainedModel:
-    """The draft model that an adapter names in its option `draft`.
+    """The draft model that an adapter names in its option `draft`, checked against the target.
 
     Raises:
         AssistantError: if it names none, or one that cannot be had.
     """
     named: Any = adapter.options.get("draft")
     if isinstance(named, dict) and set(named) == {"truncated"}:
-        return _truncated(target, named["truncated"])
+        depth = named["truncated"]
+        draft = made_once(target, ("truncated", depth), lambda: truncated_draft(target, depth))
+        return resolve_draft_model(METHOD, draft, target)
     if isinstance(named, str):
         beside = (adapter.folder or Path()) / named
         return resolve_draft_model(METHOD, str(beside) if beside.is_dir() else named, target)
@@ -162,13 +164,6 @@ def find_draft_model(adapter: SpecAdapter, target: PreTrainedModel) -> PreTraine
         f"adapter {str(adapter.folder)!r} names no draft model (draft={named!r}); pass it: "
         "spec_strategy=DiscoConfig(adapter=<this adapter>), assistant=<draft model>"
     )
-
-
-def _truncated(target: PreTrainedModel, num_layers: int) -> PreTrainedModel:
-    known = _TRUNCATED.setdefault(target, {})
-    if num_layers not in known:
-        known[num_layers] = truncated_draft(target, num_layers)
-    return known[num_layers]
 
 
 def _adapter_name(assistant: object) -> str:

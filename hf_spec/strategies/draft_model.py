@@ -264,12 +264,11 @@ class DraftModelDrafter(Drafter):
         graph = growth.graph
         best = max(growth.frontier, key=lambda node: graph.reach[node])
         father = graph.fathers[best]
-        above = graph.reach[father]
         return DraftedToken(
             row,
             graph.tokens[best],
             state.generated[row] + graph.depth[father],
-            graph.reach[best] / above if above else 0.0,
+            graph.probs[best],
             growth.scores.get(father, 0.0),
         )
 

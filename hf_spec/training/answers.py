@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from hf_spec.decoding.runner import ModelRunner
 from hf_spec.decoding.tree import DraftTree
 from hf_spec.errors import OptionError
+from hf_spec.files import written_whole
 from hf_spec.training.responses import Response
 
 SHARD_RESPONSES = 256
@@ -82,11 +83,10 @@ def stored(
         path = folder / f"{name.replace(' ', '-')}-{index:05d}.safetensors"
         known = _check(path, facts, digests) if path.exists() else 0
         if known < len(shard):
-            part = path.with_suffix(".part")
             with torch.inference_mode():
                 tensors = compute(shard)
-            save_file(tensors, part, metadata={**facts, "answers": json.dumps(digests)})
-            part.replace(path)
+            with written_whole(path) as part:
+                save_file(tensors, part, metadata={**facts, "answers": json.dumps(digests)})
         lengths = [len(response.response) for response in shard]
         columns = {key: tensor.split(lengths) for key, tensor in load_file(path).items()}
         for place, response in enumerate(shard):

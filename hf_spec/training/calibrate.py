@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -111,7 +111,7 @@ def calibrate_disco(  # noqa: PLR0913 - what is measured, on what, and how
     records = measure(
         contenders, prompts, tokenizer, settings.new_tokens, settings.repeats, progress
     )
-    table = tabulate(records)
+    table = tabulate(list(chain.from_iterable(records)))
     best = ways[fastest(table, ways)]
     calibration = {
         **asdict(settings),

@@ -50,15 +50,17 @@ def train_responses_command(  # noqa: PLR0913 - one parameter an option
     out: Annotated[Path, typer.Option(help="JSON lines; an interrupted run goes on here.")],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 160,
     max_prompt_tokens: Annotated[int, typer.Option(min=1, help="Longest prompt.")] = 512,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of sampled answers.")] = 0,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts per batch.")] = 128,
     dtype: Dtype = "bfloat16",
 ) -> None:
-    """Write the target's own greedy answers, from which every other training learns.
+    """Write the target's own answers, from which every other training learns.
 
     On a CPU batches of about 128 give the most tokens per second, and bfloat16 is much faster than
     float32 where the processor computes in it.
     """
-    settings = ResponseSettings(max_new_tokens, max_prompt_tokens)
+    settings = ResponseSettings(max_new_tokens, max_prompt_tokens, temperature, seed)
     with _in_one_sentence():
         known = load_prompts(prompts)
         target, tokenizer = _load(model, dtype), AutoTokenizer.from_pretrained(model)

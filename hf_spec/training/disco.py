@@ -37,6 +37,7 @@ from hf_spec.models.disco_classifier import FEATURES, METHOD, DiscoClassifier, d
 from hf_spec.strategies.disco import find_draft_model
 from hf_spec.training.answers import answer_batches, answer_logits, stored
 from hf_spec.training.responses import Response
+from hf_spec.training.split import split_by_seed
 
 # How many distributions of a forward are spread out at once.
 SPREAD_TOKENS = 128
@@ -132,7 +133,8 @@ def train_disco(
     folder.mkdir(parents=True, exist_ok=True)
     draft_model, named = _named_draft(draft, folder, model)
     chosen = [r for r in responses if r.response and (tasks is None or r.task in tasks)]
-    learned_ids, held_ids = split_prompts([r.id for r in chosen], settings)
+    ids = [response.id for response in chosen]
+    learned_ids, held_ids = split_by_seed(ids, settings.validation_share, settings.seed)
     observed = observe(model, draft_model, chosen, folder / "training", settings.labels)
     learned = [o for o in observed if o.id in learned_ids]
     held = [o for o in observed if o.id in held_ids]
@@ -154,24 +156,6 @@ def train_disco(
     )
     save_adapter(folder, adapter)
     return adapter
-
-
-def split_prompts(ids: Sequence[str], settings: DiscoTrainSettings) -> tuple[set[str], set[str]]:
-    """Prompt ids to learn from and ids held back; at least one each.
-
-    Raises:
-        OptionError: for fewer than two prompts.
-    """
-    known = sorted(set(ids))
-    if len(known) < 2:
-        raise OptionError(
-            f"{len(known)} prompts with an answer are too few to learn from and to hold some back"
-        )
-    generator = torch.Generator().manual_seed(settings.seed)
-    order = torch.randperm(len(known), generator=generator).tolist()
-    held = min(max(1, round(settings.validation_share * len(known))), len(known) - 1)
-    shuffled = [known[place] for place in order]
-    return set(shuffled[held:]), set(shuffled[:held])
 
 
 def observe(

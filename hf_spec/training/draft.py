@@ -7,11 +7,9 @@ cross-entropy with the token that the target chose. Loss on answers only.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +21,9 @@ from hf_spec.errors import OptionError, UnsupportedError
 from hf_spec.models.draft_head import frequent_tokens
 from hf_spec.models.trained_draft import TrainableDraft
 from hf_spec.training.responses import Response, end_tokens
+from hf_spec.training.split import split_by_hash
 from hf_spec.training.teacher import Example
 from hf_spec.training.trainer import TrainSettings, shuffled_batches, train
-
-Item = TypeVar("Item")
 
 # Chain lengths whose tau is reported.
 TAU_LENGTHS = (1, 3, 5)
@@ -72,7 +69,7 @@ def train_draft(
         OptionError: if nothing is left to train on or to evaluate with.
     """
     _check_head(model)
-    learned, held = split_by_prompt(examples, settings.held_back, lambda e: e.response.id)
+    learned, held = split_by_hash(examples, settings.held_back, lambda e: e.response.id)
     if not learned or not held:
         raise OptionError(f"{len(examples)} examples are too few to train and to hold some back")
     vocabulary = None
@@ -95,8 +92,8 @@ def train_draft(
         return acceptance(teacher.matches([held[i : i + 16] for i in range(0, len(held), 16)]))
 
     facts = {**asdict(settings), "examples": len(examples)}
-    train(parameters, teacher.loss, epochs, run, folder / "training", evaluate, facts)
-    options = {"training": {**facts, **asdict(run)}, "held_back": evaluate()}
+    figures = train(parameters, teacher.loss, epochs, run, folder / "training", evaluate, facts)
+    options = {"training": {**facts, **asdict(run)}, "held_back": figures}
     adapter = draft.to_adapter(options)
     save_adapter(folder, adapter)
     return adapter
@@ -156,17 +153,6 @@ class _Distillation:
         with torch.autocast(device.type, torch.bfloat16):
             hidden = self.model.base_model(input_ids=ids.to(device), use_cache=False)[0]
             return self.head.known(hidden[rows, places])
-
-
-def split_by_prompt(
-    items: Sequence[Item], share: float, name: Callable[[Item], str]
-) -> tuple[list[Item], list[Item]]:
-    """Items to learn from and items held back; a prompt always falls on the same side."""
-    sides: tuple[list[Item], list[Item]] = ([], [])
-    for item in items:
-        digest = hashlib.sha256(name(item).encode()).digest()
-        sides[int.from_bytes(digest[:8], "big") < share * 2**64].append(item)
-    return sides
 
 
 def acceptance(matches: Sequence[Tensor]) -> dict[str, float]:

@@ -1,4 +1,7 @@
-"""The target's own greedy answers to a list of prompts: the data that every training here reads.
+"""The target's own answers to a list of prompts: the data that every training here reads.
+
+Greedy ones are what a greedy generation will ask of a drafter; sampled ones are further texts of
+the target's own when the prompts are few.
 
 A file of JSON lines. The first line says how the answers were made, every other one is an answer
 with its token ids. Lines are written batch by batch, so that an interrupted run goes on where it
@@ -48,10 +51,14 @@ class ResponseSettings:
     Attributes:
         max_new_tokens: longest answer.
         max_prompt_tokens: longer prompts are left out, and counted.
+        temperature: 0 is greedy.
+        seed: of sampled answers.
     """
 
     max_new_tokens: int = 160
     max_prompt_tokens: int = 512
+    temperature: float = 0.0
+    seed: int = 0
 
 
 def generate_responses(  # noqa: PLR0913 - what is answered, where, how, and who is told
@@ -63,14 +70,14 @@ def generate_responses(  # noqa: PLR0913 - what is answered, where, how, and who
     batch_size: int = 128,
     progress: Callable[[int, int], None] = lambda done, tokens: None,
 ) -> int:
-    """Write the greedy answers of `model`, going on from what `path` holds already.
+    """Write the answers of `model`, going on from what `path` holds already.
 
     Args:
         model: the target; its dtype is recorded.
         tokenizer: with a chat template, or plain.
         prompts: what to answer.
         path: JSON lines; created or continued.
-        settings: lengths.
+        settings: lengths, and how tokens are chosen.
         batch_size: prompts per batch; on a CPU about 128 gives the most tokens per second.
         progress: called after each batch with the prompts and the new tokens in it.
 
@@ -93,7 +100,9 @@ def generate_responses(  # noqa: PLR0913 - what is answered, where, how, and who
     with path.open("a", encoding="utf-8") as file:
         for start in range(0, len(fitting), batch_size):
             batch = fitting[start : start + batch_size]
-            answers = _answer(model, [ids for _, ids in batch], settings.max_new_tokens, ends)
+            # Seeded by the place in the file, so that a run that goes on equals an unbroken one.
+            torch.manual_seed(settings.seed * 1_000_003 + len(known) + start)
+            answers = _answer(model, [ids for _, ids in batch], settings, ends)
             for (prompt, ids), answer in zip(batch, answers, strict=True):
                 response = Response(prompt.id, prompt.task, ids.tolist(), answer)
                 file.write(json.dumps(asdict(response)) + "\n")
@@ -147,22 +156,25 @@ def end_tokens(model: PreTrainedModel) -> set[int]:
 
 
 def _answer(
-    model: PreTrainedModel, prompts: Sequence[Tensor], max_new_tokens: int, ends: set[int]
+    model: PreTrainedModel, prompts: Sequence[Tensor], settings: ResponseSettings, ends: set[int]
 ) -> list[list[int]]:
-    """Greedy answers to prompts of any lengths, cut behind their end-of-sequence token."""
+    """Answers to prompts of any lengths, cut behind their end-of-sequence token."""
     width = max(map(len, prompts))
     input_ids = torch.zeros(len(prompts), width, dtype=torch.long)
     mask = torch.zeros_like(input_ids)
     for row, prompt in enumerate(prompts):
         input_ids[row, width - len(prompt) :] = prompt
         mask[row, width - len(prompt) :] = 1
+    sampling: dict[str, Any] = {"do_sample": False}
+    if settings.temperature:
+        sampling = {"do_sample": True, "temperature": settings.temperature, "top_k": 0}
     with torch.inference_mode():
         generate: Any = model.generate
         output = generate(
             input_ids.to(model.device),
             attention_mask=mask.to(model.device),
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
+            max_new_tokens=settings.max_new_tokens,
+            **sampling,
             spec_strategy=NoneConfig(),
         )
     answers = []

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from hf_spec.errors import OptionError
+from hf_spec.files import written_whole
 
 CHECKPOINT = "checkpoint.safetensors"
 METRICS = "metrics.jsonl"
@@ -76,17 +77,21 @@ def train(  # noqa: PLR0913 - what learns, from what, how, and what is told
     folder: Path,
     evaluate: Callable[[], dict[str, float]] = dict,
     facts: dict[str, Any] | None = None,
-) -> None:
+) -> dict[str, float]:
     """Train `parameters` in place, going on from the checkpoint in `folder` if there is one.
 
     Args:
         parameters: what is trained, in float32.
         loss: the summed loss of a micro-batch and its number of tokens.
-        epochs: epoch -> its micro-batches in order, the same whenever it is asked.
+        epochs: epoch -> its micro-batches in order, the same whenever it is asked, which is
+            several times.
         settings: rates, lengths and seed.
         folder: receives `metrics.jsonl` (one JSON object a line) and the checkpoint.
         evaluate: figures on held-back data.
         facts: what a checkpoint must agree with beside `settings`.
+
+    Returns:
+        What `evaluate` says of the trained parameters.
 
     Raises:
         OptionError: if the checkpoint comes from a run with other settings.
@@ -99,26 +104,25 @@ def train(  # noqa: PLR0913 - what learns, from what, how, and what is told
     folder.mkdir(parents=True, exist_ok=True)
     run = {"settings": json.dumps({**asdict(settings), **(facts or {})}, sort_keys=True)}
     done = _load(folder, parameters, optimizer, run)
-    per_epoch = math.ceil(len(epochs(0)) / settings.accumulate)
-    num_steps = settings.epochs * per_epoch
+    # Texts are shuffled before those of like lengths are put together: epochs may differ in length.
+    counts = [math.ceil(len(epochs(e)) / settings.accumulate) for e in range(settings.epochs)]
+    num_steps = sum(counts)
     log = _Metrics(folder / METRICS, done) if accelerator.is_main_process else None
     bar = tqdm(total=num_steps, initial=done, desc="steps", disable=None if log else True)
-    batches: Sequence[Any] = ()
-    for step in range(done, num_steps):
-        epoch, place = divmod(step, per_epoch)
-        if place == 0 or step == done:
-            batches = epochs(epoch)
+    figures: dict[str, float] = {}
+    todo = _step_batches(epochs, counts, settings.accumulate, done)
+    for step, batches in enumerate(todo, start=done):
         torch.manual_seed(settings.seed * 1_000_003 + step)
         for group in optimizer.param_groups:
             group["lr"] = settings.rate(step, num_steps)
         start = time.perf_counter()
-        mine = batches[place * settings.accumulate : (place + 1) * settings.accumulate]
-        mine = mine[accelerator.process_index :: accelerator.num_processes]
+        mine = batches[accelerator.process_index :: accelerator.num_processes]
         total, tokens = _step(accelerator, optimizer, trained, map(loss, mine), settings.clip)
         last = step + 1 == num_steps
         row: dict[str, float] = {"step": step + 1, "loss": total / max(tokens, 1)}
         if last or (step + 1) % settings.evaluate_every == 0:
-            row |= evaluate()
+            figures = evaluate()
+            row |= figures
         if log:
             row["seconds"] = round(time.perf_counter() - start, 3)
             log.write({**row, "tokens": tokens, "rate": settings.rate(step, num_steps)})
@@ -128,6 +132,22 @@ def train(  # noqa: PLR0913 - what learns, from what, how, and what is told
         bar.update()
     bar.close()
     accelerator.wait_for_everyone()
+    # A finished run that is started again took no step.
+    return figures if done < num_steps else evaluate()
+
+
+def _step_batches(
+    epochs: Callable[[int], Sequence[Any]], counts: Sequence[int], accumulate: int, done: int
+) -> Iterator[Sequence[Any]]:
+    """The micro-batches of each step behind the first `done`; `counts` are steps per epoch."""
+    for epoch, count in enumerate(counts):
+        if done >= count:
+            done -= count
+            continue
+        batches = epochs(epoch)
+        for start in range(done * accumulate, len(batches), accumulate):
+            yield batches[start : start + accumulate]
+        done = 0
 
 
 def _step(
@@ -206,9 +226,8 @@ def _save(
         tensors[f"{name}.value"] = parameter.detach().cpu().contiguous()
         for key in ("exp_avg", "exp_avg_sq", "step"):
             tensors[f"{name}.{key}"] = state[key].cpu().contiguous()
-    part = folder / f"{CHECKPOINT}.part"
-    save_file(tensors, part, metadata=facts)
-    part.replace(folder / CHECKPOINT)
+    with written_whole(folder / CHECKPOINT) as part:
+        save_file(tensors, part, metadata=facts)
 
 
 def _load(

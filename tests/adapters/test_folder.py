@@ -82,6 +82,15 @@ class TestDamage:
         with pytest.raises(AssistantError, match=message):
             load_adapter(tmp_path)
 
+    @pytest.mark.parametrize("length", [0, 31, 33])
+    def test_a_fingerprint_of_another_length(
+        self, tmp_path: Path, adapter: SpecAdapter, length: int
+    ) -> None:
+        base = replace(adapter.base, fingerprint=(adapter.base.fingerprint * 2)[:length])
+        save_adapter(tmp_path, replace(adapter, base=base))
+        with pytest.raises(AssistantError, match=rf"by {length} weights, not 32: get the file"):
+            load_adapter(tmp_path)
+
     def test_another_method(self, tmp_path: Path, adapter: SpecAdapter) -> None:
         save_adapter(tmp_path, adapter)
         with pytest.raises(AssistantError, match="method 'draft', not 'disco'"):

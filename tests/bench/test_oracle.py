@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -92,7 +93,7 @@ def test_it_is_measured_without_the_time_of_its_recording(
 
     monkeypatch.setattr(type(model), "generate", watch)
     contenders = [oracle(model, draft_model("llama"))]
-    records = measure(contenders, prompts, tokenizer, 20, 2)
+    records = list(chain.from_iterable(measure(contenders, prompts, tokenizer, 20, 2)))
     # The warm-up and every prompt: recorded once each, before the runs that are timed.
     assert plain == [True, False] + 2 * [True, False, False, False]
     assert all(r.target_forwards and r.identical for r in records)

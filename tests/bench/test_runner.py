@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -28,6 +29,10 @@ def named(name: str, calls: list[Any], ending: int = 5, counts: bool = False) ->
     return Contender(name, run, (lambda ids, new: 100 + new) if counts else None)
 
 
+def measured(*arguments: Any) -> list[Record]:
+    return list(chain.from_iterable(measure(*arguments)))
+
+
 def names(calls: Sequence[Any]) -> str:
     return "".join(name for name, *_ in calls)
 
@@ -35,7 +40,7 @@ def names(calls: Sequence[Any]) -> str:
 class TestOrder:
     def test_contenders_take_turns_and_rotate(self, prompts: list[Prompt], tokenizer: Any) -> None:
         calls: list[Any] = []
-        measure([named(n, calls) for n in "abc"], prompts, tokenizer, NEW_TOKENS, 4)
+        measured([named(n, calls) for n in "abc"], prompts, tokenizer, NEW_TOKENS, 4)
         # A warm-up, then for both prompts four rounds.
         assert names(calls) == "abc" + 2 * ("abc" + "bca" + "cab" + "abc")
         lengths = [length for _, length, _ in calls]
@@ -45,7 +50,7 @@ class TestOrder:
         self, prompts: list[Prompt], tokenizer: Any
     ) -> None:
         calls: list[Any] = []
-        records = measure([named("a", calls)], prompts, tokenizer, 40, 2)
+        records = measured([named("a", calls)], prompts, tokenizer, 40, 2)
         assert [new for *_, new in calls] == [16, 40, 40, 40, 40]
         assert len(records) == 4
 
@@ -54,14 +59,14 @@ class TestOrder:
     ) -> None:
         ticks: list[int] = []
         contenders = [named(n, []) for n in "ab"]
-        measure(contenders, prompts, tokenizer, 2, 3, lambda: ticks.append(1))
+        measured(contenders, prompts, tokenizer, 2, 3, lambda: ticks.append(1))
         assert len(ticks) == 2 * 2 * 3
 
 
 class TestRecords:
     def test_difference_counts_and_ratio(self, prompts: list[Prompt], tokenizer: Any) -> None:
         contenders = [named("a", []), named("b", [], ending=6), named("c", [], counts=True)]
-        records = measure(contenders, prompts[:1], tokenizer, NEW_TOKENS, 2)
+        records = measured(contenders, prompts[:1], tokenizer, NEW_TOKENS, 2)
         assert [(r.contender, r.repeat) for r in records] == [
             *((n, 0) for n in "abc"),
             *((n, 1) for n in "bca"),
@@ -82,9 +87,21 @@ class TestRecords:
             assert group["a"].ratio == 1
             assert group["b"].ratio == group["a"].seconds / group["b"].seconds
 
+    def test_each_prompt_is_told_as_soon_as_it_is_done(
+        self, prompts: list[Prompt], tokenizer: Any
+    ) -> None:
+        calls: list[Any] = []
+        told = measure([named(n, calls) for n in "ab"], prompts, tokenizer, NEW_TOKENS, 2)
+        assert [(r.prompt, r.repeat) for r in next(told)] == 2 * [("count-1", 0)] + 2 * [
+            ("count-1", 1)
+        ]
+        assert names(calls) == "ab" + "abba"
+        assert {r.prompt for r in next(told)} == {"letters-1"}
+        assert list(told) == []
+
     def test_real_contenders(self, model: Any, prompts: list[Prompt], tokenizer: Any) -> None:
         contenders = [plain(model), strategy(model, LookupConfig())]
-        records = measure(contenders, prompts, tokenizer, NEW_TOKENS, 1)
+        records = measured(contenders, prompts, tokenizer, NEW_TOKENS, 1)
         assert [r.prompt for r in records] == ["count-1"] * 2 + ["letters-1"] * 2
         assert all(r.identical and r.new_tokens == NEW_TOKENS for r in records)
         ours = records[1]

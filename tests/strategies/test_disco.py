@@ -11,11 +11,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_spec import AssistantError, DiscoConfig, DraftConfig, GsdConfig, OptionError, TreeConfig
+from hf_spec import (
+    AssistantError,
+    DiscoConfig,
+    DraftConfig,
+    GsdConfig,
+    OptionError,
+    TreeConfig,
+    UnsupportedError,
+)
 from hf_spec.adapters.folder import load_adapter
 from hf_spec.decoding.length_policy import DraftedToken
+from hf_spec.models import assistant
+from hf_spec.models.assistant import resolve_draft_model
 from hf_spec.models.disco_classifier import DiscoClassifier, draft_features
 from hf_spec.strategies import disco
+from hf_spec.strategies import draft_model as draft_model_strategy
 from hf_spec.strategies.disco import DiscoPolicy
 from hf_spec.strategies.draft_model import DraftModelDrafter
 from tests.model_watch import count_forwards
@@ -195,6 +206,41 @@ class TestGenerate:
         output = self.generate(spec_strategy=config, assistant=draft_model("llama"))
         drafted.append(output.spec_stats.drafted_by_position)
         assert drafted[0] == drafted[1] == drafted[2] == drafted[3] != []
+
+    @pytest.mark.parametrize("given", ["assistant", "option"])
+    def test_the_adapter_is_read_once_a_call(
+        self, given: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        adapter, read, resolved = disco_adapter("llama"), [], []
+
+        def watch_read(*args: Any) -> Any:
+            read.append(args)
+            return load_adapter(*args)
+
+        def watch_resolve(*args: Any) -> Any:
+            resolved.append(args)
+            return resolve_draft_model(*args)
+
+        monkeypatch.setattr(disco, "load_adapter", watch_read)
+        for module in (disco, draft_model_strategy):
+            monkeypatch.setattr(module, "resolve_draft_model", watch_resolve)
+        for calls in (1, 2):
+            if given == "assistant":
+                self.generate(spec_strategy="disco", assistant=adapter)
+            else:
+                config = DiscoConfig(adapter=adapter)
+                self.generate(spec_strategy=config, assistant=draft_model("llama"))
+            assert len(read) == len(resolved) == calls
+
+    def test_a_truncated_draft_is_checked_like_any_other(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(model: object) -> None:
+            raise UnsupportedError("no")
+
+        monkeypatch.setattr(assistant, "check_model", refuse)
+        with pytest.raises(AssistantError, match="the assistant cannot draft: no"):
+            disco.find_draft_model(load_adapter(disco_adapter("llama")), build("llama"))
 
     def test_a_truncated_draft_is_built_once(self) -> None:
         adapter, model = load_adapter(disco_adapter("llama")), build("llama")

@@ -76,7 +76,7 @@ class TestStored:
         iterator = stored(tmp_path, "a pass", responses, FACTS, self.compute)
         for _ in range(7):
             next(iterator)
-        (tmp_path / "a-pass-00002.part").write_bytes(b"half a file")
+        (tmp_path / "a-pass-00002.safetensors.part").write_bytes(b"half a file")
         self.run(tmp_path, responses)
         assert self.calls == [5, 5, 5, 3]
 

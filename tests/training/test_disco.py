@@ -23,7 +23,6 @@ from hf_spec.training.disco import (
     fit,
     observe,
     round_places,
-    split_prompts,
     train_disco,
 )
 from hf_spec.training.responses import Response
@@ -116,7 +115,7 @@ class TestObserve:
         assert len(shards) == 3
         (tmp_path / "cut").mkdir()
         shutil.copy(shards[0], tmp_path / "cut")
-        (tmp_path / "cut" / "observed-00001.part").write_bytes(b"half a file")
+        (tmp_path / "cut" / "observed-00001.safetensors.part").write_bytes(b"half a file")
         with count_forwards(draft) as calls:
             resumed = run(tmp_path / "cut")
             done = len(calls)
@@ -293,15 +292,6 @@ class TestTrain:
         assert adapter.options["features"] == ["top_probs", "entropy"]
         config = json.loads((tmp_path / "adapter_config.json").read_text())
         assert config["options"]["training"]["features"] == ["top_probs", "entropy"]
-
-    def test_prompts_are_split_by_seed_and_never_shared(self) -> None:
-        ids = [f"p{n}" for n in range(40)] * 2
-        learned, held = split_prompts(ids, SETTINGS)
-        assert learned.isdisjoint(held)
-        assert learned | held == set(ids)
-        assert len(held) == 6
-        assert split_prompts(ids[::-1], SETTINGS) == (learned, held)
-        assert split_prompts(ids, replace(SETTINGS, seed=1)) != (learned, held)
 
     def test_too_little_to_learn_from(self, responses: list[Response], tmp_path: Path) -> None:
         with pytest.raises(OptionError, match="0 prompts with an answer are too few"):

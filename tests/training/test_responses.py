@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +22,16 @@ from hf_spec.training.responses import (
 )
 from tests.training.conftest import SETTINGS
 
+Generate = Callable[..., int]
+
+
+@pytest.fixture
+def generate(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, prompts: list[Prompt]
+) -> Generate:
+    """`generate_responses`, to be told where, and what is unlike the fixtures."""
+    return partial(generate_responses, model, tokenizer, prompts=prompts, settings=SETTINGS)
+
 
 def test_every_answer_is_plain_generates(
     model: PreTrainedModel, responses: list[Response], prompts: list[Prompt]
@@ -31,69 +44,88 @@ def test_every_answer_is_plain_generates(
 
 
 def test_an_answer_ends_with_its_end_token_once(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerFast,
-    prompts: list[Prompt],
-    responses: list[Response],
-    tmp_path: Path,
+    model: PreTrainedModel, generate: Generate, responses: list[Response], tmp_path: Path
 ) -> None:
     end = responses[0].response[4]
     model.generation_config.eos_token_id = end
     model.generation_config.pad_token_id = end
     assert end_tokens(model) == {end}
-    file = tmp_path / "ended.jsonl"
-    generate_responses(model, tokenizer, prompts, file, SETTINGS)
-    ended = list(read_responses(file))
+    generate(path=tmp_path / "ended.jsonl")
+    ended = list(read_responses(tmp_path / "ended.jsonl"))
     assert any(response.response[-1] == end for response in ended)
     assert all(end not in response.response[:-1] for response in ended)
     assert ended[0].response == responses[0].response[: responses[0].response.index(end) + 1]
 
 
 class TestResume:
-    def test_it_goes_on_behind_the_last_whole_line(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerFast,
-        prompts: list[Prompt],
-        path: Path,
-    ) -> None:
+    def test_it_goes_on_behind_the_last_whole_line(self, generate: Generate, path: Path) -> None:
         whole = path.read_bytes()
         lines = whole.splitlines(keepends=True)
         path.write_bytes(b"".join(lines[:6]) + lines[6][:20])
         made: list[int] = []
-        generate_responses(
-            model, tokenizer, prompts, path, SETTINGS, progress=lambda done, _: made.append(done)
-        )
-        assert sum(made) == len(prompts) - 5
+        generate(path=path, progress=lambda done, _: made.append(done))
+        assert sum(made) == 18 - 5
         assert path.read_bytes() == whole
 
-    def test_nothing_is_left_to_do(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerFast,
-        prompts: list[Prompt],
-        path: Path,
-    ) -> None:
+    def test_nothing_is_left_to_do(self, generate: Generate, path: Path) -> None:
         before = path.read_bytes()
-        assert generate_responses(model, tokenizer, prompts, path, SETTINGS) == 0
+        assert generate(path=path) == 0
         assert path.read_bytes() == before
 
-    def test_other_settings_are_refused(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerFast,
-        prompts: list[Prompt],
-        path: Path,
-    ) -> None:
+    def test_other_settings_are_refused(self, generate: Generate, path: Path) -> None:
         with pytest.raises(OptionError, match=r"max_new_tokens=12 \(now 3\)"):
-            generate_responses(model, tokenizer, prompts, path, replace(SETTINGS, max_new_tokens=3))
+            generate(path=path, settings=replace(SETTINGS, max_new_tokens=3))
+
+
+class TestSampled:
+    """Eighteen prompts in batches of eight."""
+
+    settings = replace(SETTINGS, temperature=1.0)
+
+    @pytest.fixture
+    def sampled(self, generate: Generate, tmp_path: Path) -> Path:
+        path = tmp_path / "sampled.jsonl"
+        generate(path=path, settings=self.settings, batch_size=8)
+        return path
+
+    def test_the_answers_are_not_the_greedy_ones(
+        self, sampled: Path, responses: list[Response]
+    ) -> None:
+        found = list(read_responses(sampled))
+        assert [r.prompt for r in found] == [r.prompt for r in responses]
+        assert [r.response for r in found] != [r.response for r in responses]
+
+    def test_the_seed_fixes_them(self, sampled: Path, generate: Generate, tmp_path: Path) -> None:
+        again, other = tmp_path / "again.jsonl", tmp_path / "other.jsonl"
+        torch.rand(7)
+        generate(path=again, settings=self.settings, batch_size=8)
+        assert again.read_bytes() == sampled.read_bytes()
+        generate(path=other, settings=replace(self.settings, seed=1), batch_size=8)
+        assert list(read_responses(other)) != list(read_responses(sampled))
+
+    @pytest.mark.parametrize("num_batches", [1, 2])
+    def test_a_run_cut_between_batches_equals_an_unbroken_one(
+        self, sampled: Path, generate: Generate, num_batches: int
+    ) -> None:
+        whole = sampled.read_bytes()
+        head_and_answers = whole.splitlines(keepends=True)[: 1 + 8 * num_batches]
+        sampled.write_bytes(b"".join(head_and_answers))
+        generate(path=sampled, settings=self.settings, batch_size=8)
+        assert sampled.read_bytes() == whole
+
+    @pytest.mark.parametrize("changes", [{"temperature": 0.5}, {"seed": 2}])
+    def test_another_way_of_sampling_is_refused(
+        self, sampled: Path, generate: Generate, changes: dict[str, Any]
+    ) -> None:
+        with pytest.raises(OptionError, match=next(iter(changes))):
+            generate(path=sampled, settings=replace(self.settings, **changes))
 
 
 def test_prompts_that_are_too_long_are_counted(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, prompts: list[Prompt], path: Path
+    generate: Generate, prompts: list[Prompt], path: Path
 ) -> None:
     more = [*prompts, Prompt("long", "qa", ("w5 " * 41,))]
-    assert generate_responses(model, tokenizer, more, path, SETTINGS) == 1
+    assert generate(path=path, prompts=more) == 1
 
 
 def test_another_kind_of_file_is_refused(tmp_path: Path) -> None:

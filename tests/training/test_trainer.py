@@ -18,6 +18,7 @@ from hf_spec import OptionError
 from hf_spec.training.trainer import CHECKPOINT, METRICS, TrainSettings, shuffled_batches, train
 
 SETTINGS = TrainSettings(epochs=2, learning_rate=0.05, evaluate_every=4, save_every=3)
+LENGTHS = [1 + i % 5 for i in range(60)]
 
 
 class Line:
@@ -39,7 +40,7 @@ class Line:
         return ((inputs @ self.slope - self.outputs[batch]) ** 2).sum(), len(batch)
 
     def epochs(self, epoch: int) -> list[list[int]]:
-        return shuffled_batches([1 + i % 5 for i in range(60)], 30, 0, epoch)
+        return shuffled_batches(LENGTHS, 30, 0, epoch)
 
     def fit(self, folder: Path, settings: TrainSettings = SETTINGS, **options: Any) -> Tensor:
         train({"slope": self.slope}, self.loss, self.epochs, settings, folder, **options)
@@ -79,6 +80,79 @@ def test_a_finished_run_stays_finished(tmp_path: Path) -> None:
     again = Line()
     assert torch.equal(again.fit(tmp_path), whole)
     assert again.calls == 0
+
+
+class Texts(Line):
+    """Epochs of different numbers of batches; remembers what each step was given."""
+
+    NUM_BATCHES = (5, 3, 0, 8)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    def loss(self, batch: list[int]) -> tuple[Tensor, int]:
+        loss = super().loss(batch)
+        self.seen += batch
+        return loss
+
+    def epochs(self, epoch: int) -> list[list[int]]:
+        count = self.NUM_BATCHES[epoch]
+        return [list(range(first, 60, count)) for first in range(count)]
+
+
+class TestEpochsOfDifferentLengths:
+    settings = replace(SETTINGS, epochs=4, save_every=1)
+
+    @pytest.mark.parametrize(("accumulate", "num_steps"), [(1, 16), (2, 9), (3, 6), (9, 3)])
+    def test_every_text_once_in_every_epoch(
+        self, tmp_path: Path, accumulate: int, num_steps: int
+    ) -> None:
+        texts = Texts()
+        texts.fit(tmp_path, replace(self.settings, accumulate=accumulate))
+        epochs = [texts.seen[start : start + 60] for start in range(0, len(texts.seen), 60)]
+        assert [sorted(epoch) for epoch in epochs] == [list(range(60))] * 3
+        rows = metrics(tmp_path)
+        assert len(rows) == num_steps
+        assert sum(row["tokens"] for row in rows) == 180
+        assert rows[-1]["rate"] == self.settings.rate(num_steps - 1, num_steps)
+
+    @pytest.mark.parametrize("stop_at", [4, 6, 7, 8, 9, 15])
+    def test_a_resumed_run_goes_on_in_its_epoch(self, tmp_path: Path, stop_at: int) -> None:
+        settings = replace(self.settings, accumulate=2)
+        whole, broken, resumed = Texts(), Texts(), Texts()
+        whole.fit(tmp_path / "whole", settings)
+        broken.stop_at = stop_at
+        with pytest.raises(KeyboardInterrupt):
+            broken.fit(tmp_path / "broken", settings)
+        resumed.fit(tmp_path / "broken", settings)
+        assert torch.equal(resumed.slope, whole.slope)
+        assert whole.seen[-len(resumed.seen) :] == resumed.seen
+        assert metrics(tmp_path / "broken") == metrics(tmp_path / "whole")
+
+    def test_shuffled_batches_make_such_epochs(self) -> None:
+        lengths = [20 + i * 37 % 400 for i in range(3000)]
+        counts = {len(shuffled_batches(lengths, 2048, 0, epoch)) for epoch in range(3)}
+        assert len(counts) > 1
+
+
+class TestFigures:
+    def test_the_last_step_gives_them(self, tmp_path: Path) -> None:
+        line, asked = Line(), []
+
+        def evaluate() -> dict[str, float]:
+            asked.append(line.slope.detach().clone())
+            return {"slope": float(line.slope[0])}
+
+        settings = replace(SETTINGS, evaluate_every=1000)
+        assert self.fit(line, tmp_path, settings, evaluate) == {"slope": float(line.slope[0])}
+        assert len(asked) == 1
+        # Nothing is left to do, but it is still asked for them.
+        line = Line()
+        assert self.fit(line, tmp_path, settings, evaluate) == {"slope": float(asked[0][0])}
+
+    def fit(self, line: Line, folder: Path, settings: TrainSettings, evaluate: Any) -> Any:
+        return train({"slope": line.slope}, line.loss, line.epochs, settings, folder, evaluate)
 
 
 def test_other_settings_are_refused(tmp_path: Path) -> None:

@@ -11,119 +11,9 @@ import transformers as T
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, StaticCache
 
-from hf_spec import AssistantError, LookupConfig, OptionError, SpecError, UnsupportedError
-from tests.model_watch import count_forwards, snapshot
-from tests.tiny_models import VOCAB, build, ragged_batch, repetitive_prompt
-
-PROMPT = repetitive_prompt()
-SMALL: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-
-
-def small_llama(**changes: Any) -> T.LlamaForCausalLM:
-    torch.manual_seed(0)
-    return T.LlamaForCausalLM(T.LlamaConfig(**{**SMALL, **changes})).eval()
-
-
-def t5() -> T.PreTrainedModel:
-    config = T.T5Config(vocab_size=VOCAB, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
-    return T.T5ForConditionalGeneration(config).eval()
-
-
-def mamba() -> T.PreTrainedModel:
-    config = T.MambaConfig(vocab_size=VOCAB, hidden_size=8, state_size=4, num_hidden_layers=1)
-    return T.MambaForCausalLM(config).eval()
-
-
-def jamba() -> T.PreTrainedModel:
-    config = T.JambaConfig(
-        **SMALL, attn_layer_period=2, attn_layer_offset=1, num_experts=2, use_mamba_kernels=False
-    )
-    return T.JambaForCausalLM(config).eval()
-
-
-def model_without_head() -> T.PreTrainedModel:
-    return T.LlamaModel(T.LlamaConfig(**SMALL)).eval()
-
-
-def refuse(
-    match: str,
-    *,
-    error: type[SpecError] = UnsupportedError,
-    model: T.PreTrainedModel | None = None,
-    **call: Any,
-) -> None:
-    """The call must raise before any forward, and change nothing."""
-    model = model or build("llama")
-    call = {"max_new_tokens": 4, "spec_strategy": "lookup", **call}
-    if not {"input_ids", "inputs", "inputs_embeds"} & set(call):
-        call["input_ids"] = PROMPT
-    watched = [m for m in (model, call.get("assistant")) if isinstance(m, T.PreTrainedModel)]
-    before = [snapshot(m) for m in watched]
-    with count_forwards(*watched) as forwards, pytest.raises(error, match=match):
-        model.generate(**call)
-    assert forwards == []
-    assert [snapshot(m) for m in watched] == before
-
-
-class TestModels:
-    @pytest.mark.parametrize(
-        ("make", "match"),
-        [
-            (t5, "T5ForConditionalGeneration is an encoder-decoder"),
-            (mamba, "MambaForCausalLM has .* cannot take a rejected token back"),
-            (jamba, "JambaForCausalLM has .* cannot take a rejected token back"),
-        ],
-    )
-    def test_state_that_cannot_be_rolled_back(self, make: Any, match: str) -> None:
-        refuse(match, model=make())
-
-    def test_prompt_learning_adapters(self) -> None:
-        from peft import PromptTuningConfig, get_peft_model
-
-        model = get_peft_model(
-            small_llama(), PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
-        )
-        with pytest.raises(UnsupportedError, match=r"prompt-learning adapters .* use LoRA"):
-            model.generate(input_ids=PROMPT, spec_strategy="lookup", max_new_tokens=4)
-
-    def test_training_mode_with_dropout(self) -> None:
-        refuse(
-            r"training mode .*attention_dropout.* model.eval\(\)",
-            model=small_llama(attention_dropout=0.1).train(),
-        )
-        model = copy.deepcopy(build("gpt2")).train()
-        refuse(r"model.eval\(\)", model=model)
-
-    def test_training_mode_with_gradient_checkpointing(self) -> None:
-        model = small_llama().train()
-        for module in model.modules():
-            if hasattr(module, "gradient_checkpointing"):
-                module.gradient_checkpointing = True
-        refuse("gradient checkpointing", model=model)
-
-    def test_training_mode_without_dropout_is_served(self) -> None:
-        model = small_llama().train()
-        plain = model.generate(PROMPT, max_new_tokens=8)
-        assert torch.equal(model.generate(PROMPT, max_new_tokens=8, spec_strategy="lookup"), plain)
-        assert model.training
-
-    def test_rotary_scaling_that_depends_on_the_length(self) -> None:
-        rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-        model = small_llama(rope_parameters=rope, max_position_embeddings=32)
-        refuse("rope_type='dynamic' .* past 32 tokens", model=model, max_new_tokens=30)
-        model.generate(PROMPT, max_new_tokens=4, spec_strategy="lookup")
-
+from hf_spec import LookupConfig, OptionError
+from tests.refusals import PROMPT, SMALL, refuse, small_llama
+from tests.tiny_models import VOCAB, build, ragged_batch
 
 SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"num_beams": 4}, "num_beams=4.* set num_beams=1"),
@@ -245,37 +135,6 @@ class TestStrategies:
             spec_strategy=None,
             assistant=build("llama"),
         )
-
-
-class TestAssistants:
-    @pytest.mark.parametrize(
-        ("assistant", "match"),
-        [
-            (None, r"needs assistant=<model, folder or Hub id>.*truncated_draft"),
-            (5, "assistant of type int is no draft model"),
-            (T.LlamaConfig(**SMALL), "assistant of type LlamaConfig is no draft model"),
-            (T.LlamaForCausalLM, "is no draft model"),
-            (torch.nn.Linear(2, 2), "assistant of type Linear is no draft model"),
-            ("/no/such/folder", "assistant='/no/such/folder' cannot be loaded"),
-        ],
-    )
-    def test_no_model(self, assistant: Any, match: str) -> None:
-        refuse(match, error=AssistantError, spec_strategy="draft", assistant=assistant)
-
-    def test_another_vocabulary(self) -> None:
-        refuse(
-            f"the assistant's vocabulary has 50 tokens, the target's {VOCAB}",
-            error=AssistantError,
-            spec_strategy="tree",
-            assistant=small_llama(vocab_size=50),
-        )
-
-    @pytest.mark.parametrize("make", [t5, mamba, model_without_head])
-    def test_a_model_that_cannot_draft(self, make: Any) -> None:
-        refuse("the assistant ", error=AssistantError, spec_strategy="draft", assistant=make())
-
-    def test_lookup_takes_none(self) -> None:
-        refuse("takes no assistant", error=AssistantError, assistant=build("llama"))
 
 
 class TestPrompts:

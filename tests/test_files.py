@@ -1,0 +1,68 @@
+"""What is written appears whole, replaces what was there, and leaves nothing behind on failure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hf_spec.files import written_whole
+
+Write = Callable[[Path, str], None]
+
+
+def write_file(path: Path, text: str) -> None:
+    path.write_text(text)
+
+
+def write_folder(path: Path, text: str) -> None:
+    path.mkdir()
+    (path / text).touch()
+
+
+def content(path: Path) -> str:
+    return path.read_text() if path.is_file() else " ".join(p.name for p in path.iterdir())
+
+
+@pytest.mark.parametrize("write", [write_file, write_folder])
+class TestBoth:
+    def test_it_appears_at_the_end(self, write: Write, tmp_path: Path) -> None:
+        path = tmp_path / "result.json"
+        with written_whole(path) as part:
+            write(part, "new")
+            assert not path.exists()
+        assert content(path) == "new"
+        assert list(tmp_path.iterdir()) == [path]
+
+    def test_it_replaces(self, write: Write, tmp_path: Path) -> None:
+        path = tmp_path / "result"
+        write(path, "old")
+        write(tmp_path / "result.part", "of-a-run-that-was-killed")
+        with written_whole(path) as part:
+            assert not part.exists()
+            assert content(path) == "old"
+            write(part, "new")
+        assert content(path) == "new"
+        assert list(tmp_path.iterdir()) == [path]
+
+    def test_nothing_of_a_failure_is_left(self, write: Write, tmp_path: Path) -> None:
+        path = tmp_path / "result"
+        write(path, "old")
+
+        def write_until_interrupted() -> None:
+            with written_whole(path) as part:
+                write(part, "half")
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            write_until_interrupted()
+        assert content(path) == "old"
+        assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_body_that_writes_nothing_fails(tmp_path: Path) -> None:
+    (tmp_path / "result").write_text("old")
+    with pytest.raises(FileNotFoundError), written_whole(tmp_path / "result"):
+        pass
+    assert content(tmp_path / "result") == "old"

@@ -1,0 +1,94 @@
+"""Targets and draft models that cannot be served are refused before the first forward pass."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers as T
+
+from hf_spec import AssistantError, UnsupportedError
+from tests.refusals import PROMPT, SMALL, jamba, mamba, model_without_head, refuse, small_llama, t5
+from tests.tiny_models import VOCAB, build
+
+
+class TestModels:
+    @pytest.mark.parametrize(
+        ("make", "match"),
+        [
+            (t5, "T5ForConditionalGeneration is an encoder-decoder"),
+            (mamba, "MambaForCausalLM has .* cannot take a rejected token back"),
+            (jamba, "JambaForCausalLM has .* cannot take a rejected token back"),
+        ],
+    )
+    def test_state_that_cannot_be_rolled_back(self, make: Any, match: str) -> None:
+        refuse(match, model=make())
+
+    def test_prompt_learning_adapters(self) -> None:
+        from peft import PromptTuningConfig, get_peft_model
+
+        model = get_peft_model(
+            small_llama(), PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
+        )
+        with pytest.raises(UnsupportedError, match=r"prompt-learning adapters .* use LoRA"):
+            model.generate(input_ids=PROMPT, spec_strategy="lookup", max_new_tokens=4)
+
+    def test_training_mode_with_dropout(self) -> None:
+        refuse(
+            r"training mode .*attention_dropout.* model.eval\(\)",
+            model=small_llama(attention_dropout=0.1).train(),
+        )
+        model = copy.deepcopy(build("gpt2")).train()
+        refuse(r"model.eval\(\)", model=model)
+
+    def test_training_mode_with_gradient_checkpointing(self) -> None:
+        model = small_llama().train()
+        for module in model.modules():
+            if hasattr(module, "gradient_checkpointing"):
+                module.gradient_checkpointing = True
+        refuse("gradient checkpointing", model=model)
+
+    def test_training_mode_without_dropout_is_served(self) -> None:
+        model = small_llama().train()
+        plain = model.generate(PROMPT, max_new_tokens=8)
+        assert torch.equal(model.generate(PROMPT, max_new_tokens=8, spec_strategy="lookup"), plain)
+        assert model.training
+
+    def test_rotary_scaling_that_depends_on_the_length(self) -> None:
+        rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+        model = small_llama(rope_parameters=rope, max_position_embeddings=32)
+        refuse("rope_type='dynamic' .* past 32 tokens", model=model, max_new_tokens=30)
+        model.generate(PROMPT, max_new_tokens=4, spec_strategy="lookup")
+
+
+class TestAssistants:
+    @pytest.mark.parametrize(
+        ("assistant", "match"),
+        [
+            (None, r"needs assistant=<model, folder or Hub id>.*truncated_draft"),
+            (5, "assistant of type int is no draft model"),
+            (T.LlamaConfig(**SMALL), "assistant of type LlamaConfig is no draft model"),
+            (T.LlamaForCausalLM, "is no draft model"),
+            (torch.nn.Linear(2, 2), "assistant of type Linear is no draft model"),
+            ("/no/such/folder", "assistant='/no/such/folder' cannot be loaded"),
+        ],
+    )
+    def test_no_model(self, assistant: Any, match: str) -> None:
+        refuse(match, error=AssistantError, spec_strategy="draft", assistant=assistant)
+
+    def test_another_vocabulary(self) -> None:
+        refuse(
+            f"the assistant's vocabulary has 50 tokens, the target's {VOCAB}",
+            error=AssistantError,
+            spec_strategy="tree",
+            assistant=small_llama(vocab_size=50),
+        )
+
+    @pytest.mark.parametrize("make", [t5, mamba, model_without_head])
+    def test_a_model_that_cannot_draft(self, make: Any) -> None:
+        refuse("the assistant ", error=AssistantError, spec_strategy="draft", assistant=make())
+
+    def test_lookup_takes_none(self) -> None:
+        refuse("takes no assistant", error=AssistantError, assistant=build("llama"))

@@ -1,0 +1,53 @@
+"""Splits of prompts: stable, disjoint, and the ones that existing adapters were trained with."""
+
+from __future__ import annotations
+
+import pytest
+
+from hf_spec import OptionError
+from hf_spec.training.split import split_by_hash, split_by_seed
+
+IDS = [f"p{n}" for n in range(20)]
+
+
+class TestHash:
+    def test_a_prompt_keeps_its_side(self) -> None:
+        names = [f"p{n}" for n in range(400)]
+        learned, held = split_by_hash(names, 0.25, str)
+        assert 60 < len(held) < 140
+        assert sorted(learned + held) == sorted(names)
+        assert split_by_hash(held, 0.25, str) == ([], held)
+
+    def test_items_of_one_prompt_stay_together(self) -> None:
+        items = [(n % 20, n) for n in range(60)]
+        learned, held = split_by_hash(items, 0.25, lambda item: f"p{item[0]}")
+        assert {prompt for prompt, _ in learned}.isdisjoint(prompt for prompt, _ in held)
+        assert len(learned) + len(held) == 60
+
+    def test_it_chooses_as_it_did_for_the_adapters_there_are(self) -> None:
+        _, held = split_by_hash(IDS, 0.25, str)
+        assert held == ["p0", "p2", "p7", "p9", "p11", "p17"]
+
+
+class TestSeed:
+    def test_the_share_is_exact_and_nothing_is_on_both_sides(self) -> None:
+        ids = [f"p{n}" for n in range(40)] * 2
+        learned, held = split_by_seed(ids, 0.15, 0)
+        assert learned.isdisjoint(held)
+        assert learned | held == set(ids)
+        assert len(held) == 6
+        assert split_by_seed(ids[::-1], 0.15, 0) == (learned, held)
+        assert split_by_seed(ids, 0.15, 1) != (learned, held)
+
+    @pytest.mark.parametrize(("share", "num_held"), [(0.01, 1), (0.99, 2)])
+    def test_neither_side_is_empty(self, share: float, num_held: int) -> None:
+        learned, held = split_by_seed(["a", "b", "c"], share, 0)
+        assert (len(learned), len(held)) == (3 - num_held, num_held)
+
+    def test_one_prompt_cannot_be_split(self) -> None:
+        with pytest.raises(OptionError, match="1 prompts with an answer are too few"):
+            split_by_seed(["a", "a"], 0.5, 0)
+
+    def test_it_chooses_as_it_did_for_the_adapters_there_are(self) -> None:
+        _, held = split_by_seed(IDS, 0.25, 0)
+        assert held == {"p12", "p13", "p15", "p3", "p9"}
