@@ -32,7 +32,8 @@ def build_app() -> typer.Typer:
     import typer
 
     from hf_spec.demo import demo
-    from hf_spec.training.cli import calibrate, train
+    from hf_spec.training.cli import train
+    from hf_spec.training.cli_calibrate import calibrate
 
     app = typer.Typer(add_completion=False, no_args_is_help=True)
     app.command()(demo)

@@ -20,13 +20,23 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation import logits_process as hf
 
-from hf_spec import DiscoConfig, DraftConfig, GsdConfig, LookupConfig, TreeConfig
+from hf_spec import (
+    DiscoConfig,
+    DraftConfig,
+    FalconConfig,
+    GsdConfig,
+    LookupConfig,
+    SdsatConfig,
+    TreeConfig,
+)
+from hf_spec.adapters.folder import SpecAdapter
 from hf_spec.decoding import drafter
 from hf_spec.decoding.tree import DraftTree
 from hf_spec.decoding.verification import NodeDraw, ResidualRejection
+from hf_spec.models.falcon_head import FalconHead, FalconShape
 from hf_spec.strategies import draft_model
 from hf_spec.strategies.draft_model import DraftModelDrafter
-from tests.tiny_models import save_disco_adapter
+from tests.tiny_models import random_adaptive_tokens, save_disco_adapter
 
 VOCAB = 8
 STEPS = 3
@@ -88,6 +98,21 @@ def disco_config() -> DiscoConfig:
     return DiscoConfig(adapter=folder, acceptance_threshold=DISCO_THRESHOLD)
 
 
+@cache
+def falcon_head() -> FalconHead:
+    torch.manual_seed(3)
+    return FalconHead(tiny(0), FalconShape(1, 1), None).requires_grad_(False).eval()
+
+
+# The published loop verifies in its second forward, which leaves one draft of three tokens.
+SDSAT_TREE = [(0,), (1,), (2,), (0, 0), (0, 1), (2, 0)]
+
+
+@cache
+def adaptive() -> SpecAdapter:
+    return random_adaptive_tokens(tiny(0))
+
+
 def arguments(strategy: str) -> dict[str, Any]:
     draft = tiny(1)
     return {
@@ -106,6 +131,19 @@ def arguments(strategy: str) -> dict[str, Any]:
         },
         "disco": {"spec_strategy": disco_config(), "assistant": draft},
         "itself": {"spec_strategy": DraftConfig(max_draft_tokens=2), "assistant": tiny(0)},
+        "falcon": {
+            "spec_strategy": FalconConfig(tree=[(0,), (1,), (2,), (0, 0), (0, 1), (2, 0)]),
+            "assistant": falcon_head(),
+        },
+        "sdsat": {"spec_strategy": SdsatConfig(tree=SDSAT_TREE), "assistant": adaptive()},
+        "sdsat fused": {
+            "spec_strategy": SdsatConfig(tree=SDSAT_TREE, fused=True),
+            "assistant": adaptive(),
+        },
+        "sdsat lossy": {
+            "spec_strategy": SdsatConfig(tree=SDSAT_TREE, fused=True, lossy=True),
+            "assistant": adaptive(),
+        },
         "tree": {"spec_strategy": TreeConfig(children=2, max_nodes=6), "assistant": draft},
         "siblings": {
             "spec_strategy": TreeConfig(children=3, max_nodes=12, sample_drafts=True),
@@ -218,6 +256,14 @@ CASES = [
     ("merging", REPETITION),
     ("tree", PLAIN),
     ("tree", REPETITION),
+    ("falcon", PLAIN),
+    ("falcon", TOP_K),
+    ("falcon", REPETITION),
+    ("sdsat", PLAIN),
+    ("sdsat", REPETITION),
+    ("sdsat fused", PLAIN),
+    ("sdsat fused", TOP_P),
+    ("sdsat fused", REPETITION),
     ("siblings", PLAIN),
     ("siblings", TOP_K),
     ("siblings", REPETITION),
@@ -235,7 +281,10 @@ def test_what_the_prefix_forbids_never_comes(strategy: str) -> None:
     assert worst_p_value([[5, 6, 5]], NO_REPEATS, strategy) > ALPHA
 
 
-@pytest.mark.parametrize("strategy", ["lookup", "draft", "disco", "merging", "siblings"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["lookup", "draft", "disco", "merging", "falcon", "sdsat", "sdsat fused", "siblings"],
+)
 def test_every_row_of_a_ragged_batch_has_its_own_distribution(strategy: str) -> None:
     # Token 2 ends a row, so that rows of one batch finish at different times.
     assert worst_p_value(RAGGED, REPETITION, strategy, draws=DRAWS // 2, eos=2) > ALPHA
@@ -245,6 +294,11 @@ def test_every_row_of_a_ragged_batch_has_its_own_distribution(strategy: str) -> 
 @pytest.mark.parametrize("strategy", ["lossy", "lossy tree"])
 def test_the_lossy_rule_of_gsd_is_lossy(strategy: str, settings: dict[str, Any]) -> None:
     assert worst_p_value([REPETITIVE], settings, strategy, TWIN_DRAWS) < REJECTED
+
+
+@pytest.mark.parametrize("settings", [PLAIN, TOP_P], ids=["plain", "top_p"])
+def test_the_lossy_rule_of_sdsat_is_lossy(settings: dict[str, Any]) -> None:
+    assert worst_p_value([REPETITIVE], settings, "sdsat lossy", TWIN_DRAWS) < REJECTED
 
 
 def test_merged_drafts_are_accepted_in_these_tests() -> None:
@@ -358,7 +412,7 @@ class TestBrokenTwins:
         monkeypatch.setattr(drafter, "ResidualRejection", SiblingsWithoutUpdate)
         assert worst_p_value([REPETITIVE], PLAIN, "siblings", TWIN_DRAWS) < REJECTED
 
-    @pytest.mark.parametrize("strategy", ["lookup", "tree"])
+    @pytest.mark.parametrize("strategy", ["lookup", "tree", "falcon", "sdsat fused"])
     def test_bonus_redrawn_after_a_miss(
         self, strategy: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:

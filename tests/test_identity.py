@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from hf_spec import SpecGenerateOutput
+from hf_spec import SpecGenerateOutput, UnsupportedError
 from hf_spec.outputs import RowStats
 from tests import tiny_models
 from tests.tiny_models import ARCHITECTURES
@@ -128,6 +128,13 @@ def speculate(name: str, kind: str, strategy: str, **options: Any) -> SpecGenera
     )
 
 
+def check_refused(name: str) -> None:
+    with pytest.raises(UnsupportedError, match="takes no attention function"):
+        tiny_models.build(name).generate(
+            **tiny_models.prompts(name, "one"), spec_strategy="falcon", assistant="no-such-head"
+        )
+
+
 def check_option(
     name: str, kind: str, strategy: str, option: Callable[[str, str], dict[str, Any]]
 ) -> SpecGenerateOutput:
@@ -139,6 +146,9 @@ def check_option(
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_architecture_and_strategy(name: str, strategy: str) -> None:
+    if not tiny_models.is_served(name, strategy):
+        check_refused(name)
+        return
     accepted = 0
     for kind in KINDS:
         output = check_option(name, kind, strategy, nothing)
@@ -155,9 +165,10 @@ def test_every_option(option: Callable[..., Any], strategy: str) -> None:
             check_option(name, kind, strategy, option).spec_stats.accepted_tokens for kind in KINDS
         )
         for name in REPRESENTATIVES
+        if tiny_models.is_served(name, strategy)
     }
     # Lookup repeats what was said, which not every random model does.
-    needed = 2 if strategy == "lookup" else len(REPRESENTATIVES)
+    needed = 2 if strategy == "lookup" else len(accepted)
     assert sum(count > 0 for count in accepted.values()) >= needed, accepted
 
 
@@ -166,6 +177,9 @@ def test_every_option(option: Callable[..., Any], strategy: str) -> None:
 def test_options_in_rotation(name: str, strategy: str) -> None:
     turn = OTHERS.index(name) + STRATEGIES.index(strategy)
     option = OPTIONS[turn % len(OPTIONS)]
+    if not tiny_models.is_served(name, strategy):
+        check_refused(name)
+        return
     check_option(name, KINDS[turn % len(KINDS)], strategy, option)
 
 
@@ -200,6 +214,13 @@ def ended_inside_a_block(row: RowStats, generated: int) -> bool:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", ["falcon_alibi", "gemma3", "llama"])
 def test_an_accepted_end_of_sequence_cuts_its_block(name: str, strategy: str, kind: str) -> None:
+    if not tiny_models.is_served(name, strategy):
+        check_refused(name)
+        return
+    if (name, strategy) == ("gemma3", "falcon"):
+        pytest.skip(
+            "it says its first token again and again, and a Falcon head drafts from round 2"
+        )
     model = tiny_models.build(name)
     said = free_tokens(name, kind)
     prompt = tiny_models.prompts(name, kind)
@@ -223,6 +244,8 @@ def test_a_stop_rule_cuts_an_accepted_block(
 ) -> None:
     cut = 0
     for name in REPRESENTATIVES:
+        if not tiny_models.is_served(name, strategy):
+            continue
         said, expected = free_tokens(name, "ragged"), plain(name, "ragged", option)
         output = check_option(name, "ragged", strategy, option)
         start = tiny_models.prompts(name, "ragged")["input_ids"].shape[1]

@@ -82,6 +82,7 @@ OPTION_NAMES = {
     "draft": ["max_draft_tokens", "length_policy", "confidence_threshold", "sample_drafts"],
     "disco": ["max_draft_tokens", "min_draft_tokens", "acceptance_threshold", "length_policy"],
     "tree": ["children", "expanded_per_level", "max_nodes", "min_probability", "min_sibling_ratio"],
+    "falcon": ["tree", "max_draft_tokens", "min_draft_tokens", "length_policy"],
     "gsd": [
         "merge_length",
         "children",
@@ -107,7 +108,9 @@ def strategy_dicts(draw: st.DrawFn) -> dict[str, Any]:
 
 
 SPEC_STRATEGIES = st.one_of(
-    st.sampled_from(["lookup", "draft", "tree", "gsd", "disco", "", "no-such", b"lookup"]),
+    st.sampled_from(
+        ["lookup", "draft", "tree", "gsd", "disco", "falcon", "", "no-such", b"lookup"]
+    ),
     st.sampled_from([LookupConfig(), DraftConfig(), TreeConfig(), StrategyConfig(), LookupConfig]),
     st.sampled_from([0, 1, False, 2.5, (), ["lookup"], {}]),
     strategy_dicts(),

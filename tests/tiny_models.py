@@ -24,8 +24,11 @@ from transformers import (
 )
 
 import hf_spec
-from hf_spec.adapters.folder import BaseModel, save_adapter
+from hf_spec.adapters.folder import BaseModel, SpecAdapter, save_adapter
+from hf_spec.decoding.attention import takes_packed
+from hf_spec.models.adaptive_tokens import AdaptiveShape, AdaptiveTokens
 from hf_spec.models.disco_classifier import DiscoClassifier
+from hf_spec.models.gated_lora import new_lora
 
 VOCAB = 97
 WINDOW = 8
@@ -229,15 +232,56 @@ def prompts(name: str, kind: str) -> dict[str, Tensor]:
     return left_padded(rows)
 
 
-STRATEGIES = ("none", "lookup", "draft", "tree", "gsd", "disco")
+STRATEGIES = ("none", "lookup", "draft", "tree", "gsd", "disco", "falcon", "sdsat")
 
 
 def speculation(name: str, strategy: str) -> dict[str, Any]:
     """Keyword arguments that make `generate()` of the named model use a strategy."""
     if strategy in {"none", "lookup"}:
         return {"spec_strategy": strategy}
+    if strategy == "falcon":
+        from tests.falcon_reference import random_head
+
+        return {
+            "spec_strategy": hf_spec.FalconConfig(tree=wide_tree()),
+            "assistant": random_head(name),
+        }
+    if strategy == "sdsat":
+        return {
+            "spec_strategy": hf_spec.SdsatConfig(tree=wide_tree()),
+            "assistant": sdsat_adapter(name),
+        }
     assistant = disco_adapter(name) if strategy == "disco" else draft_model(name)
     return {"spec_strategy": strategy, "assistant": assistant}
+
+
+@cache
+def wide_tree() -> list[tuple[int, ...]]:
+    """Rank paths for heads of random weights: every first token and some paths over two passes."""
+    first = [(rank,) for rank in range(VOCAB)]
+    second = [(rank, below) for rank in range(0, VOCAB, 8) for below in range(8)]
+    third = [(*path, rank) for path in second if path[1] == 0 for rank in range(2)]
+    return [*first, *second, *third]
+
+
+@cache
+def sdsat_adapter(name: str) -> SpecAdapter:
+    """Random adaptive tokens with a gated LoRA for the named model."""
+    return random_adaptive_tokens(build(name))
+
+
+def random_adaptive_tokens(
+    model: PreTrainedModel, mode: str = "gated", diverse: bool = False, window: int = 5
+) -> SpecAdapter:
+    """An SDSAT adapter whose LoRA, if its mode has one, changes a lot."""
+    torch.manual_seed(3)
+    embedding: Any = model.get_input_embeddings()
+    vectors = torch.randn(window if diverse else 1, embedding.weight.shape[1]) * 0.3
+    lora = {} if mode == "embeddings" else new_lora(model, rank=2)
+    for _, up in lora.values():
+        up.data.normal_(0, 0.2)
+    tokens = AdaptiveTokens(AdaptiveShape(mode, diverse, window), vectors, lora)
+    return tokens.to_adapter(BaseModel.of(model), {"num_adaptive": 3})
 
 
 @cache
@@ -295,3 +339,8 @@ def left_padded(rows: list[Tensor]) -> dict[str, Tensor]:
         input_ids[index, width - len(row) :] = row
         mask[index, width - len(row) :] = 1
     return {"input_ids": input_ids, "attention_mask": mask}
+
+
+def is_served(name: str, strategy: str) -> bool:
+    """Falcon heads run on models with the attention interface alone."""
+    return strategy != "falcon" or takes_packed(build(name))

@@ -8,14 +8,20 @@ A call without a `spec_step` comes from outside the decoding loop and goes to Py
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -23,6 +29,10 @@ from hf_spec.decoding.kv_cache import KVPool
 from hf_spec.errors import UnsupportedError
 
 NAME = "hf_spec"
+
+# Attention interface or not, these take the rectangular path: layers of the first drop the keyword
+# arguments that attention functions need, the second attends twice per layer, with two values.
+RECTANGULAR_ONLY = {"nemotron", "diffllama"}
 
 
 @dataclass
@@ -88,6 +98,22 @@ class PackedStep:
     writes: Sequence[tuple[int, int, int, slice | Tensor]]
     segments: Sequence[Segment]
     written: set[int] = field(default_factory=set)
+
+    def check(self, model: PreTrainedModel, num_layers: int) -> None:
+        """Refuse a model that did not run its tree through `tree_attention`.
+
+        Args:
+            model: what has just run this step.
+            num_layers: how many layers should have stored their keys and values.
+
+        Raises:
+            UnsupportedError: if some layer has not.
+        """
+        if len(self.written) != num_layers:
+            raise UnsupportedError(
+                f"{type(model).__name__} ran tree attention in {len(self.written)} of its "
+                f"{num_layers} layers, so its tokens would be wrong; generate without spec_strategy"
+            )
 
 
 def tree_attention(  # noqa: PLR0913 - the signature that transformers calls
@@ -201,3 +227,32 @@ def register() -> None:
     """Make `hf_spec` known to transformers; models then take it through their config."""
     AttentionInterface.register(NAME, tree_attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def takes_packed(model: PreTrainedModel) -> bool:
+    """Whether `model` can run packed trees; the others take the rectangular path."""
+    taken = model._supports_attention_backend and model._can_set_attn_implementation()
+    return bool(taken) and model.config.model_type not in RECTANGULAR_ONLY
+
+
+@contextmanager
+def packed_attention(model: PreTrainedModel) -> Iterator[bool]:
+    """Switch the model to the `hf_spec` attention; yields whether it took it."""
+    if not takes_packed(model):
+        yield False
+        return
+    # Layers borrowed from another model look the name up in that model's config.
+    configs = {id(c): c for c in (getattr(m, "config", None) for m in model.modules())}
+    before = [
+        (config, config._attn_implementation_internal)
+        for config in configs.values()
+        if isinstance(config, PreTrainedConfig)
+    ]
+    try:
+        model.set_attn_implementation(NAME)
+        for config, _ in before:
+            config._attn_implementation_internal = NAME
+        yield True
+    finally:
+        for config, implementation in before:
+            config._attn_implementation_internal = implementation

@@ -16,6 +16,7 @@ from hf_spec.decoding.runner import ForwardOutput
 from hf_spec.decoding.state import GenerationState, StopRules
 from hf_spec.decoding.tree import DraftTree, Verdict
 from hf_spec.decoding.verification import NodeDraw, ResidualRejection, Verifier
+from hf_spec.decoding.virtual_tokens import VirtualTokens
 
 
 class Drafter(CandidateGenerator, ABC):
@@ -28,12 +29,14 @@ class Drafter(CandidateGenerator, ABC):
         hidden_layers: indices of the target's hidden states that `observe` wants to see.
         forwards: forward passes of the drafter's own model so far.
         samples: whether drafts are drawn at random; such trees carry `draft_probs`.
+        virtual_tokens: what the nodes with negative token ids stand for; None if it sends none.
         counters: what the drafter counts beside that, by name; `SpecStats.counters` at the end.
     """
 
     hidden_layers: tuple[int, ...] = ()
     forwards: int = 0
     samples: bool = False
+    virtual_tokens: VirtualTokens | None = None
     counters: Mapping[str, int] = MappingProxyType({})
 
     @abstractmethod
@@ -84,7 +87,7 @@ class Drafter(CandidateGenerator, ABC):
         with self.active(state):
             tree = self.draft(state)
         path = [0]
-        while children := tree.host.children[path[-1]]:
+        while children := tree.host.proposals(path[-1]):
             path.append(children[0])
         self._proposed = tree, path[1:]
         drafted = [tree.host.tokens[node] for node in path[1:]]

@@ -68,7 +68,7 @@ def generate_with(  # noqa: PLR0913 - the signature that generate() calls
         keep_scores=as_dict and bool(generation_config.output_scores),
         keep_logits=as_dict and bool(generation_config.output_logits),
     )
-    target = ModelRunner(model, num_rows, drafter.hidden_layers)
+    target = ModelRunner(model, num_rows, drafter.hidden_layers, drafter.virtual_tokens)
     cache = model_kwargs.get("past_key_values")
     if cache is not None and cache.get_seq_length():
         _resume(target, cache, state)

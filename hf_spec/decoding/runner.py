@@ -18,11 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from hf_spec.decoding import attention
 from hf_spec.decoding.alibi import tree_alibi
-from hf_spec.decoding.attention import PackedStep
+from hf_spec.decoding.attention import PackedStep, packed_attention
 from hf_spec.decoding.cpu_linear import fast_cpu_linears
 from hf_spec.decoding.kv_cache import KVPool, PoolCache
 from hf_spec.decoding.packing import (
@@ -33,14 +32,10 @@ from hf_spec.decoding.packing import (
     pack,
 )
 from hf_spec.decoding.tree import DraftTree
-from hf_spec.errors import UnsupportedError
+from hf_spec.decoding.virtual_tokens import VirtualTokens
 
 # A long prompt is run in stretches of this many tokens per row; bounds masks and activations.
 PREFILL_CHUNK = 1024
-
-# Attention interface or not, these take the rectangular path: layers of the first drop the keyword
-# arguments that attention functions need, the second attends twice per layer, with two values.
-RECTANGULAR_ONLY = {"nemotron", "diffllama"}
 
 
 @dataclass
@@ -81,15 +76,23 @@ class ModelRunner:
         model: a decoder-only causal language model.
         num_rows: B, how many sequences share the pool.
         hidden_layers: indices into `hidden_states` that each forward returns.
+        virtual_tokens: what the nodes with negative token ids stand for, if there are any.
     """
 
-    def __init__(self, model: PreTrainedModel, num_rows: int, hidden_layers: Sequence[int] = ()):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        num_rows: int,
+        hidden_layers: Sequence[int] = (),
+        virtual_tokens: VirtualTokens | None = None,
+    ):
         self.model = model
         self.pool = KVPool(num_rows)
         self.stored = [0] * num_rows
         self.forwards = 0
         self.tokens_run = 0
         self._hidden_layers = list(hidden_layers)
+        self._virtual_tokens = virtual_tokens
         # Per row: storage place of the root and the offsets of the nodes stored since `keep`.
         self._round: dict[int, tuple[int, set[int]]] = {}
         self._packed = False
@@ -107,8 +110,10 @@ class ModelRunner:
     def active(self) -> Iterator[ModelRunner]:
         """Prepare the model for tree forwards; it is as it was found when the block ends."""
         with ExitStack() as stack:
-            self._packed = stack.enter_context(_packed_attention(self.model))
+            self._packed = stack.enter_context(packed_attention(self.model))
             stack.enter_context(fast_cpu_linears(self.model))
+            if self._virtual_tokens is not None:
+                stack.enter_context(self._virtual_tokens.active(self.model))
             yield self
 
     def forward(
@@ -198,12 +203,7 @@ class ModelRunner:
         result = self._call(
             torch.tensor([inputs.tokens]), positions, mask, nodes, spec_step=step, use_cache=False
         )
-        if len(step.written) != len(self._cache.layers):
-            raise UnsupportedError(
-                f"{type(self.model).__name__} ran tree attention in {len(step.written)} of its "
-                f"{len(self._cache.layers)} layers, so its tokens would be wrong; generate without "
-                "spec_strategy"
-            )
+        step.check(self.model, len(self._cache.layers))
         logits = result.logits[0]
         return self._output(logits if self._keeps_logits else logits[nodes], result, inputs)
 
@@ -245,9 +245,11 @@ class ModelRunner:
             kwargs["logits_to_keep"] = logits_to_keep
         if self._hidden_layers:
             kwargs["output_hidden_states"] = self._hidden_layers
-        return self.model(
-            input_ids=tokens.to(self.device), attention_mask=mask, return_dict=True, **kwargs
-        )
+        kwargs |= {"attention_mask": mask, "return_dict": True}
+        if self._virtual_tokens is None or int(tokens.min()) >= 0:
+            return self.model(input_ids=tokens.to(self.device), **kwargs)
+        with self._virtual_tokens.embedded(self.model, tokens) as embeddings:
+            return self.model(inputs_embeds=embeddings, **kwargs)
 
     def _output(
         self, logits: Tensor, result: Any, inputs: PackedInputs | RectangularInputs
@@ -255,27 +257,3 @@ class ModelRunner:
         hidden = {layer: result.hidden_states[layer].flatten(0, 1) for layer in self._hidden_layers}
         pending = {row: list(places) for row, places in inputs.pending.items()}
         return ForwardOutput(logits, hidden, pending, inputs.nodes)
-
-
-@contextmanager
-def _packed_attention(model: PreTrainedModel) -> Iterator[bool]:
-    """Switch the model to the `hf_spec` attention; yields whether it took it."""
-    taken = model._supports_attention_backend and model._can_set_attn_implementation()
-    if not taken or model.config.model_type in RECTANGULAR_ONLY:
-        yield False
-        return
-    # Layers borrowed from another model look the name up in that model's config.
-    configs = {id(c): c for c in (getattr(m, "config", None) for m in model.modules())}
-    before = [
-        (config, config._attn_implementation_internal)
-        for config in configs.values()
-        if isinstance(config, PreTrainedConfig)
-    ]
-    try:
-        model.set_attn_implementation(attention.NAME)
-        for config, _ in before:
-            config._attn_implementation_internal = attention.NAME
-        yield True
-    finally:
-        for config, implementation in before:
-            config._attn_implementation_internal = implementation

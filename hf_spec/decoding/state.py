@@ -200,7 +200,7 @@ class GenerationState:
                     block = block[: index + 1]
                     break
             accepted = min(len(verdict.accepted[row]), len(block))
-            self.stats.rows[row].count(len(host.nodes(row)) - 1, host.height(row), accepted)
+            self.stats.rows[row].count(host.num_drafted(row), host.height(row), accepted)
             if self.streamer is not None:
                 self.streamer.put(torch.tensor(block))
         if not self.stop.pads:

@@ -19,6 +19,10 @@ from torch import Tensor
 class DraftTree:
     """Token trees of B rows with N nodes in all, rows one after the other.
 
+    A node with a negative token id is *virtual*: a place where the target is asked something, no
+    token that is proposed. No token equals it, so no verifier goes there, and its keys and values
+    are dropped with those of the rejected nodes (see `hf_spec.decoding.virtual_tokens`).
+
     Attributes:
         token_ids: (N,) int64.
         parent: (N,) int64, index into the same arrays, -1 for a root. Parents precede children.
@@ -143,13 +147,22 @@ class HostTree:
         """Indices of the nodes of `row`; the first one is its root."""
         return range(self.row_start[row], self.row_start[row + 1])
 
+    def proposals(self, node: int) -> list[int]:
+        """The children of `node` that are tokens, not virtual ones."""
+        return [child for child in self.children[node] if self.tokens[child] >= 0]
+
+    def num_drafted(self, row: int) -> int:
+        """Tokens that the draft of `row` proposes."""
+        return sum(self.tokens[node] >= 0 for node in list(self.nodes(row))[1:])
+
     def child(self, node: int, token: int) -> int | None:
         """The child of `node` that carries `token`, if there is one."""
         return next((c for c in self.children[node] if self.tokens[c] == token), None)
 
     def height(self, row: int) -> int:
-        """Depth of the deepest node of `row`; 0 for a root alone or a finished row."""
-        return max((self.depth[node] for node in self.nodes(row)), default=0)
+        """Depth of the deepest token of `row`; 0 for a root alone or a finished row."""
+        depths = (self.depth[node] for node in self.nodes(row) if self.tokens[node] >= 0)
+        return max(depths, default=0)
 
 
 @dataclass(frozen=True)

@@ -184,7 +184,7 @@ class ResidualRejection(Verifier):
 
     @staticmethod
     def _judge(tree: DraftTree, node: int, target: Tensor) -> tuple[int, int | None]:
-        children = tree.host.children[node]
+        children = tree.host.proposals(node)
         if children:
             assert tree.draft_probs is not None, "sampled drafts carry their distributions"
             draft = tree.draft_probs[node].to(target.device, copy=True)

@@ -1,19 +1,25 @@
-"""What `assistant=` may be, for strategies that draft with a second language model."""
+"""What `assistant=` may be: a second language model, or an adapter of a method."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Hashable
+from pathlib import Path
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hf_spec.adapters.folder import is_adapter, load_adapter
+from hf_spec.adapters.folder import WEIGHTS_NAME, is_adapter, load_adapter
 from hf_spec.errors import AssistantError, SpecError
 from hf_spec.model_checks import check_model
+from hf_spec.models.falcon_head import METHOD as FALCON
+from hf_spec.models.falcon_head import FalconHead
 from hf_spec.models.trained_draft import METHOD, draft_from_adapter
 
-_DRAFTS: WeakKeyDictionary[PreTrainedModel, dict[Hashable, PreTrainedModel]] = WeakKeyDictionary()
+Made = TypeVar("Made")
+
+_MADE: WeakKeyDictionary[PreTrainedModel, dict[Hashable, Any]] = WeakKeyDictionary()
 
 
 def resolve_draft_model(
@@ -56,17 +62,50 @@ def resolve_draft_model(
     return model
 
 
-def made_once(
-    target: PreTrainedModel, key: Hashable, make: Callable[[], PreTrainedModel]
-) -> PreTrainedModel:
-    """The draft model of `target` that `make` gives, kept as long as the target lives.
+def resolve_falcon_head(assistant: object, target: PreTrainedModel) -> FalconHead:
+    """The Falcon head that `assistant` stands for, checked against the target.
+
+    Args:
+        assistant: a head, or a folder or Hub id of a Falcon adapter.
+        target: the model that generates.
+
+    Raises:
+        AssistantError: if it is none, cannot be loaded, or belongs to another model.
+    """
+    if isinstance(assistant, (str, os.PathLike)):
+        name = os.fspath(assistant)
+        weights = Path(name) / WEIGHTS_NAME
+        # A folder may hold another head by the time of the next call.
+        stamp = weights.stat().st_mtime_ns if weights.is_file() else None
+        key = (FALCON, name, stamp, target.device, target.dtype)
+        return made_once(
+            target, key, lambda: FalconHead.from_adapter(load_adapter(name, FALCON), target)
+        )
+    if not isinstance(assistant, FalconHead):
+        raise AssistantError(
+            f"assistant of type {type(assistant).__name__} is no Falcon head; pass the folder or "
+            "Hub id of a Falcon adapter, made by `hf-spec train falcon`, or a FalconHead"
+        )
+    assistant.base.check(target)
+    if assistant.training:
+        raise AssistantError("the Falcon head is in training mode; call eval() on it")
+    place, other = assistant.attention.device, target.device
+    if place != other:
+        raise AssistantError(
+            f"the Falcon head is on {place}, the model on {other}; move the head there"
+        )
+    return assistant
+
+
+def made_once(target: PreTrainedModel, key: Hashable, make: Callable[[], Made]) -> Made:
+    """What `make` gives for `target`, kept as long as the target lives.
 
     Args:
         target: the model that generates.
-        key: what tells this draft model from others of the same target.
+        key: what tells this thing from others of the same target.
         make: called the first time.
     """
-    known = _DRAFTS.setdefault(target, {})
+    known = _MADE.setdefault(target, {})
     if key not in known:
         known[key] = make()
     return known[key]

@@ -17,6 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_spec.errors import UnsupportedError
 
 
 class FewTokensHead(nn.Module):
@@ -117,3 +120,18 @@ def frequent_tokens(texts: Iterable[Iterable[int]], size: int, always: Iterable[
             break
         chosen.add(token)
     return torch.tensor(sorted(chosen), dtype=torch.long)
+
+
+def check_plain_head(model: PreTrainedModel) -> None:
+    """Refuse a target whose logits are not simply what its head says of its features.
+
+    Raises:
+        UnsupportedError: names what changes them.
+    """
+    config = model.config.get_text_config()
+    for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
+        if getattr(config, name, None) not in (None, 1, 1.0):
+            raise UnsupportedError(
+                f"{type(model).__name__} has {name}={getattr(config, name)}: its logits are not "
+                "the head's output, which this training needs"
+            )

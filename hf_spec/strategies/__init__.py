@@ -9,16 +9,20 @@ from hf_spec.strategies.base import (
 )
 from hf_spec.strategies.disco import DiscoConfig
 from hf_spec.strategies.draft_model import DraftConfig, TreeConfig
+from hf_spec.strategies.falcon import FalconConfig
 from hf_spec.strategies.gsd import GsdConfig
 from hf_spec.strategies.lookup import LookupConfig
 from hf_spec.strategies.none import NoneConfig
+from hf_spec.strategies.sdsat import SdsatConfig
 
 __all__ = [
     "DiscoConfig",
     "DraftConfig",
+    "FalconConfig",
     "GsdConfig",
     "LookupConfig",
     "NoneConfig",
+    "SdsatConfig",
     "StrategyConfig",
     "TreeConfig",
     "known_strategies",

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, TypeVar
 from transformers import PreTrainedModel
 
 from hf_spec.decoding.drafter import Drafter
+from hf_spec.decoding.length_policy import check_policy
 from hf_spec.errors import OptionError
 
 
@@ -48,6 +49,57 @@ class StrategyConfig:
             limits = f"of at least {low}" if high == math.inf else f"between {low} and {high}"
             raise OptionError(
                 f"{type(self).__name__}({name}={value!r}): {name} must be {kind} {limits}"
+            )
+
+
+@dataclass(frozen=True)
+class PolicyConfig(StrategyConfig):
+    """Options of drafts whose length a policy decides.
+
+    Attributes:
+        max_draft_tokens: most tokens drafted in a round (levels, for a tree); where the "heuristic"
+            policy starts, which may go beyond it. None is the adapter's, for the "disco" policy.
+        min_draft_tokens: so many are drafted before a policy is asked.
+        length_policy: "static", "heuristic", "confidence" (see `hf_spec.decoding.length_policy`) or
+            "disco" (see `hf_spec.strategies.disco`).
+        confidence_threshold: probability below which the "confidence" policy stops.
+        adapter: folder or Hub id of the classifier, for the "disco" policy.
+        acceptance_threshold: below which the "disco" policy stops; None is the adapter's.
+    """
+
+    needs_assistant = True
+
+    max_draft_tokens: int | None = 5
+    min_draft_tokens: int = 1
+    length_policy: str = "static"
+    confidence_threshold: float = 0.4
+    adapter: str | None = None
+    acceptance_threshold: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_draft_tokens is not None or self.length_policy != "disco":
+            self.check("max_draft_tokens", 1)
+        self.check_policy_options()
+
+    def check_policy_options(self) -> None:
+        """Check everything but `max_draft_tokens`.
+
+        Raises:
+            OptionError: names the option and what it may be.
+        """
+        check_policy(self.length_policy)
+        self.check("min_draft_tokens", 1)
+        self.check("confidence_threshold", 0, 1)
+        if self.acceptance_threshold is not None:
+            self.check("acceptance_threshold", 0, 1)
+        if self.adapter is None:
+            return
+        if not isinstance(self.adapter, str):
+            raise OptionError(f"adapter={self.adapter!r} must be a string: a folder or a Hub id")
+        if self.length_policy != "disco":
+            raise OptionError(
+                f"adapter={self.adapter!r} is of no use to length_policy={self.length_policy!r}; "
+                "leave it out, or choose length_policy='disco'"
             )
 
 

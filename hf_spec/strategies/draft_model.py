@@ -24,14 +24,14 @@ from transformers import PreTrainedModel
 
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.graph import TokenGraph, Unmerged
-from hf_spec.decoding.length_policy import DraftedToken, LengthPolicy, check_policy, make_policy
+from hf_spec.decoding.length_policy import DraftedToken, LengthPolicy, make_policy
 from hf_spec.decoding.processors import NodeProcessors
 from hf_spec.decoding.runner import ForwardOutput, ModelRunner
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.tree import DraftTree, Verdict
 from hf_spec.errors import OptionError
 from hf_spec.models.assistant import resolve_draft_model
-from hf_spec.strategies.base import StrategyConfig, register
+from hf_spec.strategies.base import PolicyConfig, register
 
 COUNTERS = ("draft_nodes", "merges", "rounds", "rounds_with_merged_accepted")
 
@@ -46,53 +46,19 @@ def make_drafter(
 
 @register("draft", make_drafter)
 @dataclass(frozen=True)
-class DraftConfig(StrategyConfig):
+class DraftConfig(PolicyConfig):
     """Options of a drafted chain.
 
     Attributes:
-        max_draft_tokens: most tokens drafted in a round (levels, for a tree); where the "heuristic"
-            policy starts, which may go beyond it. None is the adapter's, for the "disco" policy.
-        min_draft_tokens: so many are drafted before a policy is asked.
-        length_policy: "static", "heuristic", "confidence" (see `hf_spec.decoding.length_policy`) or
-            "disco" (see `hf_spec.strategies.disco`).
-        confidence_threshold: probability below which the "confidence" policy stops.
-        adapter: folder or Hub id of the classifier, for the "disco" policy.
-        acceptance_threshold: below which the "disco" policy stops; None is the adapter's.
         sample_drafts: draw the draft at random when the target samples.
     """
 
-    needs_assistant = True
-
-    max_draft_tokens: int | None = 5
-    min_draft_tokens: int = 1
-    length_policy: str = "static"
-    confidence_threshold: float = 0.4
-    adapter: str | None = None
-    acceptance_threshold: float | None = None
     sample_drafts: bool = True
 
     def __post_init__(self) -> None:
-        check_policy(self.length_policy)
-        if self.max_draft_tokens is not None or self.length_policy != "disco":
-            self.check("max_draft_tokens", 1)
-        self.check("min_draft_tokens", 1)
-        self.check("confidence_threshold", 0, 1)
-        if self.acceptance_threshold is not None:
-            self.check("acceptance_threshold", 0, 1)
-        self._check_adapter()
+        super().__post_init__()
         if not isinstance(self.sample_drafts, bool):
             raise OptionError(f"sample_drafts={self.sample_drafts!r} must be True or False")
-
-    def _check_adapter(self) -> None:
-        if self.adapter is None:
-            return
-        if not isinstance(self.adapter, str):
-            raise OptionError(f"adapter={self.adapter!r} must be a string: a folder or a Hub id")
-        if self.length_policy != "disco":
-            raise OptionError(
-                f"adapter={self.adapter!r} is of no use to length_policy={self.length_policy!r}; "
-                "leave it out, or choose length_policy='disco'"
-            )
 
     @property
     def shape(self) -> TreeShape:

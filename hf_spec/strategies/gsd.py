@@ -18,11 +18,11 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_spec.decoding.length_policy import LengthPolicy, make_policy
-from hf_spec.decoding.processors import NodeProcessors
+from hf_spec.decoding.longest_path import LongestPath
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.tree import DraftTree
 from hf_spec.decoding.verification import Verifier, Walk
-from hf_spec.errors import OptionError, UnsupportedError
+from hf_spec.errors import OptionError
 from hf_spec.models.assistant import resolve_draft_model
 from hf_spec.strategies.base import register
 from hf_spec.strategies.draft_model import DraftModelDrafter, TreeConfig, TreeShape
@@ -109,7 +109,7 @@ class GsdDrafter(DraftModelDrafter):
         return super().make_verifier(processors, num_rows)
 
 
-class IndependentAcceptance(Verifier):
+class IndependentAcceptance(LongestPath):
     """The paper's sampling rule: every node is accepted or not, apart from all others. Lossy.
 
     A child x with draft probability q is accepted with probability min(1, p / q), p being the
@@ -118,42 +118,10 @@ class IndependentAcceptance(Verifier):
     up for what that prefers: a refused token may come back as the bonus, a sibling has a chance of
     its own, and longer paths win. So tokens that the draft model proposes come more often than the
     target would say them (Gong et al. 2024, arXiv 2407.16207, verification when sampling).
-
-    Args:
-        processors: the prepared list of `generate()`.
-        num_rows: B.
-
-    Raises:
-        UnsupportedError: if one of them may remember earlier calls.
     """
 
-    def __init__(self, processors: Sequence[Any], num_rows: int):
-        super().__init__(processors, num_rows)
-        for processor in processors:
-            if not len(NodeProcessors([processor], num_rows, stateless_only=True)):
-                raise UnsupportedError(
-                    f"GsdConfig(lossy=True) asks for the scores of branches that are not taken, "
-                    f"which {type(processor).__name__} might remember; leave lossy away when "
-                    "sampling with a processor of your own"
-                )
-        self._next: dict[int, int] = {}
-
-    def _begin(self, tree: DraftTree, walk: Walk) -> None:
-        """Find the longest accepted path of every row."""
-        host = tree.host
-        accepted = self._accept(tree, walk)
-        self._next = {}
-        for row in walk.state.unfinished:
-            # Nodes come in order of probability, and max() takes the first of equals.
-            mine = [node for node in host.nodes(row) if node in accepted]
-            node = max(mine, key=lambda node: host.depth[node])
-            while (above := host.parent[node]) >= 0:
-                self._next[above] = node
-                node = above
-
-    @staticmethod
-    def _accept(tree: DraftTree, walk: Walk) -> set[int]:
-        """Nodes whose whole path is accepted, roots included; found level by level."""
+    def _accept(self, tree: DraftTree, walk: Walk) -> set[int]:
+        """Found level by level."""
         assert tree.node_probs is not None, "drafted graphs carry the probability of each node"
         host, draft_probs = tree.host, tree.node_probs.tolist()
         level = [(row, host.row_start[row]) for row in walk.state.unfinished]
@@ -169,14 +137,3 @@ class IndependentAcceptance(Verifier):
                         paths[child] = [*paths[node], token]
                         level.append((row, child))
         return set(paths)
-
-    def _step(
-        self, tree: DraftTree, walk: Walk, here: dict[int, int], paths: dict[int, list[int]]
-    ) -> dict[int, tuple[int, int | None]]:
-        probs = walk.visit(here, paths).softmax(dim=-1)
-        drawn = torch.multinomial(probs, 1)[:, 0]
-        steps: dict[int, tuple[int, int | None]] = {}
-        for (row, node), bonus in zip(here.items(), drawn.tolist(), strict=True):
-            child = self._next.get(node)
-            steps[row] = (bonus if child is None else tree.host.tokens[child], child)
-        return steps

@@ -39,16 +39,28 @@ def answer_logits(model: PreTrainedModel, batch: Sequence[Response]) -> Tensor:
         return runner.forward(tree, [response.prompt for response in batch]).logits
 
 
-def answer_batches(responses: Sequence[Response]) -> Iterator[list[Response]]:
-    """Neighbours in groups of at most FORWARD_TOKENS answer tokens; a longer one stands alone."""
+def answer_len(response: Response) -> int:
+    """Tokens of an answer."""
+    return len(response.response)
+
+
+def answer_batches(
+    responses: Sequence[Response], length: Callable[[Response], int] = answer_len
+) -> Iterator[list[Response]]:
+    """Neighbours in groups of at most FORWARD_TOKENS tokens; a longer text stands alone.
+
+    Args:
+        responses: in any order.
+        length: the tokens of each that count.
+    """
     batch: list[Response] = []
     size = 0
     for response in responses:
-        if batch and size + len(response.response) > FORWARD_TOKENS:
+        if batch and size + length(response) > FORWARD_TOKENS:
             yield batch
             batch, size = [], 0
         batch.append(response)
-        size += len(response.response)
+        size += length(response)
     if batch:
         yield batch
 
@@ -59,6 +71,7 @@ def stored(
     responses: Sequence[Response],
     facts: dict[str, str],
     compute: Callable[[Sequence[Response]], dict[str, Tensor]],
+    length: Callable[[Response], int] = answer_len,
 ) -> Iterator[tuple[Response, dict[str, Tensor]]]:
     """What `compute` says of every answer, computed where `folder` does not hold it yet.
 
@@ -68,9 +81,11 @@ def stored(
         responses: in a fixed order, none of them empty; more may be appended between calls.
         facts: what the result depends on beside the answers.
         compute: answers -> tensors whose first dimension is all their tokens, one after the other.
+        length: how many places of that dimension an answer takes.
 
     Yields:
-        Each answer with its own part of the tensors.
+        Each answer with its own part of the tensors; on a CPU they are read from the file when
+        they are used, not before.
 
     Raises:
         OptionError: if `folder` holds the results of other facts or answers.
@@ -87,7 +102,7 @@ def stored(
                 tensors = compute(shard)
             with written_whole(path) as part:
                 save_file(tensors, part, metadata={**facts, "answers": json.dumps(digests)})
-        lengths = [len(response.response) for response in shard]
+        lengths = [length(response) for response in shard]
         columns = {key: tensor.split(lengths) for key, tensor in load_file(path).items()}
         for place, response in enumerate(shard):
             yield response, {key: column[place] for key, column in columns.items()}

@@ -1,39 +1,40 @@
-"""`hf-spec train ...` and `hf-spec calibrate ...`: thin commands over this package."""
+"""`hf-spec train ...`: thin commands over this package."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
+from accelerate import PartialState
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
 from hf_spec.adapters.folder import SpecAdapter, load_adapter
 from hf_spec.bench.prompts import load_prompts
-from hf_spec.errors import SpecError
-from hf_spec.models.disco_classifier import METHOD
-from hf_spec.training.calibrate import CalibrationSettings, calibrate_disco, validation_prompts
+from hf_spec.models.adaptive_tokens import CONFIG_ENTRY, MODES
+from hf_spec.models.falcon_head import METHOD as FALCON
+from hf_spec.models.falcon_head import FalconShape
+from hf_spec.training.cli_common import Dtype, Model, Responses, in_one_sentence, load_target
+from hf_spec.training.csgd import CHOICES, CsgdSettings
 from hf_spec.training.disco import DiscoTrainSettings, train_disco
 from hf_spec.training.draft import DraftTrainSettings, train_draft
+from hf_spec.training.falcon import FalconTrainSettings, train_falcon
+from hf_spec.training.features import Text, disk_need, in_words, stored_texts
 from hf_spec.training.responses import ResponseSettings, generate_responses, read_responses
-from hf_spec.training.teacher import teacher_examples
+from hf_spec.training.sdsat import LAYOUTS, LOSSES, SdsatTrainSettings, train_sdsat
+from hf_spec.training.teacher import Example, teacher_examples
 from hf_spec.training.trainer import TrainSettings
+from hf_spec.training.windows import START_SHARE
 
 train = typer.Typer(no_args_is_help=True, help="Train the parts that strategies need.")
-calibrate = typer.Typer(no_args_is_help=True, help="Choose options by measured speed.")
 
-Model = Annotated[str, typer.Option(help="The target model: folder or Hub id.")]
-Responses = Annotated[
-    Path, typer.Option(exists=True, help="The target's answers, from `hf-spec train responses`.")
-]
-Dtype = Annotated[str, typer.Option(help="Of the target: float32, bfloat16 or float16.")]
+
+def _choices(name: str) -> str:
+    return f"{', '.join(CHOICES[name])}; see hf_spec.training.csgd."
 
 
 class Labels(str, Enum):
@@ -61,9 +62,9 @@ def train_responses_command(  # noqa: PLR0913 - one parameter an option
     float32 where the processor computes in it.
     """
     settings = ResponseSettings(max_new_tokens, max_prompt_tokens, temperature, seed)
-    with _in_one_sentence():
+    with in_one_sentence():
         known = load_prompts(prompts)
-        target, tokenizer = _load(model, dtype), AutoTokenizer.from_pretrained(model)
+        target, tokenizer = load_target(model, dtype), AutoTokenizer.from_pretrained(model)
         with tqdm(total=len(known), desc="prompts", disable=None) as bar:
             left_out = generate_responses(
                 target,
@@ -107,13 +108,229 @@ def train_draft_command(  # noqa: PLR0913 - one parameter an option
         learning_rate=learning_rate,
         seed=seed,
     )
-    with _in_one_sentence():
+    with in_one_sentence():
         answers = list(read_responses(responses))
         folder = teacher or responses.with_suffix(".teacher")
-        target = _load(model, dtype)
+        target = load_target(model, dtype)
         examples = teacher_examples(target, answers, folder)
         adapter = train_draft(target, examples, out, settings, run)
     Console().print(adapter.options["held_back"])
+
+
+@train.command("falcon")
+def train_falcon_command(  # noqa: PLR0913 - one parameter an option
+    model: Model,
+    responses: Annotated[
+        list[Path],
+        typer.Option(exists=True, help="Answers of `hf-spec train responses`; may be repeated."),
+    ],
+    out: Annotated[Path, typer.Option(help="Folder for the adapter; an interrupted run resumes.")],
+    block_size: Annotated[int, typer.Option(min=1, max=4, help="k, tokens drafted at once.")] = 2,
+    layers: Annotated[int, typer.Option(min=1, help="Attention layers of the head.")] = 1,
+    recurrent: Annotated[
+        bool, typer.Option("--recurrent", help="Carry the LSTM's state along the text.")
+    ] = False,
+    vocabulary: Annotated[
+        int, typer.Option(min=0, help="Most frequent tokens it can propose; 0 for all.")
+    ] = 8192,
+    epochs: Annotated[int, typer.Option(min=1)] = 8,
+    learning_rate: Annotated[float, typer.Option(min=0)] = 2e-3,
+    batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a micro-batch.")] = 2048,
+    accumulate: Annotated[int, typer.Option(min=1, help="Micro-batches of a step.")] = 1,
+    csgd: Annotated[str, typer.Option(help=_choices("schedule"))] = "paper",
+    noise: Annotated[str, typer.Option(help=_choices("noise"))] = "paper",
+    hard_label: Annotated[str, typer.Option(help=_choices("hard_label"))] = "token",
+    replaced_token: Annotated[str, typer.Option(help=_choices("replaced_token"))] = "teacher",
+    feature_weight: Annotated[float, typer.Option(min=0, help="Of the feature loss.")] = 1.0,
+    soft_weight: Annotated[float, typer.Option(min=0, help="Of the target's opinion.")] = 0.09,
+    hard_weight: Annotated[float, typer.Option(min=0, help="Of the one right token.")] = 0.01,
+    soft_temperature: Annotated[float, typer.Option(help="Released code: 0.95.")] = 1.0,
+    own_features: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of blocks fed with foretold features.")
+    ] = 0.0,
+    feature_scale: Annotated[str, typer.Option(help=_choices("feature_scale"))] = "raw",
+    max_context: Annotated[
+        int, typer.Option(min=0, help="Last tokens of a prompt that are read; 0 for all.")
+    ] = 64,
+    features: Annotated[
+        Path | None, typer.Option(help="Folder for the target's features; beside the answers.")
+    ] = None,
+    store: Annotated[
+        bool, typer.Option(help="Keep the features on disk, or compute them in every step.")
+    ] = True,
+    init: Annotated[Path | None, typer.Option(help="A Falcon adapter to go on from.")] = None,
+    evaluate_every: Annotated[int, typer.Option(min=1, help="In steps.")] = 300,
+    seed: Annotated[int, typer.Option(help="Of the order and of every random number.")] = 0,
+    dtype: Dtype = "bfloat16",
+) -> None:
+    """Train a Falcon head, which drafts several tokens in one pass.
+
+    The target's features of all texts are computed first, once, and kept beside the answers. Loss
+    weights and CSGD's options are the paper's by default; on a small model --soft-weight 1
+    --hard-weight 0.1 teach it faster. Use the head with
+    model.generate(..., spec_strategy="falcon", assistant=OUT).
+    """
+    run = TrainSettings(
+        epochs=epochs,
+        batch_tokens=batch_tokens,
+        accumulate=accumulate,
+        learning_rate=learning_rate,
+        seed=seed,
+        evaluate_every=evaluate_every,
+    )
+    with in_one_sentence():
+        settings = FalconTrainSettings(
+            FalconShape(block_size, layers, recurrent),
+            CsgdSettings(
+                csgd,
+                noise,
+                hard_label,
+                replaced_token,
+                feature_weight,
+                soft_weight,
+                hard_weight,
+                soft_temperature,
+                own_features,
+                feature_scale,
+            ),
+            vocabulary or None,
+            max_context or None,
+        )
+        target = load_target(model, dtype)
+        texts = _texts(target, responses, features, store)
+        start = None if init is None else load_adapter(init, FALCON)
+        adapter = train_falcon(target, texts, out, settings, run, start)
+    Console().print(adapter.options["held_back"])
+
+
+def _texts(
+    target: PreTrainedModel, files: list[Path], folder: Path | None, store: bool
+) -> list[Text]:
+    """The texts of all files, each with a folder of features of its own."""
+    texts: list[Text] = []
+    for file in files:
+        answers = list(read_responses(file))
+        if not store:
+            texts += map(Text, answers)
+            continue
+        own = file.with_suffix(".features") if folder is None else folder / file.stem
+        need = in_words(disk_need(target, answers))
+        Console().print(f"the features of {len(answers)} texts take {need} in {own}")
+        with PartialState().main_process_first():
+            texts += stored_texts(target, answers, own)
+    return texts
+
+
+@train.command("sdsat")
+def train_sdsat_command(  # noqa: PLR0913 - one parameter an option
+    model: Model,
+    responses: Annotated[
+        list[Path],
+        typer.Option(exists=True, help="Answers of `hf-spec train responses`; may be repeated."),
+    ],
+    out: Annotated[
+        Path, typer.Option(help="Folder for adapter or model; an interrupted run resumes.")
+    ],
+    mode: Annotated[str, typer.Option(help=", ".join(MODES))] = "gated",
+    window: Annotated[int, typer.Option(min=1, help="L, most adaptive tokens in a row.")] = 5,
+    diverse: Annotated[
+        bool, typer.Option("--diverse", help="One adaptive token per place, not one for all.")
+    ] = False,
+    rank: Annotated[int, typer.Option(min=1, help="Rank of the LoRA.")] = 16,
+    lora_layer: Annotated[
+        list[str] | None,
+        typer.Option(help="Such as q_proj; may be repeated. All linear layers by default."),
+    ] = None,
+    loss: Annotated[str, typer.Option(help=", ".join(LOSSES))] = "improved",
+    layout: Annotated[
+        str | None, typer.Option(help=f"{', '.join(LAYOUTS)}; chosen by mode and loss by default.")
+    ] = None,
+    start_share: Annotated[
+        float, typer.Option(min=0, max=1, help="Of the positions, where windows start.")
+    ] = START_SHARE,
+    adaptive_weight: Annotated[
+        float, typer.Option(min=0, help="Of the adaptive positions beside the clean text.")
+    ] = 1.0,
+    soft_weight: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of the target's opinion in the loss.")
+    ] = 0.0,
+    infilling: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of the code put into infilling format.")
+    ] = 0.0,
+    infilling_task: Annotated[str, typer.Option(help="Which answers are code.")] = "code",
+    num_adaptive: Annotated[
+        int | None, typer.Option(min=1, help="k in use; the window by default.")
+    ] = None,
+    token_id: Annotated[
+        list[int] | None,
+        typer.Option(min=0, help="Spare row of the vocabulary, for --mode full; may be repeated."),
+    ] = None,
+    epochs: Annotated[int, typer.Option(min=1)] = 3,
+    learning_rate: Annotated[float, typer.Option(min=0)] = 1e-3,
+    batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a micro-batch.")] = 2048,
+    accumulate: Annotated[int, typer.Option(min=1, help="Micro-batches of a step.")] = 1,
+    teacher: Annotated[
+        Path | None, typer.Option(help="Folder for the target's opinions; beside the answers.")
+    ] = None,
+    evaluate_every: Annotated[int, typer.Option(min=1, help="In steps.")] = 300,
+    seed: Annotated[int, typer.Option(help="Of the order and of every random number.")] = 0,
+    dtype: Dtype = "bfloat16",
+) -> None:
+    """Train adaptive tokens, behind which the target drafts for itself.
+
+    Modes gated and embeddings leave the target's output as it is; lora and full make another model
+    of it, full in OUT itself. See hf_spec.models.adaptive_tokens. The target's opinions are
+    computed, and kept, only for --soft-weight. Use the adapter with
+    model.generate(..., spec_strategy="sdsat", assistant=OUT).
+    """
+    run = TrainSettings(
+        epochs=epochs,
+        batch_tokens=batch_tokens,
+        accumulate=accumulate,
+        learning_rate=learning_rate,
+        seed=seed,
+        evaluate_every=evaluate_every,
+    )
+    with in_one_sentence():
+        settings = SdsatTrainSettings(
+            mode=mode,
+            window=window,
+            diverse=diverse,
+            rank=rank,
+            targets=tuple(lora_layer or ()),
+            loss=loss,
+            layout=layout,
+            start_share=start_share,
+            adaptive_weight=adaptive_weight,
+            soft_weight=soft_weight,
+            infilling=infilling,
+            infilling_task=infilling_task,
+            num_adaptive=num_adaptive,
+            token_ids=tuple(token_id or ()),
+        )
+        target = load_target(model, dtype)
+        needed = settings.infilling or settings.mode == "full"
+        tokenizer = AutoTokenizer.from_pretrained(model) if needed else None
+        examples = _examples(target, responses, teacher, bool(settings.soft_weight))
+        adapter = train_sdsat(target, examples, out, settings, run, tokenizer)
+    options = getattr(target.config, CONFIG_ENTRY) if adapter is None else adapter.options
+    Console().print(options["held_back"])
+
+
+def _examples(
+    target: PreTrainedModel, files: list[Path], folder: Path | None, with_opinions: bool
+) -> list[Example]:
+    """The answers of all files, each with a folder of opinions of its own if they are wanted."""
+    examples: list[Example] = []
+    for file in files:
+        answers = list(read_responses(file))
+        if not with_opinions:
+            examples += map(Example.without_opinion, answers)
+            continue
+        own = file.with_suffix(".teacher") if folder is None else folder / file.stem
+        with PartialState().main_process_first():
+            examples += teacher_examples(target, answers, own)
+    return examples
 
 
 @train.command("disco")
@@ -145,78 +362,11 @@ def train_disco_command(  # noqa: PLR0913 - one parameter an option
     if (draft is None) == (draft_layers is None):
         raise typer.BadParameter("give either --draft or --draft-layers")
     named: Any = draft if draft is not None else {"truncated": draft_layers}
-    with _in_one_sentence():
+    with in_one_sentence():
         answers = list(read_responses(responses))
         settings = DiscoTrainSettings(labels=labels.value, seed=seed)
-        adapter = train_disco(_load(model, dtype), named, answers, out, settings, task)
+        adapter = train_disco(load_target(model, dtype), named, answers, out, settings, task)
     _show_rules(adapter)
-
-
-@calibrate.command("disco")
-def calibrate_disco_command(  # noqa: PLR0913 - one parameter an option
-    model: Model,
-    adapter: Annotated[Path, typer.Option(exists=True, help="The folder of `train disco`.")],
-    prompts: Annotated[
-        Path,
-        typer.Option(exists=True, help="JSON lines; those held back in training are used."),
-    ],
-    use_all: Annotated[
-        bool, typer.Option("--all", help="Use every prompt, for a file of validation prompts.")
-    ] = False,
-    max_prompts: Annotated[int, typer.Option(min=1, help="At most so many prompts.")] = 12,
-    threshold: Annotated[
-        list[float] | None, typer.Option(min=0, max=1, help="To be tried; may be repeated.")
-    ] = None,
-    longest: Annotated[
-        list[int] | None, typer.Option(min=1, help="Longest draft to be tried; may be repeated.")
-    ] = None,
-    new_tokens: Annotated[int, typer.Option(min=1, help="Generated per run.")] = 64,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs of each way and prompt.")] = 2,
-    dtype: Dtype = "float32",
-) -> None:
-    """Choose DISCO's threshold and longest draft by speed on this machine.
-
-    Tries every pair, in turn with static lengths, on prompts that the classifier was not trained
-    on, and writes the fastest pair and the table into the adapter. Leave the machine alone
-    meanwhile.
-    """
-    base = CalibrationSettings()
-    with _in_one_sentence():
-        settings = CalibrationSettings(
-            thresholds=tuple(threshold or base.thresholds),
-            longest=tuple(longest or base.longest),
-            new_tokens=new_tokens,
-            repeats=repeats,
-        )
-        known = load_prompts(prompts)
-        chosen = known if use_all else validation_prompts(load_adapter(adapter, METHOD), known)
-        chosen = chosen[:max_prompts]
-        target, tokenizer = _load(model, dtype), AutoTokenizer.from_pretrained(model)
-        total = settings.num_ways * len(chosen) * settings.repeats
-        with tqdm(total=total, desc="runs", disable=None) as bar:
-            made = calibrate_disco(
-                target, tokenizer, adapter, chosen, settings, progress=bar.update
-            )
-    _show_ways(made)
-
-
-def _load(name: str, dtype: str) -> PreTrainedModel:
-    if dtype not in {"float32", "bfloat16", "float16"}:
-        raise typer.BadParameter(f"--dtype {dtype}: choose float32, bfloat16 or float16")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        name, dtype=getattr(torch, dtype), use_safetensors=True
-    )
-    return model.to(device).eval()
-
-
-@contextmanager
-def _in_one_sentence() -> Iterator[None]:
-    """Say what is wrong without a traceback."""
-    try:
-        yield
-    except SpecError as error:
-        raise typer.BadParameter(str(error)) from error
 
 
 def _show_rules(adapter: SpecAdapter) -> None:
@@ -229,17 +379,4 @@ def _show_rules(adapter: SpecAdapter) -> None:
         for name, figures in classes.items():
             cells = [f"{figures[key]:.2f}" for key in ("precision", "recall", "f1")]
             table.add_row(rule, name, *cells)
-    Console().print(table)
-
-
-def _show_ways(adapter: SpecAdapter) -> None:
-    """Speeds, and what was chosen."""
-    calibration = adapter.options["calibration"]
-    table = Table(title=f"speed relative to drafts of {calibration['reference']} tokens")
-    for column in ("", "median", "p20 - p80", "tau"):
-        table.add_column(column)
-    for name, row in calibration["table"].items():
-        spread = f"{row['ratio_p20']:.2f} - {row['ratio_p80']:.2f}"
-        chosen = " <" if name in {calibration["best"], calibration["best_static"]} else ""
-        table.add_row(name + chosen, f"{row['ratio']:.2f}", spread, f"{row['tau']:.2f}")
     Console().print(table)

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from hf_spec.adapters.folder import SpecAdapter, save_adapter
-from hf_spec.errors import OptionError, UnsupportedError
-from hf_spec.models.draft_head import frequent_tokens
+from hf_spec.errors import OptionError
+from hf_spec.models.draft_head import check_plain_head, frequent_tokens
 from hf_spec.models.trained_draft import TrainableDraft
 from hf_spec.training.responses import Response, end_tokens
 from hf_spec.training.split import split_by_hash
@@ -68,7 +68,7 @@ def train_draft(
         UnsupportedError: if the target changes its logits behind the head.
         OptionError: if nothing is left to train on or to evaluate with.
     """
-    _check_head(model)
+    check_plain_head(model)
     learned, held = split_by_hash(examples, settings.held_back, lambda e: e.response.id)
     if not learned or not held:
         raise OptionError(f"{len(examples)} examples are too few to train and to hold some back")
@@ -105,10 +105,8 @@ class _Distillation:
     def __init__(self, draft: TrainableDraft, hard_weight: float):
         self.model, self.head = draft.model.eval(), draft.head
         self.hard_weight = hard_weight
-        self._place: Tensor | None = None
-        if draft.vocabulary is not None:
-            self._place = torch.full((self.head.full_size,), -1)
-            self._place[draft.vocabulary] = torch.arange(len(draft.vocabulary))
+        # Per token its place in the draft model's vocabulary, -1 for those it does not know.
+        self._places = self.head.places()
 
     def loss(self, batch: Sequence[Example]) -> tuple[Tensor, int]:
         """Summed cross-entropies with the target's probabilities and with its choice."""
@@ -117,7 +115,7 @@ class _Distillation:
         top = torch.cat([example.top_tokens for example in batch])
         probs = torch.cat([example.top_probs for example in batch]).to(scores.device)
         chosen = torch.tensor([t for example in batch for t in example.response.response])
-        top, chosen = self._places(top).to(scores.device), self._places(chosen).to(scores.device)
+        top, chosen = self._places[top].to(scores.device), self._places[chosen].to(scores.device)
         probs = probs * (top >= 0)
         probs = probs / probs.sum(dim=-1, keepdim=True).clamp_min(1e-9)
         soft = -(probs * scores.gather(-1, top.clamp_min(0))).sum()
@@ -131,13 +129,9 @@ class _Distillation:
         for batch in batches:
             choice = self._logits([example.response for example in batch]).argmax(dim=-1).cpu()
             chosen = torch.tensor([t for example in batch for t in example.response.response])
-            same = choice == self._places(chosen)
+            same = choice == self._places[chosen]
             found.extend(same.split([len(example.response.response) for example in batch]))
         return found
-
-    def _places(self, tokens: Tensor) -> Tensor:
-        """Where tokens stand in the draft model's vocabulary, -1 for those it does not know."""
-        return tokens if self._place is None else self._place[tokens]
 
     def _logits(self, batch: Sequence[Response]) -> Tensor:
         """(answer tokens, R) logits before each answer token, padding on the right."""
@@ -176,13 +170,3 @@ def acceptance(matches: Sequence[Tensor]) -> dict[str, float]:
                 rounds, accepted, place = rounds + 1, accepted + kept, place + kept + 1
         figures[f"tau_{length}"] = accepted / max(rounds, 1)
     return figures
-
-
-def _check_head(model: PreTrainedModel) -> None:
-    config = model.config.get_text_config()
-    for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
-        if getattr(config, name, None) not in (None, 1, 1.0):
-            raise UnsupportedError(
-                f"{type(model).__name__} has {name}={getattr(config, name)}: its logits are not "
-                "the head's output, which this training needs"
-            )

@@ -34,6 +34,12 @@ class Example:
     top_tokens: Tensor
     top_probs: Tensor
 
+    @classmethod
+    def without_opinion(cls, response: Response) -> Example:
+        """An answer for a training that asks for no opinion: K is 0."""
+        nothing = torch.zeros(len(response.response), 0)
+        return cls(response, nothing.long(), nothing)
+
 
 def teacher_examples(
     model: PreTrainedModel, responses: Sequence[Response], folder: Path, top: int = 32

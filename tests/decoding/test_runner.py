@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import hf_spec
+from hf_spec.decoding import attention
 from hf_spec.decoding import runner as runner_module
 from hf_spec.decoding.kv_cache import MIN_CAPACITY, KVPool
 from hf_spec.decoding.runner import ForwardOutput, ModelRunner
@@ -258,7 +259,7 @@ def test_layers_shared_with_a_draft_model_are_left_as_found() -> None:
 
 def test_layers_that_drop_keyword_arguments_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tree attention never runs there, so the tokens would be those of a causal model."""
-    monkeypatch.setattr(runner_module, "RECTANGULAR_ONLY", set())
+    monkeypatch.setattr(attention, "RECTANGULAR_ONLY", set())
     with (
         ModelRunner(tiny_models.build("nemotron"), 4).active() as runner,
         pytest.raises(UnsupportedError, match=r"in 0 of its 3 layers"),
@@ -267,7 +268,7 @@ def test_layers_that_drop_keyword_arguments_are_noticed(monkeypatch: pytest.Monk
 
 
 def test_layers_that_attend_twice_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner_module, "RECTANGULAR_ONLY", set())
+    monkeypatch.setattr(attention, "RECTANGULAR_ONLY", set())
     with (
         ModelRunner(tiny_models.build("diffllama"), 4).active() as runner,
         pytest.raises(UnsupportedError, match="attends twice"),

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from hf_spec import OptionError
 from hf_spec.training import answers
 from hf_spec.training.responses import Response
-from hf_spec.training.teacher import teacher_examples
+from hf_spec.training.teacher import Example, teacher_examples
 
 
 @pytest.fixture(autouse=True)
@@ -61,3 +61,11 @@ def test_another_run_is_refused(
         teacher_examples(model, responses, tmp_path / "t", top=5)
     with pytest.raises(OptionError, match="another answers"):
         teacher_examples(model, responses[::-1], tmp_path / "t", top=4)
+
+
+def test_an_answer_without_opinion() -> None:
+    response = Response("p", "t", [5, 6], [7, 8, 9])
+    example = Example.without_opinion(response)
+    assert example.response == response
+    assert example.top_tokens.shape == example.top_probs.shape == (3, 0)
+    assert example.top_tokens.dtype == torch.int64

@@ -1,0 +1,226 @@
+"""Trees of ranks: the fixed shape of drafts that take their tokens from lists.
+
+A path (2, 0) is the best token of the second list below the third best token of the first one. The
+shape is the same in every round; only the tokens differ.
+
+A drafter that foretells k depths at once runs such a tree in *passes* (Gao et al. 2024, arXiv
+2412.12639, section 3.3). The first pass has one block, which gives the lists of depths 1 to k.
+Every node at depth k that has children becomes a block of the second pass, fed with the tokens of
+the k nodes that lead to it; it gives the lists of depths k + 1 to 2k below that node; and so on.
+Within a block a node's token depends on its own rank alone, not on the nodes above it. Which list a
+node reads is looked up by its path, so rank gaps and ragged leaves need no special care.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from hf_spec.errors import OptionError
+
+Path = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RankTree:
+    """A tree of ranks without its root; made by `RankTree.of`, which checks it.
+
+    Attributes:
+        paths: one per node, by depth and then by ranks, so that the nodes down to any depth come
+            first and siblings stand in order of rank.
+    """
+
+    paths: tuple[Path, ...]
+
+    @classmethod
+    def of(cls, paths: object) -> RankTree:
+        """A tree from its rank paths, in any order.
+
+        Raises:
+            OptionError: if something is no rank path, stands there twice, or lacks its parent.
+        """
+        if not isinstance(paths, Iterable) or isinstance(paths, (str, bytes, dict)):
+            raise OptionError(f"tree={paths!r:.60} must be a list of rank paths such as [0, 1]")
+        known: set[Path] = set()
+        for given in paths:
+            path = _as_path(given)
+            if path in known:
+                raise OptionError(f"tree: the path {list(path)} is given twice")
+            known.add(path)
+        if not known:
+            raise OptionError("tree=[] has no nodes; the smallest tree is [[0]]")
+        for path in known:
+            if len(path) > 1 and path[:-1] not in known:
+                raise OptionError(
+                    f"tree: the path {list(path)} lacks its parent {list(path[:-1])}; add it"
+                )
+        return cls(tuple(sorted(known, key=_order)))
+
+    @classmethod
+    def chain(cls, depth: int) -> RankTree:
+        """The best token of every list, `depth` of them."""
+        return cls(tuple((0,) * d for d in range(1, depth + 1)))
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    @cached_property
+    def depths(self) -> list[int]:
+        """Per node how deep it lies, 1 for a child of the root."""
+        return [len(path) for path in self.paths]
+
+    @cached_property
+    def parents(self) -> list[int]:
+        """Per node the index of its parent, -1 for a child of the root."""
+        place = {path: index for index, path in enumerate(self.paths)}
+        return [place.get(path[:-1], -1) for path in self.paths]
+
+    @property
+    def height(self) -> int:
+        """Depth of the deepest node."""
+        return len(self.paths[-1]) if self.paths else 0
+
+    @property
+    def num_ranks(self) -> int:
+        """Length of the longest list that is read."""
+        return max((rank for path in self.paths for rank in path), default=-1) + 1
+
+    def cut(self, depth: int | None = None, num_ranks: int | None = None) -> RankTree:
+        """The part of the tree down to a depth, over lists of a length; may have no nodes."""
+        return RankTree(
+            tuple(
+                path
+                for path in self.paths
+                if (depth is None or len(path) <= depth)
+                and (num_ranks is None or max(path) < num_ranks)
+            )
+        )
+
+    def passes(self, block_size: int) -> TreePasses:
+        """Which blocks of `block_size` depths draft the tree, see the module."""
+        place = {path: index for index, path in enumerate(self.paths)}
+        # The empty path leads to the block of the newest committed tokens.
+        inner = {path[:-1] for path in self.paths if (len(path) - 1) % block_size == 0}
+        blocks = {path: index for index, path in enumerate(sorted(inner, key=_order))}
+        starts = [path[: (len(path) - 1) // block_size * block_size] for path in self.paths]
+        return TreePasses(
+            block_size,
+            tuple(len(path) // block_size for path in blocks),
+            tuple(blocks[path[:-block_size]] if path else -1 for path in blocks),
+            tuple(
+                tuple(place[path[:depth]] for depth in range(1, len(path) + 1))[-block_size:]
+                for path in blocks
+            ),
+            tuple(
+                ListEntry(blocks[start], len(path) - len(start) - 1, path[-1])
+                for path, start in zip(self.paths, starts, strict=True)
+            ),
+        )
+
+
+@dataclass(frozen=True)
+class ListEntry:
+    """Where a node's token stands.
+
+    Attributes:
+        block: whose list.
+        slot: which of its k lists, from 0.
+        rank: place in that list, 0 for the best token.
+    """
+
+    block: int
+    slot: int
+    rank: int
+
+
+@dataclass(frozen=True)
+class TreePasses:
+    """A rank tree as blocks; block 0 is that of the newest committed tokens.
+
+    Attributes:
+        block_size: k.
+        pass_of: per block the pass that runs it, ascending.
+        parent: per block the block before it, -1 for block 0.
+        nodes: per block the k nodes whose tokens it is fed with, () for block 0.
+        entries: per node of the tree where its token comes from.
+    """
+
+    block_size: int
+    pass_of: tuple[int, ...]
+    parent: tuple[int, ...]
+    nodes: tuple[tuple[int, ...], ...]
+    entries: tuple[ListEntry, ...]
+
+    @property
+    def num_passes(self) -> int:
+        """Passes that draft the whole tree."""
+        return self.pass_of[-1] + 1 if self.pass_of else 0
+
+    def blocks(self, index: int) -> range:
+        """The blocks of a pass."""
+        return range(self.pass_of.index(index), len(self.pass_of) - self.pass_of[::-1].index(index))
+
+    def ancestors(self, block: int) -> list[int]:
+        """The blocks that `block` descends from, block 0 left out, and itself."""
+        found = []
+        while block > 0:
+            found.append(block)
+            block = self.parent[block]
+        return found[::-1]
+
+
+def best_tree(
+    accepted: Mapping[Path, float],
+    cost: Callable[[int, int], float],
+    block_size: int,
+    max_nodes: int = 64,
+) -> RankTree:
+    """The tree with the most tokens per time, from measured acceptance.
+
+    A node is worth the share of rounds in which its whole path is accepted; a round yields one
+    token and the sum over its nodes. For a fixed number of nodes and of passes the cost is fixed,
+    so the sum alone decides, and taking the most valuable nodes one by one is exact: no other set
+    of as many nodes has a larger sum, and it is a tree, since no node is worth more than its
+    parent. What remains is to try every (passes, nodes).
+
+    Args:
+        accepted: per path the share of rounds in which it is accepted; a path that is left out
+            never is.
+        cost: time of a round by (nodes without the root, passes), in any unit.
+        block_size: k, depths per pass.
+        max_nodes: most nodes tried.
+
+    Returns:
+        A tree of at least one node.
+
+    Raises:
+        ValueError: if no path is ever accepted.
+    """
+    ranked = sorted(accepted, key=lambda path: (-accepted[path], _order(path)))
+    ranked = [path for path in ranked if accepted[path] > 0]
+    best: list[Path] = []
+    best_rate = 0.0
+    height = max(map(len, ranked), default=0)
+    for num_passes in range(1, -(-height // block_size) + 1):
+        chosen = [path for path in ranked if len(path) <= num_passes * block_size][:max_nodes]
+        gain = 1.0
+        for count, path in enumerate(chosen, start=1):
+            gain += accepted[path]
+            rate = gain / cost(count, num_passes)
+            if rate > best_rate:
+                best, best_rate = chosen[:count], rate
+    if not best:
+        raise ValueError("accepted: no path is ever accepted")
+    return RankTree.of(best)
+
+
+def _as_path(given: object) -> Path:
+    path = tuple(given) if isinstance(given, (list, tuple)) else ()
+    if not path or not all(type(rank) is int and rank >= 0 for rank in path):
+        raise OptionError(f"tree: {given!r:.60} is no rank path: whole numbers from 0, one a depth")
+    return path
+
+
+def _order(path: Path) -> tuple[int, Path]:
+    return len(path), path

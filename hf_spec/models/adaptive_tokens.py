@@ -1,0 +1,292 @@
+"""Semantic adaptive tokens: what the target reads where a token is still unknown (SDSAT).
+
+A chain of k of them behind a text makes the target foretell the k tokens behind its next one (Liu
+et al. 2024, arXiv 2403.18647). To the engine they are virtual tokens: negative ids, here -1 for
+the first kind, -2 for the second and so on. *Identical* ones share one embedding and can be put in
+a row at any length; *diverse* ones have one per place.
+
+==============  ==================================================================  ==============
+mode            what was trained                                                    target's output
+==============  ==================================================================  ==============
+``full``        the whole model, as in the paper; ids are rows of its vocabulary     another model's
+``lora``        a LoRA at all positions (to be merged) and the embeddings            another model's
+``embeddings``  the embeddings                                                      its own
+``gated``       the embeddings, and a LoRA at adaptive positions only                its own
+==============  ==================================================================  ==============
+
+The last two and the LoRA are ours, not the paper's. Nothing looks back on an adaptive token but
+those of its own chain, and their keys and values are dropped with the rejected drafts, so with the
+last two modes the output of the base stays what it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_spec.adapters.folder import BaseModel, SpecAdapter, load_adapter
+from hf_spec.errors import AssistantError, UnsupportedError
+from hf_spec.models.gated_lora import GatedLora, LoraWeights, Rows, merge_lora_inplace
+
+METHOD = "sdsat"
+MODES = ("gated", "embeddings", "lora", "full")
+EMBEDDINGS = "embeddings"
+DOWN, UP = ".lora_A.weight", ".lora_B.weight"
+
+# Entries of a model's config: that of a fine-tuned model, and the LoRA that was merged into it.
+CONFIG_ENTRY = "sdsat"
+MERGED_ENTRY = "sdsat_merged_lora"
+
+
+@dataclass(frozen=True)
+class AdaptiveShape:
+    """What kind of adaptive tokens there are.
+
+    Attributes:
+        mode: see the module.
+        diverse: one embedding per place of a chain.
+        window: L, the longest chain in training.
+    """
+
+    mode: str
+    diverse: bool
+    window: int
+
+
+class AdaptiveTokens:
+    """The adaptive tokens of one model; implements `decoding.virtual_tokens.VirtualTokens`.
+
+    Args:
+        shape: of which kind they are.
+        embeddings: (1, hidden size), or (L, hidden size) if they are diverse; in the space of
+            `inputs_embeds`.
+        lora: of the gated LoRA; none by default.
+        everywhere: lets the LoRA act on all positions, which is for training only.
+    """
+
+    def __init__(
+        self,
+        shape: AdaptiveShape,
+        embeddings: Tensor,
+        lora: LoraWeights | None = None,
+        everywhere: bool = False,
+    ):
+        self.shape = shape
+        self.embeddings = embeddings
+        self.lora = GatedLora(lora or {})
+        self.everywhere = everywhere
+
+    def chain(self, length: int) -> list[int]:
+        """Virtual ids of a chain of adaptive tokens."""
+        return [-1 - place if self.shape.diverse else -1 for place in range(length)]
+
+    @property
+    def longest_chain(self) -> int | None:
+        """Most adaptive tokens in a row; None if there is no bound."""
+        return self.embeddings.shape[0] if self.shape.diverse else None
+
+    @contextmanager
+    def active(self, model: PreTrainedModel) -> Iterator[None]:
+        """Keep the LoRA's hooks on `model`; they do nothing outside of `embedded`."""
+        with self.lora.installed(model):
+            yield
+
+    @contextmanager
+    def embedded(self, model: PreTrainedModel, token_ids: Tensor) -> Iterator[Tensor]:
+        """See `VirtualTokens.embedded`."""
+        virtual = token_ids < 0
+        table: Any = model.get_input_embeddings()
+        device = table.weight.device
+        own = table(token_ids.clamp_min(0).to(device))
+        kinds = (-1 - token_ids[virtual]).to(self.embeddings.device)
+        rows = virtual.flatten().nonzero()[:, 0]
+        places = rows.to(own.device)
+        new = self.embeddings[kinds].to(own.device, own.dtype)
+        flat = own.reshape(-1, own.shape[-1])
+        if torch.is_grad_enabled():
+            flat = flat.index_copy(0, places, new)
+        else:
+            flat[places] = new
+        chosen = slice(0, token_ids.numel()) if self.everywhere else _as_rows(rows, places)
+        with self.lora.acting_on(chosen, token_ids.numel()):
+            yield flat.view_as(own)
+
+    def to_adapter(self, base: BaseModel, options: dict[str, Any]) -> SpecAdapter:
+        """What was trained, in bfloat16, with the kind added to `options`."""
+        tensors = {EMBEDDINGS: self.embeddings.detach().to(torch.bfloat16)}
+        for name, (down, up) in self.lora.weights.items():
+            tensors[name + DOWN] = down.detach().to(torch.bfloat16)
+            tensors[name + UP] = up.detach().to(torch.bfloat16)
+        kind = {
+            "mode": self.shape.mode,
+            "diverse": self.shape.diverse,
+            "window": self.shape.window,
+        }
+        return SpecAdapter(METHOD, base, {**kind, **options}, tensors)
+
+
+def adaptive_tokens(
+    model: PreTrainedModel, assistant: object
+) -> tuple[AdaptiveTokens, dict[str, Any]]:
+    """The adaptive tokens that `assistant=` stands for, and the options they were saved with.
+
+    Args:
+        model: the target.
+        assistant: a folder, a Hub id or a `SpecAdapter`; None for a model that was fine-tuned with
+            adaptive tokens of its own, as its config says.
+
+    Raises:
+        AssistantError: if there are none, or they belong to another model.
+        UnsupportedError: if the model cannot be given embeddings.
+    """
+    _check_embeddable(model)
+    if assistant is None:
+        return _own_tokens(model)
+    if isinstance(assistant, SpecAdapter):
+        return from_adapter(model, assistant), assistant.options
+    if not isinstance(assistant, (str, os.PathLike)):
+        raise AssistantError(
+            f"assistant of type {type(assistant).__name__} is no SDSAT adapter; pass its folder or "
+            "Hub id"
+        )
+    adapter = load_adapter(assistant, METHOD)
+    return from_adapter(model, adapter), adapter.options
+
+
+def from_adapter(model: PreTrainedModel, adapter: SpecAdapter) -> AdaptiveTokens:
+    """The adaptive tokens of `adapter`, on the devices and in the dtype of `model`.
+
+    Raises:
+        AssistantError: if the adapter belongs to another base, is damaged, or changes the model and
+            has not been merged into it.
+    """
+    adapter.base.check(model)
+    shape = _read_shape(adapter.options)
+    tensors = dict(adapter.tensors)
+    embeddings = tensors.pop(EMBEDDINGS, None)
+    table: Any = model.get_input_embeddings()
+    wanted = (shape.window if shape.diverse else 1, table.weight.shape[1])
+    if embeddings is None or tuple(embeddings.shape) != wanted:
+        found = "missing" if embeddings is None else str(tuple(embeddings.shape))
+        raise AssistantError(f"the SDSAT adapter is damaged: embeddings are {found}, not {wanted}")
+    lora = _read_lora(tensors)
+    if shape.mode == "embeddings" and lora:
+        raise AssistantError("the SDSAT adapter is damaged: mode 'embeddings' with a LoRA")
+    GatedLora(lora).check(model)
+    if shape.mode == "lora":
+        _check_merged(model, lora)
+        lora = {}
+    layers = dict(model.named_modules())
+    placed = {
+        name: tuple(part.to(next(layers[name].parameters()).device, model.dtype) for part in pair)
+        for name, pair in lora.items()
+    }
+    return AdaptiveTokens(shape, embeddings.to(table.weight.device, model.dtype), placed)  # type: ignore[arg-type]
+
+
+def merge_lora(model: PreTrainedModel, assistant: object) -> PreTrainedModel:
+    """Merge the LoRA of a mode "lora" adapter into `model`, in place, which changes its output.
+
+    The model remembers it in its config; `assistant=` then takes the adapter.
+
+    Raises:
+        AssistantError: if the adapter is of another mode, or one has been merged already.
+    """
+    adapter = assistant if isinstance(assistant, SpecAdapter) else load_adapter(assistant, METHOD)  # type: ignore[arg-type]
+    adapter.base.check(model)
+    mode = _read_shape(adapter.options).mode
+    if mode != "lora":
+        raise AssistantError(f"an adapter of mode {mode!r} has nothing to merge; pass it as it is")
+    if getattr(model.config, MERGED_ENTRY, None) is not None:
+        raise AssistantError(f"{type(model).__name__} has an SDSAT LoRA merged into it already")
+    lora = _read_lora({n: t for n, t in adapter.tensors.items() if n != EMBEDDINGS})
+    GatedLora(lora).check(model)
+    merge_lora_inplace(model, lora)
+    setattr(model.config, MERGED_ENTRY, _digest(lora))
+    return model
+
+
+def _own_tokens(model: PreTrainedModel) -> tuple[AdaptiveTokens, dict[str, Any]]:
+    """The adaptive tokens of a fine-tuned model: rows of its vocabulary."""
+    entry = getattr(model.config, CONFIG_ENTRY, None)
+    if entry is None:
+        raise AssistantError(
+            "spec_strategy='sdsat' needs assistant=<folder or Hub id of an SDSAT adapter>, or a "
+            f"model fine-tuned with adaptive tokens, whose config has {CONFIG_ENTRY!r}; "
+            f"{type(model).__name__}'s has not"
+        )
+    table: Any = model.get_input_embeddings()
+    try:
+        ids = [int(token) for token in entry["token_ids"]]
+        shape = AdaptiveShape("full", len(ids) > 1, int(entry["window"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise AssistantError(f"config.{CONFIG_ENTRY}={entry!r} is incomplete: {error!r}") from error
+    if not ids or not all(0 <= token < table.weight.shape[0] for token in ids):
+        raise AssistantError(
+            f"config.{CONFIG_ENTRY} names the tokens {ids}; the model has {table.weight.shape[0]}"
+        )
+    with torch.no_grad():
+        embeddings = table(torch.tensor(ids, device=table.weight.device))
+    return AdaptiveTokens(shape, embeddings), entry
+
+
+def _read_shape(options: dict[str, Any]) -> AdaptiveShape:
+    try:
+        shape = AdaptiveShape(options["mode"], options["diverse"], options["window"])
+    except KeyError as error:
+        raise AssistantError(f"the SDSAT adapter's options lack {error}") from error
+    kinds = type(shape.diverse), type(shape.window)
+    if shape.mode not in MODES[:3] or kinds != (bool, int) or shape.window < 1:
+        raise AssistantError(f"the SDSAT adapter's options cannot be used: {shape}")
+    return shape
+
+
+def _read_lora(tensors: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    names = sorted({name.removesuffix(DOWN).removesuffix(UP) for name in tensors})
+    whole = {part for name in names for part in (name + DOWN, name + UP)}
+    if odd := sorted(whole ^ set(tensors)):
+        raise AssistantError(f"the SDSAT adapter is damaged: {odd[0]} has no partner")
+    return {name: (tensors[name + DOWN], tensors[name + UP]) for name in names}
+
+
+def _check_merged(model: PreTrainedModel, lora: LoraWeights) -> None:
+    if getattr(model.config, MERGED_ENTRY, None) != _digest(lora):
+        raise AssistantError(
+            "the SDSAT adapter has a LoRA for all positions, which changes the model's output: "
+            "merge it first, hf_spec.models.adaptive_tokens.merge_lora(model, adapter), or train "
+            "one of mode 'gated'"
+        )
+
+
+def _digest(lora: LoraWeights) -> str:
+    found = hashlib.sha256()
+    for name in sorted(lora):
+        for part in lora[name]:
+            found.update(part.detach().float().cpu().contiguous().numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def _check_embeddable(model: PreTrainedModel) -> None:
+    """Refuse models that read more of a token than its embedding."""
+    config = model.config.get_text_config()
+    if getattr(config, "hidden_size_per_layer_input", 0):
+        raise UnsupportedError(
+            f"{type(model).__name__} gives every layer an embedding of its own for each token, "
+            "which an adaptive token does not have; use another spec_strategy"
+        )
+
+
+def _as_rows(rows: Tensor, places: Tensor) -> Rows:
+    """A slice where the rows are consecutive, which spares a gather in every layer."""
+    if not len(rows):
+        return slice(0, 0)
+    first, last = int(rows[0]), int(rows[-1])
+    return slice(first, last + 1) if last - first + 1 == len(rows) else places

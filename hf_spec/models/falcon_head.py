@@ -1,0 +1,322 @@
+"""The Falcon head: a small network that drafts k tokens at once from the target's last features.
+
+A *pair* i is the target's feature h_i (its last hidden state, behind the final norm) with the token
+t_{i+1} that follows it. Two LSTM layers mix the halves of a pair, a few layers of the target's own
+kind let the pairs see each other, and output i foretells the feature h_{i+k}, from which the
+target's own head reads token t_{i+k+1}. So the last k pairs of a text foretell the k next tokens in
+one pass (Gao et al. 2024, arXiv 2412.12639, section 3.1). With k = 1 this is EAGLE's head.
+
+Pairs come in blocks of k that see each other whole, and every block before theirs (the paper's
+relaxed causal mask). No output sees its own answer, which lies k pairs on, in the next block. Any
+grid of blocks will do as long as the newest pairs fill one; training moves it about at random, so
+that a head knows every alignment that a generation may bring.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from hf_spec.adapters.folder import BaseModel, SpecAdapter
+from hf_spec.errors import AssistantError, OptionError
+from hf_spec.models.draft_head import FewTokensHead
+from hf_spec.models.truncated import own_copy, with_layers
+
+METHOD = "falcon"
+VOCABULARY = "vocabulary"
+BLOCK_SIZES = (1, 2, 3, 4)
+
+# Hidden and cell state of both LSTM layers, (2, S, H) each.
+State = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class FalconShape:
+    """What a head is built from.
+
+    Attributes:
+        block_size: k, tokens drafted per pass.
+        num_layers: attention layers, copies of the target's last ones before training.
+        recurrent: whether the LSTM carries its state from pair to pair, as the paper says. The
+            released code starts anew at every pair; so does this, by default.
+        dropout: between the LSTM layers, in training.
+    """
+
+    block_size: int = 2
+    num_layers: int = 1
+    recurrent: bool = False
+    dropout: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.block_size not in BLOCK_SIZES:
+            raise OptionError(f"block_size={self.block_size!r}: a head drafts 1, 2, 3 or 4 at once")
+        if not isinstance(self.num_layers, int) or self.num_layers < 1:
+            raise OptionError(
+                f"num_layers={self.num_layers!r} must be a whole number of at least 1"
+            )
+
+
+class FalconHead(nn.Module):
+    """Foretells the target's next k features.
+
+    Args:
+        target: whose embedding, head and kind of layer are used; not changed.
+        shape: sizes.
+        vocabulary: (R,) int64 tokens it can propose, or None for all.
+
+    Attributes:
+        head: reads tokens off features; frozen.
+        options: of the adapter it was loaded from: `tree`, `max_depth`, ...
+        attention: the layers, as a model that takes `inputs_embeds`; its weights are copies.
+        enter, leave: (2H,) and (H,), factors of the LSTM's inputs and outputs; ours, not the
+            paper's.
+    """
+
+    def __init__(self, target: PreTrainedModel, shape: FalconShape, vocabulary: Tensor | None):
+        super().__init__()
+        config: Any = target.config.get_text_config()
+        depth = config.num_hidden_layers
+        if shape.num_layers > depth:
+            raise OptionError(
+                f"num_layers={shape.num_layers}: {type(target).__name__} has only {depth} layers"
+            )
+        self.shape = shape
+        self.options: dict[str, Any] = {}
+        self.hidden_size: int = config.hidden_size
+        self.base = BaseModel.of(target)
+        first = depth - shape.num_layers
+        stack = own_copy(with_layers(target, range(first, depth)))
+        _renumber(stack, first)
+        self.attention: Any = stack.base_model
+        self.head = FewTokensHead(target.get_output_embeddings(), vocabulary)
+        mixer: Any = _Recurrent if shape.recurrent else _PerPair
+        self.mixer = mixer(self.hidden_size, shape.dropout).to(target.device, target.dtype)
+        embedding: Any = target.get_input_embeddings()
+        like = embedding.weight.detach()
+        self.enter = nn.Parameter(like.new_ones(2 * self.hidden_size))
+        self.leave = nn.Parameter(like.new_ones(self.hidden_size))
+        self.requires_grad_(False)
+        for parameter in self.trained().values():
+            parameter.requires_grad_(True)
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The weights of its own: all but embedding and head."""
+        embedding = self.attention.get_input_embeddings()
+        frozen = {id(p) for module in (embedding, self.head) for p in module.parameters()}
+        return {n: p for n, p in self.named_parameters() if id(p) not in frozen}
+
+    @torch.no_grad()
+    def start_plain(self, feature_size: Tensor | float, residual_size: float = 1.0) -> None:
+        """Make it begin with the sum of token embedding and feature, in sizes that suit its parts.
+
+        The LSTM wants inputs of about one and gives less than one; the attention layers, copies of
+        the target's, were made for the residual stream. A few dimensions of a feature are many
+        times larger than the others and would drown them.
+
+        Args:
+            feature_size: root mean square of the target's features, (H,) or in all.
+            residual_size: the same of what enters the target's layers that were copied.
+        """
+        table = self.attention.get_input_embeddings().weight.detach().float()
+        sizes = torch.as_tensor(feature_size, dtype=torch.float32, device=table.device)
+        sizes = sizes.expand(self.hidden_size)
+        self.enter[: self.hidden_size] = 1 / table.square().mean().sqrt()
+        self.enter[self.hidden_size :] = 1 / sizes
+        self.leave.copy_(sizes * residual_size / sizes.square().mean().sqrt())
+        self.mixer.start_plain()
+
+    def mix(
+        self, tokens: Tensor, features: Tensor, state: State | None = None
+    ) -> tuple[Tensor, State | None]:
+        """Run the LSTM over sequences of pairs.
+
+        Args:
+            tokens: (S, L) int64, t_{i+1}.
+            features: (S, L, H), h_i.
+            state: what an earlier call returned for the pairs before these; None at the start.
+
+        Returns:
+            (S, L, H), and the state behind the last pair; None if nothing is carried.
+        """
+        embedded = self.attention.get_input_embeddings()(tokens)
+        pairs = torch.cat([embedded, features.to(embedded.dtype)], dim=-1)
+        mixed, state = self.mixer(pairs * self.enter, state)
+        return mixed * self.leave, state
+
+    def attend(self, mixed: Tensor, **attention: Any) -> Tensor:
+        """Let pairs see each other.
+
+        Args:
+            mixed: (B, T, H) from `mix`.
+            **attention: what the target's layers take: `attention_mask`, `position_ids`, and a
+                `spec_step` for packed trees.
+
+        Returns:
+            (B, T, H), the foretold features.
+        """
+        return self.attention(inputs_embeds=mixed, use_cache=False, **attention)[0]
+
+    def forward(self, tokens: Tensor, features: Tensor, grid: int = 0) -> Tensor:
+        """Foretell features for whole texts, padded on the right.
+
+        Args:
+            tokens: (B, T) int64, t_{i+1}.
+            features: (B, T, H), h_i.
+            grid: where a block begins, below k.
+
+        Returns:
+            (B, T, H); place i holds the foretold h_{i+k}.
+        """
+        mixed, _ = self.mix(tokens, features)
+        length = tokens.shape[1]
+        visible = block_mask(length, self.shape.block_size, grid).to(tokens.device)
+        positions = torch.arange(length, device=tokens.device)[None]
+        masks = self._masks(visible, mixed.dtype)
+        return self.attend(mixed, attention_mask=masks, position_ids=positions)
+
+    def _masks(self, visible: Tensor, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
+        """The mask as the layers take it, those with a window within their window."""
+        config: Any = self.attention.config.get_text_config()
+
+        def form(mask: Tensor) -> Tensor:
+            if config._attn_implementation == "eager":
+                lowest = torch.finfo(dtype).min
+                return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, lowest)[None, None]
+            return mask[None, None]
+
+        window = getattr(config, "sliding_window", None)
+        kinds = set(getattr(config, "layer_types", None) or ("sliding_attention",))
+        if window is None or kinds == {"full_attention"}:
+            return form(visible)
+        place = torch.arange(len(visible), device=visible.device)
+        near = visible & (place > place[:, None] - window)
+        if len(kinds) == 1:
+            return form(near)
+        return {"full_attention": form(visible), "sliding_attention": form(near)}
+
+    def to_adapter(self, options: dict[str, Any]) -> SpecAdapter:
+        """Its own weights in bfloat16, with the shape added to `options`."""
+        tensors = {name: p.detach().to(torch.bfloat16) for name, p in self.trained().items()}
+        if self.head.vocabulary is not None:
+            tensors[VOCABULARY] = self.head.vocabulary.int()
+        return SpecAdapter(METHOD, self.base, {"shape": asdict(self.shape), **options}, tensors)
+
+    @classmethod
+    def from_adapter(cls, adapter: SpecAdapter, target: PreTrainedModel) -> FalconHead:
+        """The head that `to_adapter` described, in the dtype and on the device of `target`.
+
+        Raises:
+            AssistantError: if the adapter belongs to another base or is damaged.
+        """
+        adapter.base.check(target)
+        try:
+            shape = FalconShape(**adapter.options["shape"])
+        except (KeyError, TypeError, OptionError) as error:
+            raise AssistantError(f"the Falcon adapter's shape is of no use: {error}") from error
+        tensors = dict(adapter.tensors)
+        vocabulary = tensors.pop(VOCABULARY, None)
+        head = cls(target, shape, None if vocabulary is None else vocabulary.long())
+        head.options = adapter.options
+        trained = head.trained()
+        expected = {name: tuple(p.shape) for name, p in trained.items()}
+        found = {name: tuple(t.shape) for name, t in tensors.items()}
+        for name in sorted({*expected, *found}):
+            if found.get(name) != expected.get(name):
+                raise AssistantError(
+                    f"the Falcon adapter does not fit its own shape: {name} is "
+                    f"{found.get(name, 'missing')}, not {expected.get(name, 'there')}"
+                )
+        with torch.no_grad():
+            for name, parameter in trained.items():
+                parameter.copy_(tensors[name])
+        return head.requires_grad_(False).eval()
+
+
+class _PerPair(nn.Module):
+    """Two LSTM layers that start anew at every pair.
+
+    Recurrent weights and forget gate meet a state of zeros there, so they are left out.
+    """
+
+    def __init__(self, size: int, dropout: float):
+        super().__init__()
+        # The gates one below the other: input, cell, output.
+        self.gates = nn.ModuleList([nn.Linear(width, 3 * size) for width in (2 * size, size)])
+        self.dropout = dropout
+
+    def forward(self, pairs: Tensor, state: State | None = None) -> tuple[Tensor, None]:
+        hidden = pairs
+        for index, gates in enumerate(self.gates):
+            if index:
+                hidden = F.dropout(hidden, self.dropout, self.training)
+            enter, cell, leave = gates(hidden).chunk(3, dim=-1)
+            hidden = leave.sigmoid() * (enter.sigmoid() * cell.tanh()).tanh()
+        return hidden, None
+
+    @torch.no_grad()
+    def start_plain(self) -> None:
+        for layer, num_inputs in enumerate((2, 1)):
+            gates: Any = self.gates[layer]
+            _open(gates.weight, gates.bias, num_inputs, cell=1)
+
+
+class _Recurrent(nn.Module):
+    """Two LSTM layers that carry their state along the text."""
+
+    def __init__(self, size: int, dropout: float):
+        super().__init__()
+        self.lstm = nn.LSTM(2 * size, size, num_layers=2, batch_first=True, dropout=dropout)
+
+    def forward(self, pairs: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        return self.lstm(pairs, state)
+
+    @torch.no_grad()
+    def start_plain(self) -> None:
+        for layer, num_inputs in enumerate((2, 1)):
+            weights: Any = self.lstm.all_weights[layer]
+            weight, carried, bias, other = weights
+            _open(weight, bias, num_inputs, cell=2)
+            carried.mul_(0.1)
+            other.zero_()
+            # The forget gate is the second: what lies behind fades.
+            bias.view(4, -1)[1].fill_(-2.0)
+
+
+def _open(weight: Tensor, bias: Tensor, num_inputs: int, cell: int) -> None:
+    """Set an LSTM layer to pass on the mean of its inputs, its other gates nearly open."""
+    size = weight.shape[1] // num_inputs
+    weight.mul_(0.1)
+    plain = torch.eye(size).repeat(1, num_inputs) / num_inputs
+    weight.view(-1, size, weight.shape[1])[cell] += plain.to(weight)
+    bias.fill_(2.0)
+    bias.view(-1, size)[cell].zero_()
+
+
+def _renumber(stack: PreTrainedModel, first: int) -> None:
+    """Count layers from 0 again, also in the configs that the copied layers hold."""
+    depth = stack.config.get_text_config().num_hidden_layers
+    for module in stack.modules():
+        layer: Any = module
+        if hasattr(layer, "layer_idx"):
+            layer.layer_idx -= first
+        config = getattr(layer, "config", None)
+        kinds = getattr(config, "layer_types", None)
+        if config is not None and kinds is not None and len(kinds) > depth:
+            config.layer_types = kinds[first:]
+
+
+def block_mask(length: int, block_size: int, grid: int = 0) -> Tensor:
+    """(T, T) bool: whether pair i (row) sees pair j: j's block is i's own or an earlier one.
+
+    Args:
+        length: T.
+        block_size: k.
+        grid: where a block begins, below k; the pairs before it are a block of their own.
+    """
+    block = torch.arange(length).sub(grid).div(block_size, rounding_mode="floor")
+    return block[:, None] >= block[None, :]

@@ -1,0 +1,148 @@
+"""How good a Falcon head's lists are: where a text's true tokens stand in them, depth by depth.
+
+These ranks are what a tree is built from: count how often each path of them occurs, and `best_tree`
+makes the tree that pays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hf_spec.decoding.attention import Segment
+from hf_spec.models.falcon_head import FalconHead, State
+from hf_spec.models.falcon_runner import HeadRunner, PairRow
+
+# Drafts that run at once; bounds their masks.
+STARTS_AT_ONCE = 128
+
+
+@torch.no_grad()
+def ranks_along(
+    head: FalconHead, tokens: Sequence[int], features: Tensor, starts: Sequence[int], depth: int
+) -> Tensor:
+    """Rank of the true token in the list that drafting would have made, along the true path.
+
+    A draft from place p of the text knows its tokens down to p and the features before p. Its
+    deeper passes are fed with the true tokens and with the features that it foretold itself.
+
+    Args:
+        head: in evaluation mode.
+        tokens: the text.
+        features: (at least max(starts), H), the target's, from the first token on.
+        starts: places of the tokens that are the roots of drafts.
+        depth: how far each draft goes.
+
+    Returns:
+        (len(starts), depth) int64; -1 where the head does not know the token, and in drafts that
+        begin before there are k pairs, which do not take place.
+
+    Raises:
+        ValueError: if a draft would reach beyond the text or its features.
+    """
+    for start in starts:
+        if not 0 <= start <= min(len(features), len(tokens) - 1 - depth):
+            raise ValueError(
+                f"a draft of {depth} tokens from place {start} does not fit {len(tokens)} tokens "
+                f"with {len(features)} features"
+            )
+    size = head.shape.block_size
+    ranks = torch.full((len(starts), depth), -1)
+    runner = HeadRunner(head, 1)
+    with runner.active():
+        mixed, states = _mix_all(head, tokens, features[: max(starts, default=0)])
+        for remainder in range(size):
+            # Drafts whose newest pairs end a block of the same grid share the pairs before them.
+            mine = [
+                i for i, start in enumerate(starts) if start >= size and start % size == remainder
+            ]
+            if not mine:
+                continue
+            end = max(starts[i] for i in mine)
+            segment = runner.pair_segment(PairRow(0, features, 0), 0, end, 0)
+            outputs = runner.attend(mixed[:end], [(0, 0, end, slice(0, end))], [segment])
+            for first in range(0, len(mine), STARTS_AT_ONCE):
+                some = mine[first : first + STARTS_AT_ONCE]
+                places = torch.tensor([starts[i] for i in some])
+                ranks[some] = _follow(runner, tokens, (outputs, states), places, depth)
+    return ranks
+
+
+def _mix_all(
+    head: FalconHead, tokens: Sequence[int], features: Tensor
+) -> tuple[Tensor, State | None]:
+    """(n, H) mixed pairs, and the state behind each of them, (2, n, H)."""
+    device = head.attention.device
+    ids = torch.tensor([tokens[1 : len(features) + 1]], dtype=torch.long, device=device)
+    if not head.shape.recurrent:
+        return head.mix(ids, features[None])[0][0], None
+    mixed, states, state = [], [], None
+    for place in range(len(features)):
+        here = slice(place, place + 1)
+        out, state = head.mix(ids[:, here], features[None, here], state)
+        assert state is not None, "a recurrent head carries its state"
+        mixed.append(out[0])
+        states.append(state)
+    hidden, cell = (torch.cat(kind, dim=1) for kind in zip(*states, strict=True))
+    return torch.cat(mixed), (hidden, cell)
+
+
+def _follow(
+    runner: HeadRunner,
+    tokens: Sequence[int],
+    known: tuple[Tensor, State | None],
+    starts: Tensor,
+    depth: int,
+) -> Tensor:
+    """(S, depth) ranks of drafts from `starts`, which lie on one grid."""
+    outputs, states = known
+    head, size = runner.head, runner.head.shape.block_size
+    text = torch.tensor(tokens)
+    slots = torch.arange(size)
+    foretold = outputs[starts[:, None] - size + slots]
+    state = None if states is None else (states[0][:, starts - 1], states[1][:, starts - 1])
+    found = []
+    for done in range(0, depth, size):
+        if done:
+            taken = text[starts[:, None] + done - size + 1 + slots].to(foretold.device)
+            mixed, state = head.mix(taken, foretold, state)
+            segment = _segment(len(outputs), starts, done - size, size)
+            place = segment.num_keys - segment.end
+            writes = [(0, 0, segment.end, slice(place, segment.num_keys))]
+            foretold = runner.attend(mixed.flatten(0, 1), writes, [segment]).view(mixed.shape)
+        width = min(size, depth - done)
+        truth = text[starts[:, None] + done + 1 + slots[:width]]
+        found.append(_ranks(head, foretold[:, :width], truth))
+    return torch.cat(found, dim=1)
+
+
+def _ranks(head: FalconHead, foretold: Tensor, truth: Tensor) -> Tensor:
+    logits = head.head.known(foretold).float()
+    place = head.head.places()[truth].to(logits.device)
+    own = logits.gather(-1, place.clamp_min(0)[..., None])
+    return torch.where(place >= 0, (logits > own).sum(dim=-1), -1).cpu()
+
+
+def _segment(num_pairs: int, starts: Tensor, depth: int, size: int) -> Segment:
+    """Blocks of many drafts side by side: each sees its own text and its own earlier blocks."""
+    count = len(starts)
+    draft = torch.arange(count).repeat_interleave(size)
+    slots = torch.arange(size).repeat(count)
+    position = starts[draft] + depth + slots
+    before = [starts[draft] + earlier + slots for earlier in range(0, depth, size)]
+    drafts = draft.repeat(depth // size + 1)
+    visible = torch.cat(
+        [torch.arange(num_pairs) < starts[draft][:, None], draft[:, None] == drafts], dim=1
+    )
+    return Segment(
+        slot=0,
+        start=0,
+        end=count * size,
+        num_keys=visible.shape[1],
+        position=position,
+        last_position=int(position.max()),
+        key_position=torch.cat([torch.arange(num_pairs), *before, position]),
+        visible=visible,
+    )

@@ -1,0 +1,295 @@
+"""Runs a Falcon head on packed blocks, with keys and values of its own per row.
+
+A row's *pairs* (see `falcon_head`) are stored in order; blocks that rest on foretold features go
+behind them and are overwritten by the next round, which feeds the true pairs instead. `feed` runs
+the newest true pairs, `grow` the blocks behind them. Both pack all rows into one forward.
+
+How the state of a recurrent LSTM is kept: the newest k pairs may have to be fed again, so what is
+kept is the state behind the pair before the newest k - 1, and the features of those k - 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_spec.decoding.attention import PackedStep, Segment, packed_attention
+from hf_spec.decoding.cpu_linear import fast_cpu_linears
+from hf_spec.decoding.kv_cache import KVPool
+from hf_spec.errors import UnsupportedError
+from hf_spec.models.falcon_head import FalconHead, State
+
+# Pairs of a prompt that run at once; bounds masks and activations.
+FEED_CHUNK = 1024
+
+
+@dataclass
+class PairRow:
+    """The true pairs of one sequence.
+
+    Attributes:
+        slot: of the pool.
+        features: (n, H), those of the newest pairs.
+        first: position of the first pair, above 0 where a text began in a reused cache.
+        num_pairs: how many have a known feature.
+        stored: how many have keys and values.
+        covered: how many the LSTM's kept state has seen.
+        state: that state, (2, 1, H) each; None at the start, and where nothing is carried.
+    """
+
+    slot: int
+    features: Tensor
+    first: int
+    num_pairs: int = 0
+    stored: int = 0
+    covered: int = 0
+    state: State | None = None
+
+    def extend(self, features: Tensor) -> None:
+        """Add (n, H) features of the pairs that follow."""
+        self.features = torch.cat([self.features, features]) if self.num_pairs else features
+        self.num_pairs += len(features)
+
+    def slice(self, begin: int, end: int) -> Tensor:
+        """The features of pairs [begin, end)."""
+        offset = self.num_pairs - len(self.features)
+        return self.features[begin - offset : end - offset]
+
+
+# A row and some of its pairs, first and end.
+Span = tuple[PairRow, int, int]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Blocks of one pass, the same behind every row.
+
+    Attributes:
+        begin: blocks of earlier passes that rest on foretold features.
+        count: blocks n of this pass.
+        depth: how many pairs lie between the true ones and each block of this pass.
+        offsets: ((begin + n) * k,) int64, how many lie between the true ones and each pair.
+        visible: (n * k, (begin + n) * k) bool, which pairs of these blocks each pair sees; None
+            for all.
+    """
+
+    begin: int
+    count: int
+    depth: int
+    offsets: Tensor
+    visible: Tensor | None
+
+
+class HeadRunner:
+    """A head, its key-value pool and its forward passes.
+
+    Args:
+        head: in evaluation mode.
+        num_slots: how many sequences share the pool.
+
+    Attributes:
+        forwards: passes so far.
+    """
+
+    def __init__(self, head: FalconHead, num_slots: int):
+        self.head = head
+        self.pool = KVPool(num_slots)
+        self.forwards = 0
+        self._size = head.shape.block_size
+        self._mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=head.attention.device)
+
+    @contextmanager
+    def active(self) -> Iterator[HeadRunner]:
+        """Prepare the head for packed passes; it is as it was found when the block ends.
+
+        Raises:
+            UnsupportedError: if its layers take no attention function.
+        """
+        with ExitStack() as stack:
+            if not stack.enter_context(packed_attention(self.head.attention)):
+                raise UnsupportedError(
+                    f"{type(self.head.attention).__name__} takes no attention function, which the "
+                    "blocks of a Falcon head need; use spec_strategy='draft' or 'tree'"
+                )
+            stack.enter_context(fast_cpu_linears(self.head))
+            yield self
+
+    def feed(
+        self, rows: Sequence[PairRow], texts: Sequence[Sequence[int]]
+    ) -> tuple[Tensor, State | None]:
+        """Run the pairs that are new, and at least the newest k.
+
+        Args:
+            rows: of at least k pairs each; what they store is updated.
+            texts: per slot its tokens; pair i of a row has the token `first + i + 1`.
+
+        Returns:
+            (A, k, H), per row the foretold features behind its newest k pairs, and the LSTM's state
+            there, (2, A, H) each.
+        """
+        begins = [min(row.stored, row.num_pairs - self._size) for row in rows]
+        while long := [i for i, row in enumerate(rows) if row.num_pairs - begins[i] > FEED_CHUNK]:
+            # The grid of blocks is counted from the newest pair, here too.
+            lefts = [rows[i].num_pairs - begins[i] - FEED_CHUNK for i in long]
+            ends = [
+                rows[i].num_pairs - -(-left // self._size) * self._size
+                for i, left in zip(long, lefts, strict=True)
+            ]
+            self._stretch(
+                [(rows[i], begins[i], end) for i, end in zip(long, ends, strict=True)], texts
+            )
+            for i, end in zip(long, ends, strict=True):
+                begins[i] = end
+        spans = [(row, begin, row.num_pairs) for row, begin in zip(rows, begins, strict=True)]
+        outputs, state = self._stretch(spans, texts)
+        last, newest = 0, []
+        for row, begin in zip(rows, begins, strict=True):
+            last += row.num_pairs - begin
+            newest.append(outputs[last - self._size : last])
+            row.features = row.features[len(row.features) - self._size + 1 :]
+        return torch.stack(newest), state
+
+    def grow(
+        self,
+        rows: Sequence[PairRow],
+        blocks: Blocks,
+        tokens: Tensor,
+        features: Tensor,
+        state: State | None,
+    ) -> tuple[Tensor, State | None]:
+        """Run blocks that rest on foretold features.
+
+        Args:
+            rows: A of them, fed before.
+            blocks: where they stand.
+            tokens: (A, n, k) int64.
+            features: (A, n, k, H), what the block before each foretold.
+            state: the LSTM's state behind the block before each, (2, A * n, H) each.
+
+        Returns:
+            (A, n, k, H), the features they foretell, and the LSTM's state behind each block.
+        """
+        size, length = self._size, blocks.count * self._size
+        mixed, state = self.head.mix(tokens.flatten(0, 1), features.flatten(0, 1), state)
+        segments, writes = [], []
+        for index, row in enumerate(rows):
+            start, base = index * length, row.num_pairs
+            place = base + blocks.begin * size
+            writes.append((row.slot, start, start + length, slice(place, place + length)))
+            segments.append(self._block_segment(row, blocks, start))
+        outputs = self.attend(mixed.reshape(-1, mixed.shape[-1]), writes, segments)
+        return outputs.view(len(rows), blocks.count, size, -1), state
+
+    def attend(self, mixed: Tensor, writes: Sequence[Any], segments: Sequence[Segment]) -> Tensor:
+        """One packed pass over (T, H) mixed pairs -> (T, H) foretold features."""
+        self.forwards += 1
+        self.pool.reserve(max(segment.num_keys for segment in segments))
+        step = PackedStep(self.pool, writes, segments)
+        positions = torch.cat([segment.position for segment in segments])[None]
+        outputs = self.head.attend(
+            mixed[None],
+            attention_mask=self._mask,
+            position_ids=positions.to(mixed.device),
+            spec_step=step,
+        )
+        step.check(self.head.attention, self.head.shape.num_layers)
+        return outputs[0]
+
+    def lists(self, outputs: Tensor, num_ranks: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The likeliest tokens behind (M, H) foretold features.
+
+        Returns:
+            (M, ranks) int64 tokens, best first, (M, ranks) float32 their probabilities among the
+            tokens that the head knows, and (M, R) float32 all of those.
+        """
+        probs = self.head.head.known(outputs).float().softmax(dim=-1)
+        likely, places = probs.topk(num_ranks, dim=-1)
+        return self.head.head.tokens(places), likely, probs
+
+    def _stretch(
+        self, spans: Sequence[Span], texts: Sequence[Sequence[int]]
+    ) -> tuple[Tensor, State | None]:
+        mixed, state = self._mix(spans, texts)
+        segments, writes, start = [], [], 0
+        for row, begin, end in spans:
+            segments.append(self.pair_segment(row, begin, end, start))
+            writes.append((row.slot, start, segments[-1].end, slice(begin, end)))
+            row.stored, start = end, segments[-1].end
+        return self.attend(mixed, writes, segments), state
+
+    def _mix(
+        self, spans: Sequence[Span], texts: Sequence[Sequence[int]]
+    ) -> tuple[Tensor, State | None]:
+        """(T, H) mixed pairs of the spans, and the states behind them."""
+
+        def tokens(row: PairRow, begin: int, end: int) -> list[int]:
+            return list(texts[row.slot][row.first + begin + 1 : row.first + end + 1])
+
+        device = self.head.attention.device
+        if not self.head.shape.recurrent:
+            ids = torch.tensor([[t for span in spans for t in tokens(*span)]])
+            features = [row.slice(begin, end) for row, begin, end in spans]
+            joined = features[0] if len(features) == 1 else torch.cat(features)
+            return self.head.mix(ids.to(device), joined[None])[0][0], None
+        parts: list[Tensor] = []
+        states: list[State] = []
+        for row, begin, end in spans:
+            before = row.covered
+            middle = end - self._size + 1
+            for first, last in ((before, middle), (middle, end)):
+                if first == last:
+                    continue
+                ids = torch.tensor([tokens(row, first, last)]).to(device)
+                state = row.state if first == before else states.pop()
+                mixed, state = self.head.mix(ids, row.slice(first, last)[None], state)
+                assert state is not None, "a recurrent head carries its state"
+                parts.append(mixed[0, max(begin - first, 0) :])
+                states.append(state)
+                if last == middle:
+                    row.state, row.covered = state, middle
+        both = zip(*states, strict=True)
+        hidden, cell = (torch.cat(kind, dim=1) for kind in both)
+        return torch.cat(parts), (hidden, cell)
+
+    def pair_segment(self, row: PairRow, begin: int, end: int, start: int) -> Segment:
+        """Pairs see everything before them and their block, blocks counted from the last pair."""
+        places = torch.arange(end)
+        mine, visible = places[begin:], None
+        if end - begin > self._size:
+            block_end = end - (end - 1 - mine) // self._size * self._size
+            visible = places < block_end[:, None]
+        return Segment(
+            slot=row.slot,
+            start=start,
+            end=start + end - begin,
+            num_keys=end,
+            position=mine + row.first,
+            last_position=end - 1 + row.first,
+            key_position=places + row.first,
+            visible=visible,
+        )
+
+    def _block_segment(self, row: PairRow, blocks: Blocks, start: int) -> Segment:
+        """Blocks see all true pairs, the blocks they descend from, and themselves."""
+        pairs, length = row.num_pairs, blocks.count * self._size
+        offsets = blocks.offsets + pairs
+        key_position = torch.cat([torch.arange(pairs), offsets]) + row.first
+        visible = None
+        if blocks.visible is not None:
+            visible = blocks.visible.new_ones(length, len(key_position))
+            visible[:, pairs:] = blocks.visible
+        return Segment(
+            slot=row.slot,
+            start=start,
+            end=start + length,
+            num_keys=len(key_position),
+            position=key_position[-length:],
+            last_position=row.first + pairs + blocks.depth + self._size - 1,
+            key_position=key_position,
+            visible=visible,
+        )

@@ -1,0 +1,348 @@
+"""Falcon: a small head on the target's features drafts k tokens a pass, and whole trees of them.
+
+The head reads the target's last features and the tokens that followed them; its newest k outputs
+give a list of tokens for each of the k depths to come. A fixed tree of ranks says which entries of
+the lists are sent, and which paths are drafted on in another pass, k depths at a time (Gao et al.
+2024, arXiv 2412.12639). The head's keys and values of committed tokens stay; those of a draft rest
+on foretold features, so they are dropped and the true ones are fed in the next round.
+
+The draft depends on committed tokens and features alone, so it is judged by node draw.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_spec.decoding.attention import takes_packed
+from hf_spec.decoding.drafter import Drafter
+from hf_spec.decoding.length_policy import DraftedToken, LengthPolicy, make_policy
+from hf_spec.decoding.rank_tree import RankTree
+from hf_spec.decoding.runner import ForwardOutput
+from hf_spec.decoding.state import GenerationState
+from hf_spec.decoding.tree import DraftTree, Verdict
+from hf_spec.errors import OptionError, UnsupportedError
+from hf_spec.models.assistant import resolve_falcon_head
+from hf_spec.models.falcon_head import METHOD, FalconHead, State
+from hf_spec.models.falcon_plan import DraftPass, DraftPlan, draft_plan
+from hf_spec.models.falcon_runner import HeadRunner, PairRow
+from hf_spec.strategies.base import PolicyConfig, register
+from hf_spec.strategies.falcon_tree import choose_tree
+from hf_spec.strategies.published_trees import published_trees
+
+COUNTERS = ("draft_nodes", "rounds")
+
+
+def _make(config: FalconConfig, target: PreTrainedModel, assistant: object) -> FalconDrafter:
+    if not takes_packed(target):
+        raise UnsupportedError(
+            f"{type(target).__name__} takes no attention function, which the blocks of a Falcon "
+            "head need; use spec_strategy='draft' or 'tree'"
+        )
+    head = resolve_falcon_head(assistant, target)
+    tree = choose_tree(config.tree, config.max_draft_tokens, head)
+    options: Any = config
+    if config.max_draft_tokens is None and config.length_policy != "disco":
+        options = replace(config, max_draft_tokens=tree.height)
+    return FalconDrafter(head, tree, make_policy(options, target), config.min_draft_tokens)
+
+
+@register("falcon", _make)
+@dataclass(frozen=True)
+class FalconConfig(PolicyConfig):
+    """Options of a Falcon head's drafts; the length policy is asked between passes.
+
+    Attributes:
+        max_draft_tokens: depth at which the tree is cut; None leaves it whole.
+        tree: "auto", the adapter's own tree or, without one, a chain of two passes with a few
+            siblings; "chain"; a published one for k = 2, "falcon-vicuna" or "falcon-llama"; or a
+            list of rank paths, see `hf_spec.decoding.rank_tree`.
+    """
+
+    max_draft_tokens: int | None = None
+    tree: Any = "auto"
+
+    def __post_init__(self) -> None:
+        if self.max_draft_tokens is not None:
+            self.check("max_draft_tokens", 1)
+        self.check_policy_options()
+        if isinstance(self.tree, str):
+            known = ("auto", "chain", *published_trees(METHOD))
+            if self.tree not in known:
+                raise OptionError(
+                    f"unknown tree {self.tree!r}; known: {', '.join(known)}, or a list of rank "
+                    "paths such as [[0], [0, 0], [1]]"
+                )
+        else:
+            object.__setattr__(self, "tree", RankTree.of(self.tree).paths)
+
+
+@dataclass
+class _Drawn:
+    """What one pass gave.
+
+    Attributes:
+        rows: A of them.
+        tokens, likely: (A, entries) tokens and their probabilities.
+        scores: (A, lists) of the length policy, or None.
+        host: per row tokens, probabilities and scores as lists, once fetched.
+    """
+
+    rows: list[int]
+    tokens: Tensor
+    likely: Tensor
+    scores: Tensor | None
+    host: dict[int, tuple[list[float], list[float], list[float]]] | None = None
+
+
+class FalconDrafter(Drafter):
+    """Drafts a fixed rank tree with a Falcon head.
+
+    Args:
+        head: in evaluation mode; shares the target's embedding and head.
+        tree: what to draft.
+        policy: when a row stops, asked between passes; never by default.
+        min_draft_tokens: so many depths are drafted before the policy is asked.
+
+    Attributes:
+        counters: "draft_nodes", sent to the target; "rounds", one per row and draft.
+    """
+
+    hidden_layers = (-1,)
+
+    def __init__(
+        self,
+        head: FalconHead,
+        tree: RankTree,
+        policy: LengthPolicy | None = None,
+        min_draft_tokens: int = 1,
+    ):
+        self.head = head
+        self.tree = tree
+        self.plan: DraftPlan = draft_plan(tree, head.shape.block_size)
+        self.policy = policy or LengthPolicy(tree.height)
+        self.min_draft_tokens = min_draft_tokens
+        # A policy that only sets limits need not be asked, which spares the host a wait a pass.
+        self._asks = type(self.policy).goes_on is not LengthPolicy.goes_on
+        self._runner: HeadRunner | None = None
+        self._pairs: list[PairRow] = []
+        self._roots: list[int] = []
+        self.counters: dict[str, int] = {}
+
+    @property
+    def forwards(self) -> int:  # type: ignore[override]
+        """Passes of the head."""
+        return self._runner.forwards if self._runner is not None else 0
+
+    @contextmanager
+    def active(self, state: GenerationState) -> Iterator[None]:
+        """Make the head ready for one generation; it is as it was found afterwards."""
+        device = self.head.attention.device
+        self._runner = HeadRunner(self.head, state.num_rows)
+        self._pairs = [
+            PairRow(row, torch.zeros(0, self.head.hidden_size, device=device), -1)
+            for row in range(state.num_rows)
+        ]
+        self._roots = [0] * state.num_rows
+        self.counters = dict.fromkeys(COUNTERS, 0)
+        self.policy.start(state.num_rows)
+        with self._runner.active():
+            yield
+
+    def draft(self, state: GenerationState) -> DraftTree:
+        """One tree per unfinished row, in one pass per k depths over all rows."""
+        size = self.head.shape.block_size
+        limits = {}
+        for row in state.unfinished:
+            self._roots[row] = len(state.tokens[row]) - 1
+            room = min(self.plan.height, state.room(row) - 1, self.policy.limit(row))
+            # Before there are k pairs the newest block is not whole.
+            limits[row] = room if self._pairs[row].num_pairs >= size else 0
+        drawn = self._run(state, limits)
+        rows: list[tuple[list[int], list[int]]] = [([], []) for _ in state.tokens]
+        probs: list[float] = []
+        for row, limit in limits.items():
+            count = self.plan.within[max(limit, 0)]
+            mine = [one.host[row] for one in drawn if one.host is not None and row in one.host]
+            tokens = [token for level in mine for token in level[0]]
+            likely = [chance for level in mine for chance in level[1]]
+            chosen = self.plan.entries[:count]
+            nodes = [state.tokens[row][-1], *(int(tokens[entry]) for entry in chosen)]
+            rows[row] = nodes, self.plan.parents[: count + 1]
+            probs += [1.0, *(likely[entry] for entry in chosen)]
+            self.counters["rounds"] += 1
+            self.counters["draft_nodes"] += count
+        device = state.frames.device
+        return DraftTree.from_rows(rows, device, node_probs=torch.tensor(probs).to(device))
+
+    def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
+        """Take the features of the root and of what was accepted; tell the policy."""
+        host = verdict.tree.host
+        places, counts = [], {}
+        for row, accepted in enumerate(verdict.accepted):
+            if not host.nodes(row):
+                continue
+            pending = output.pending.get(row, [])
+            if self._pairs[row].first < 0:
+                self._pairs[row].first = self._roots[row] - len(pending)
+            nodes = [output.nodes[node] for node in (host.row_start[row], *accepted)]
+            places += [*pending, *nodes]
+            counts[row] = len(pending) + len(nodes)
+            self.policy.observe(row, host.height(row), len(accepted))
+        hidden = output.hidden[-1]
+        index = torch.tensor(places, device=hidden.device)
+        features = hidden[index].to(self.head.attention.device)
+        for row, mine in zip(counts, features.split(list(counts.values())), strict=True):
+            self._pairs[row].extend(mine)
+
+    def get_candidates(  # type: ignore[override]
+        self, input_ids: Tensor, **kwargs: object
+    ) -> tuple[Tensor, Tensor | None]:
+        """Refuse to serve transformers' assisted decoding.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(
+            "a Falcon head needs the target's features, which assisted decoding does not hand on; "
+            "use spec_strategy='falcon'"
+        )
+
+    def _run(self, state: GenerationState, limits: dict[int, int]) -> list[_Drawn]:
+        """All passes; lowers the limits of rows whose policy says stop."""
+        assert self._runner is not None, "drafting happens while active"
+        size = self.head.shape.block_size
+        rows = [row for row, limit in limits.items() if limit > 0]
+        drawn: list[_Drawn] = []
+        reach = {row: [1.0] for row in rows}
+        if not rows:
+            return drawn
+        outputs, carried = self._runner.feed([self._pairs[row] for row in rows], state.tokens)
+        outputs = outputs[:, None]
+        for index, step in enumerate(self.plan.passes):
+            if index:
+                kept = [i for i, row in enumerate(rows) if limits[row] > index * size]
+                if not kept:
+                    break
+                outputs, carried = self._deepen(step, rows, kept, outputs, carried, drawn[-1])
+                rows = [rows[i] for i in kept]
+            drawn.append(self._read(state, step, index, rows, outputs))
+            if self._asks and index + 1 < len(self.plan.passes):
+                self._ask(state, index, drawn[-1], limits, reach)
+        _fetch(drawn)
+        return drawn
+
+    def _deepen(
+        self,
+        step: DraftPass,
+        rows: Sequence[int],
+        kept: Sequence[int],
+        outputs: Tensor,
+        carried: State | None,
+        before: _Drawn,
+    ) -> tuple[Tensor, State | None]:
+        """Run a pass behind the outputs (A, n, k, H) of the one before, for the rows at `kept`."""
+        assert self._runner is not None, "drafting happens while active"
+        device = outputs.device
+        chosen = torch.tensor(kept, device=device)[:, None]
+        parents, fed = step.parents.to(device), step.fed.to(device)
+        tokens = before.tokens[chosen, fed].view(len(kept), len(parents), -1)
+        features = outputs[chosen, parents]
+        if carried is not None:
+            behind = [part.view(2, *outputs.shape[:2], -1) for part in carried]
+            hidden, cell = (part[:, chosen, parents].flatten(1, 2) for part in behind)
+            carried = hidden, cell
+        pairs = [self._pairs[rows[i]] for i in kept]
+        return self._runner.grow(pairs, step.blocks, tokens, features, carried)
+
+    def _read(
+        self, state: GenerationState, step: DraftPass, index: int, rows: list[int], outputs: Tensor
+    ) -> _Drawn:
+        """The lists of a pass, from its outputs (A, n, k, H)."""
+        assert self._runner is not None, "drafting happens while active"
+        lines = outputs.flatten(1, 2)
+        if step.num_lists < lines.shape[1]:
+            lines = lines[:, step.lines.to(lines.device)]
+        tokens, likely, probs = self._runner.lists(lines.flatten(0, 1), step.num_ranks)
+        scores = None
+        if self._asks:
+            size = self.head.shape.block_size
+            depths = [index * size + line % size for line in step.host_lines]
+            positions = [state.generated[row] + depth for row in rows for depth in depths]
+            scores = self.policy.score(probs, positions)
+        shape = (len(rows), -1)
+        return _Drawn(
+            rows,
+            tokens.view(shape),
+            likely.view(shape),
+            None if scores is None else scores.view(shape),
+        )
+
+    def _ask(
+        self,
+        state: GenerationState,
+        index: int,
+        drawn: _Drawn,
+        limits: dict[int, int],
+        reach: dict[int, list[float]],
+    ) -> None:
+        """Ask the policy about the likeliest path that the next pass would go on from."""
+        _fetch([drawn])
+        assert drawn.host is not None, "fetched above"
+        this, following = self.plan.passes[index : index + 2]
+        depth = (index + 1) * self.head.shape.block_size
+        newest = []
+        for row in drawn.rows:
+            tokens, likely, scores = drawn.host[row]
+            reach[row] = [
+                reach[row][parent] * math.prod(likely[entry] for entry in fed)
+                for parent, fed in zip(following.host_parents, following.host_fed, strict=True)
+            ]
+            best = max(range(len(reach[row])), key=reach[row].__getitem__)
+            last = following.host_fed[best][-1]
+            newest.append(
+                DraftedToken(
+                    row,
+                    int(tokens[last]),
+                    state.generated[row] + depth - 1,
+                    likely[last],
+                    scores[last // this.num_ranks] if scores else 0.0,
+                )
+            )
+        if depth < self.min_draft_tokens:
+            return
+        asked = [token for token in newest if limits[token.row] > depth]
+        for token, goes_on in zip(asked, self.policy.goes_on(asked), strict=True):
+            if not goes_on:
+                limits[token.row] = depth
+
+
+def _fetch(drawn: Sequence[_Drawn]) -> None:
+    """Bring to the host what is not there yet, in one transfer."""
+    missing = [one for one in drawn if one.host is None]
+    if not missing:
+        return
+    parts = []
+    for one in missing:
+        # Token ids lie far below 2**24, where float32 begins to lose whole numbers.
+        parts += [one.tokens.float(), one.likely]
+        parts += [one.scores] if one.scores is not None else []
+    flat = torch.cat([part.flatten() for part in parts]).tolist()
+    start = 0
+    for one in missing:
+        columns = []
+        for part in (one.tokens, one.likely, one.scores):
+            width = 0 if part is None else part.shape[1]
+            stop = start + width * len(one.rows)
+            columns.append(
+                [flat[start + i * width : start + (i + 1) * width] for i in range(len(one.rows))]
+            )
+            start = stop
+        one.host = dict(zip(one.rows, zip(*columns, strict=True), strict=True))

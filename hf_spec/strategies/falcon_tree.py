@@ -1,0 +1,69 @@
+"""Which tree of ranks a Falcon head drafts: the configured one, its adapter's, or a usual one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hf_spec.decoding.rank_tree import RankTree
+from hf_spec.errors import AssistantError, OptionError
+from hf_spec.models.falcon_head import METHOD, FalconHead
+from hf_spec.strategies.published_trees import published_trees
+
+
+def choose_tree(named: Any, max_draft_tokens: int | None, head: FalconHead) -> RankTree:
+    """The tree that options stand for with `head`, cut to what can be drafted.
+
+    Args:
+        named: `FalconConfig.tree`.
+        max_draft_tokens: depth at which it is cut, None for no cut.
+        head: drafts it.
+
+    Raises:
+        OptionError: if it is deeper than the head was trained for, or made for another k.
+        AssistantError: if the head's own tree is of no use.
+    """
+    tree = _whole_tree(named, max_draft_tokens, head).cut(max_draft_tokens, head.head.size)
+    longest = max_depth(head)
+    if longest is not None and tree.height > longest:
+        raise OptionError(
+            f"a tree of depth {tree.height} is deeper than the head was trained for ({longest}); "
+            f"pass max_draft_tokens={longest} or a flatter tree"
+        )
+    return tree
+
+
+def max_depth(head: FalconHead) -> int | None:
+    """The depth that a head was trained for, None if its adapter does not say.
+
+    Raises:
+        AssistantError: if what it says is no depth.
+    """
+    longest = head.options.get("max_depth")
+    if longest is not None and (type(longest) is not int or longest < 1):
+        raise AssistantError(f"the Falcon adapter has max_depth={longest!r}; train it anew")
+    return longest
+
+
+def _whole_tree(named: Any, max_draft_tokens: int | None, head: FalconHead) -> RankTree:
+    size = head.shape.block_size
+    usual = min(2 * size, max_depth(head) or 2 * size)
+    if not isinstance(named, str):
+        return RankTree(named)
+    if named == "chain":
+        return RankTree.chain(max_draft_tokens or usual)
+    if named != "auto":
+        published = published_trees(METHOD)[named]
+        if published.block_size != size:
+            raise OptionError(
+                f"tree={named!r} is for heads with block_size {published.block_size}; this one has "
+                f"{size}: pass tree='auto', 'chain' or rank paths"
+            )
+        return published.tree
+    own = head.options.get("tree")
+    if own is None:
+        # What a small model verifies at nearly the cost of one token, on a CPU: 8 nodes.
+        return RankTree.of([*RankTree.chain(usual).paths, (1,), (2,), *[(0, 1)][: usual - 1]])
+    try:
+        return RankTree.of(own)
+    except OptionError as error:
+        raise AssistantError(f"the Falcon adapter's tree is of no use: {error}") from error

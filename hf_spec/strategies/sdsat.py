@@ -1,0 +1,354 @@
+"""SDSAT: the target drafts for itself behind adaptive tokens.
+
+Published loop, two forwards of the target (Liu et al. 2024, arXiv 2403.18647, section 2.1). The
+first runs the last token and a chain of k adaptive ones: it says the next token for certain, and
+what it foretells at the adaptive tokens are drafts for the k behind that. The second runs the
+certain token and the drafts, as a chain or as a tree of ranks, which verifies them: 2 to k + 2
+tokens for two forwards. Adaptive tokens are virtual nodes of the draft tree, so their keys and
+values go the way of rejected drafts.
+
+With `fused=True`, our own step, every tree also carries adaptive chains behind the nodes where the
+walk may end, and what is foretold behind its last accepted node is the next draft: 1 to k + 1
+tokens for each forward. Where the walk ends without such a chain, the next tree is a chain alone.
+
+Drafts depend on the text alone, so both are judged by node draw. The rule that the paper samples
+by changes the distribution; it is there as `SdsatConfig(lossy=True)`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_spec.adapters.folder import WEIGHTS_NAME
+from hf_spec.decoding.drafter import Drafter
+from hf_spec.decoding.path_sampling import PathSampling
+from hf_spec.decoding.processors import NodeProcessors
+from hf_spec.decoding.rank_tree import RankTree
+from hf_spec.decoding.runner import ForwardOutput
+from hf_spec.decoding.state import GenerationState
+from hf_spec.decoding.tree import DraftTree, Verdict
+from hf_spec.decoding.verification import Verifier
+from hf_spec.errors import OptionError, UnsupportedError
+from hf_spec.models.adaptive_tokens import METHOD, AdaptiveTokens, adaptive_tokens
+from hf_spec.models.assistant import made_once
+from hf_spec.strategies.base import StrategyConfig, register
+from hf_spec.strategies.published_trees import published_trees
+
+COUNTERS = ("adaptive_rounds", "verify_rounds", "fused_rounds", "adaptive_nodes")
+
+
+def _make(config: SdsatConfig, target: PreTrainedModel, assistant: object) -> SdsatDrafter:
+    tokens, options = _resolve(target, assistant)
+    return SdsatDrafter(config, tokens, options.get("num_adaptive"))
+
+
+@register("sdsat", _make)
+@dataclass(frozen=True)
+class SdsatConfig(StrategyConfig):
+    """Options of drafts behind adaptive tokens.
+
+    Attributes:
+        num_adaptive: k, adaptive tokens in a row; None is the depth of the tree or, without one,
+            what the adapter says.
+        fused: draft and verify in one forward, see the module.
+        tree: None is a chain of the likeliest tokens; "sdsat-5", "-7", "-9", "-11" and "-13" are
+            the paper's; or a list of rank paths, see `hf_spec.decoding.rank_tree`.
+        min_probability: drafts whose path is less probable than this, by what was foretold, are
+            not sent; without any draft left, another adaptive chain is.
+        max_adaptive_nodes: most adaptive nodes of a fused tree, the likeliest ones; None for all.
+        lossy: when sampling, accept as the paper does (`PathSampling`). That changes the
+            distribution of the output; greedy decoding stays exact.
+    """
+
+    num_adaptive: int | None = None
+    fused: bool = False
+    tree: Any = None
+    min_probability: float = 0.0
+    max_adaptive_nodes: int | None = None
+    lossy: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("num_adaptive", "max_adaptive_nodes"):
+            if getattr(self, name) is not None:
+                self.check(name, 1)
+        self.check("min_probability", 0, 1)
+        for name in ("fused", "lossy"):
+            if not isinstance(getattr(self, name), bool):
+                raise OptionError(f"{name}={getattr(self, name)!r} must be True or False")
+        if isinstance(self.tree, str):
+            known = published_trees(METHOD)
+            if self.tree not in known:
+                raise OptionError(
+                    f"unknown tree {self.tree!r}; known: {', '.join(known)}, or a list of rank "
+                    "paths such as [[0], [0, 0], [1]]"
+                )
+        elif self.tree is not None:
+            object.__setattr__(self, "tree", RankTree.of(self.tree).paths)
+        height = self.rank_tree and self.rank_tree.height
+        if self.num_adaptive is not None and height and height > self.num_adaptive:
+            raise OptionError(
+                f"num_adaptive={self.num_adaptive}: the tree is {height} deep, and each depth "
+                "needs an adaptive token; raise it, leave it out, or choose a flatter tree"
+            )
+
+    @property
+    def rank_tree(self) -> RankTree | None:
+        """The configured tree, None for a chain."""
+        if self.tree is None:
+            return None
+        if isinstance(self.tree, str):
+            return published_trees(METHOD)[self.tree].tree
+        return RankTree(self.tree)
+
+
+def chain_length(config: SdsatConfig, tokens: AdaptiveTokens, usual: object) -> int:
+    """k: the configured one, the tree's depth, or what the adapter says.
+
+    Raises:
+        OptionError: if diverse adaptive tokens cannot make a chain so long.
+    """
+    length, tree = config.num_adaptive, config.rank_tree
+    if length is None:
+        length = tree.height if tree else usual if isinstance(usual, int) else tokens.shape.window
+    longest = tokens.longest_chain
+    if longest is not None and length > longest:
+        raise OptionError(
+            f"num_adaptive={length}: the adaptive tokens are diverse, {longest} of them, each for "
+            f"a place of its own; choose at most {longest}, or train identical ones"
+        )
+    return length
+
+
+@dataclass
+class _Plan:
+    """A tree under construction for one row.
+
+    Attributes:
+        tokens, parents: as `DraftTree.from_rows` takes them.
+        depths: of each node.
+        reach: of each node, how probable its path is by what was foretold.
+        chains: node -> the adaptive nodes behind it, all counted from the row's root.
+    """
+
+    tokens: list[int]
+    parents: list[int] = field(default_factory=lambda: [-1])
+    depths: list[int] = field(default_factory=lambda: [0])
+    reach: list[float] = field(default_factory=lambda: [1.0])
+    chains: dict[int, list[int]] = field(default_factory=dict)
+
+    def add(self, parent: int, token: int, chance: float = 1.0) -> int:
+        """Hang a node below `parent`; its index."""
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.depths.append(self.depths[parent] + 1)
+        self.reach.append(self.reach[parent] * chance)
+        return len(self.tokens) - 1
+
+    def ends(self) -> list[float]:
+        """Per node the probability that the walk goes there and no further."""
+        left = list(self.reach)
+        for node, parent in enumerate(self.parents[1:], start=1):
+            left[parent] -= self.reach[node]
+        return left
+
+
+# Per depth the foretold tokens with their probabilities, the likeliest first.
+Foretold = Sequence[tuple[Sequence[int], Sequence[float]]]
+
+
+class SdsatDrafter(Drafter):
+    """Drafts what the target foretells at adaptive tokens.
+
+    Args:
+        config: k, shape and loop.
+        tokens: the target's adaptive tokens.
+        usual_length: k where the config leaves it open.
+
+    Attributes:
+        counters: per row and forward of the target, "adaptive_rounds" are those that draft only
+            (the paper's first forward), "verify_rounds" those that verify only, "fused_rounds"
+            those that do both; "adaptive_nodes" counts the adaptive tokens run.
+    """
+
+    def __init__(self, config: SdsatConfig, tokens: AdaptiveTokens, usual_length: object = None):
+        self.config = config
+        self.virtual_tokens = tokens
+        self.length = chain_length(config, tokens, usual_length)
+        self.tree = config.rank_tree or RankTree.chain(self.length)
+        self._adaptive_ids = tokens.chain(self.length)
+        self._plans: dict[int, _Plan] = {}
+        self._heard: dict[int, Tensor] = {}
+        self.counters: dict[str, int] = {}
+        self._changes_sampling = False
+
+    @contextmanager
+    def active(self, state: GenerationState) -> Iterator[None]:
+        """Forget what an earlier generation heard."""
+        self._plans, self._heard = {}, {}
+        self.counters = dict.fromkeys(COUNTERS, 0)
+        self._changes_sampling = self.config.lossy and state.do_sample
+        self._processors = NodeProcessors(state.processors, state.num_rows, stateless_only=True)
+        try:
+            yield
+        finally:
+            self._heard = {}
+
+    def make_verifier(self, processors: Sequence[Any], num_rows: int) -> Verifier:
+        """Node draw, or the lossy rule of the paper if it was asked for and the target samples.
+
+        Raises:
+            UnsupportedError: if the lossy rule would disturb a processor of the user.
+        """
+        if self._changes_sampling:
+            return PathSampling(processors, num_rows)
+        return super().make_verifier(processors, num_rows)
+
+    def draft(self, state: GenerationState) -> DraftTree:
+        """Per unfinished row the drafts heard last, adaptive tokens, or both."""
+        foretold = self._foretold(state)
+        rows: list[tuple[list[int], list[int]]] = [([], []) for _ in state.tokens]
+        self._plans = {}
+        for row in state.unfinished:
+            room = state.room(row)
+            plan = _Plan([state.tokens[row][-1]])
+            self._add_drafts(plan, foretold.get(row, ()), room - 1, state)
+            drafted = len(plan.tokens) > 1
+            if self.config.fused:
+                self._add_chains(plan, foretold.get(row, ()), room, state)
+            elif not drafted:
+                self._add_chain(plan, 0, min(self.length, room - 2))
+            self._count(plan, drafted)
+            self._plans[row] = plan
+            rows[row] = plan.tokens, plan.parents
+        return DraftTree.from_rows(rows, state.frames.device)
+
+    def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
+        """Keep what was foretold behind the last accepted node of each row."""
+        self._heard = {}
+        starts = verdict.tree.host.row_start
+        for row, plan in self._plans.items():
+            path = verdict.paths[row]
+            if chain := plan.chains.get(path[-1] if path else 0):
+                self._heard[row] = output.logits[[starts[row] + node for node in chain]]
+
+    def get_candidates(  # type: ignore[override]
+        self, input_ids: Tensor, **kwargs: object
+    ) -> tuple[Tensor, Tensor | None]:
+        """Refuse to serve transformers' assisted decoding.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(
+            "adaptive tokens are run by the target itself, which assisted decoding does not do; "
+            "use spec_strategy='sdsat'"
+        )
+
+    def _foretold(self, state: GenerationState) -> dict[int, Foretold]:
+        """Per row what was heard, as lists on the host; one transfer for all rows."""
+        rows = [row for row in state.unfinished if row in self._heard]
+        if not rows:
+            return {}
+        heard = [self._heard[row] for row in rows]
+        owners = [row for row, logits in zip(rows, heard, strict=True) for _ in range(len(logits))]
+        scores = torch.cat(heard).to(state.frames.device, torch.float32)
+        prefixes = None
+        if self._processors.reads_prefix:
+            # The tokens between are not known yet: the text so far stands in for a node's prefix.
+            known = {row: state.prefix(row).clone() for row in rows}
+            prefixes = [known[row] for row in owners]
+        probs = self._processors(owners, prefixes, scores).softmax(dim=-1)
+        likely, tokens = probs.topk(min(self.tree.num_ranks, probs.shape[-1]), dim=-1)
+        # Token ids lie far below 2**53, where float64 begins to lose whole numbers.
+        lines = iter(torch.cat([likely.double(), tokens.double()], dim=-1).tolist())
+        width = likely.shape[-1]
+        found: dict[int, list[tuple[list[int], list[float]]]] = {row: [] for row in rows}
+        for row, line in zip(owners, lines, strict=True):
+            found[row].append(([int(token) for token in line[width:]], line[:width]))
+        return found  # type: ignore[return-value]
+
+    def _add_drafts(
+        self, plan: _Plan, foretold: Foretold, longest: int, state: GenerationState
+    ) -> None:
+        """Fill the rank tree from the lists; nothing below an end of sequence."""
+        node_of: dict[tuple[int, ...], int] = {(): 0}
+        for path in self.tree.paths:
+            parent = node_of.get(path[:-1])
+            depth, rank = len(path), path[-1]
+            if parent is None or depth > min(longest, len(foretold)):
+                continue
+            tokens, likely = foretold[depth - 1]
+            if rank >= len(tokens) or likely[rank] <= 0:
+                continue
+            if plan.reach[parent] * likely[rank] < self.config.min_probability:
+                continue
+            if parent and state.stop.ends_sequence(plan.tokens[parent]):
+                continue
+            node_of[path] = plan.add(parent, tokens[rank], likely[rank])
+
+    def _add_chain(self, plan: _Plan, node: int, length: int) -> None:
+        chain, last = [], node
+        for token in self._adaptive_ids[: max(length, 0)]:
+            last = plan.add(last, token)
+            chain.append(last)
+        if chain:
+            plan.chains[node] = chain
+
+    def _add_chains(
+        self, plan: _Plan, foretold: Foretold, room: int, state: GenerationState
+    ) -> None:
+        """Adaptive chains behind the nodes where the walk is likely to end.
+
+        The j-th adaptive token behind a node is worth the probability that the walk ends there,
+        times that of the drafts before it being right, for which this round's own must stand in.
+        """
+        going_on = [1.0]
+        for _, likely in list(foretold)[: self.length - 1]:
+            going_on.append(going_on[-1] * likely[0])
+        going_on += [going_on[-1]] * (self.length - len(going_on))
+        cells = []
+        for node, chance in enumerate(plan.ends()):
+            if node and state.stop.ends_sequence(plan.tokens[node]):
+                continue
+            # Behind this node there are its bonus token and then the next draft.
+            longest = min(self.length, room - plan.depths[node] - 2)
+            cells += [(-chance * going_on[place], place, node) for place in range(longest)]
+        budget = self.config.max_adaptive_nodes
+        lengths: dict[int, int] = {}
+        for _, _, node in sorted(cells)[:budget]:
+            lengths[node] = lengths.get(node, 0) + 1
+        for node, length in lengths.items():
+            self._add_chain(plan, node, length)
+
+    def _count(self, plan: _Plan, drafted: bool) -> None:
+        adaptive = sum(len(chain) for chain in plan.chains.values())
+        self.counters["adaptive_nodes"] += adaptive
+        if drafted and adaptive:
+            self.counters["fused_rounds"] += 1
+        elif drafted:
+            self.counters["verify_rounds"] += 1
+        elif adaptive:
+            self.counters["adaptive_rounds"] += 1
+
+
+def _resolve(target: PreTrainedModel, assistant: object) -> tuple[AdaptiveTokens, dict[str, Any]]:
+    """The adaptive tokens for one generation; those of a folder are read once."""
+    if not isinstance(assistant, (str, os.PathLike)):
+        return adaptive_tokens(target, assistant)
+    name = os.fspath(assistant)
+    weights = Path(name) / WEIGHTS_NAME
+    # A folder may hold another adapter by the time of the next call.
+    stamp = weights.stat().st_mtime_ns if weights.is_file() else None
+    key = (METHOD, name, stamp, target.device, target.dtype)
+    tokens, options = made_once(target, key, lambda: adaptive_tokens(target, name))
+    # Hooks belong to one generation, weights to all of them.
+    return AdaptiveTokens(tokens.shape, tokens.embeddings, tokens.lora.weights), options

@@ -1,0 +1,135 @@
+"""`hf-spec calibrate ...`: thin commands over this package."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+from transformers import AutoTokenizer
+
+from hf_spec.adapters.folder import SpecAdapter, load_adapter
+from hf_spec.bench.prompts import load_prompts
+from hf_spec.models.disco_classifier import METHOD
+from hf_spec.training.calibrate import CalibrationSettings, calibrate_disco, validation_prompts
+from hf_spec.training.calibrate_falcon import TreeSettings, calibrate_falcon
+from hf_spec.training.cli_common import Dtype, Model, Responses, in_one_sentence, load_target
+from hf_spec.training.responses import read_responses
+
+calibrate = typer.Typer(no_args_is_help=True, help="Choose options by measured speed.")
+
+
+@calibrate.command("disco")
+def calibrate_disco_command(  # noqa: PLR0913 - one parameter an option
+    model: Model,
+    adapter: Annotated[Path, typer.Option(exists=True, help="The folder of `train disco`.")],
+    prompts: Annotated[
+        Path,
+        typer.Option(exists=True, help="JSON lines; those held back in training are used."),
+    ],
+    use_all: Annotated[
+        bool, typer.Option("--all", help="Use every prompt, for a file of validation prompts.")
+    ] = False,
+    max_prompts: Annotated[int, typer.Option(min=1, help="At most so many prompts.")] = 12,
+    threshold: Annotated[
+        list[float] | None, typer.Option(min=0, max=1, help="To be tried; may be repeated.")
+    ] = None,
+    longest: Annotated[
+        list[int] | None, typer.Option(min=1, help="Longest draft to be tried; may be repeated.")
+    ] = None,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Generated per run.")] = 64,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each way and prompt.")] = 2,
+    dtype: Dtype = "float32",
+) -> None:
+    """Choose DISCO's threshold and longest draft by speed on this machine.
+
+    Tries every pair, in turn with static lengths, on prompts that the classifier was not trained
+    on, and writes the fastest pair and the table into the adapter. Leave the machine alone
+    meanwhile.
+    """
+    base = CalibrationSettings()
+    with in_one_sentence():
+        settings = CalibrationSettings(
+            thresholds=tuple(threshold or base.thresholds),
+            longest=tuple(longest or base.longest),
+            new_tokens=new_tokens,
+            repeats=repeats,
+        )
+        known = load_prompts(prompts)
+        chosen = known if use_all else validation_prompts(load_adapter(adapter, METHOD), known)
+        chosen = chosen[:max_prompts]
+        target, tokenizer = load_target(model, dtype), AutoTokenizer.from_pretrained(model)
+        total = settings.num_ways * len(chosen) * settings.repeats
+        with tqdm(total=total, desc="runs", disable=None) as bar:
+            made = calibrate_disco(
+                target, tokenizer, adapter, chosen, settings, progress=bar.update
+            )
+    _show_ways(made)
+
+
+@calibrate.command("falcon")
+def calibrate_falcon_command(  # noqa: PLR0913 - one parameter an option
+    model: Model,
+    adapter: Annotated[Path, typer.Option(exists=True, help="The folder of `train falcon`.")],
+    responses: Responses,
+    max_answers: Annotated[int, typer.Option(min=1, help="The first so many answers.")] = 100,
+    depth: Annotated[int, typer.Option(min=1, help="Of the deepest path tried.")] = 6,
+    num_ranks: Annotated[int, typer.Option(min=1, help="Length of the lists that count.")] = 8,
+    max_nodes: Annotated[int, typer.Option(min=1, help="Of the largest tree tried.")] = 40,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Generated per timed run.")] = 32,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each tree.")] = 3,
+    dtype: Dtype = "float32",
+) -> None:
+    """Choose a Falcon head's tree by acceptance and by speed on this machine.
+
+    Reads off answers that the head was not trained on how often each path would be accepted, times
+    rounds with trees of several sizes, and writes the tree with the most tokens per second into
+    the adapter, which model.generate(..., spec_strategy="falcon", assistant=ADAPTER) then drafts.
+    Leave the machine alone meanwhile.
+    """
+    settings = TreeSettings(
+        depth=depth,
+        num_ranks=num_ranks,
+        max_nodes=max_nodes,
+        new_tokens=new_tokens,
+        repeats=repeats,
+    )
+    with in_one_sentence():
+        answers = list(islice(read_responses(responses), max_answers))
+        target = load_target(model, dtype)
+        with tqdm(desc="answers and runs", disable=None) as bar:
+            made = calibrate_falcon(target, adapter, answers, settings, progress=bar.update)
+    _show_tree(made)
+
+
+def _show_ways(adapter: SpecAdapter) -> None:
+    """Speeds, and what was chosen."""
+    calibration = adapter.options["calibration"]
+    table = Table(title=f"speed relative to drafts of {calibration['reference']} tokens")
+    for column in ("", "median", "p20 - p80", "tau"):
+        table.add_column(column)
+    for name, row in calibration["table"].items():
+        spread = f"{row['ratio_p20']:.2f} - {row['ratio_p80']:.2f}"
+        chosen = " <" if name in {calibration["best"], calibration["best_static"]} else ""
+        table.add_row(name + chosen, f"{row['ratio']:.2f}", spread, f"{row['tau']:.2f}")
+    Console().print(table)
+
+
+def _show_tree(adapter: SpecAdapter) -> None:
+    """The tree that was chosen, and the costs that decided."""
+    calibration = adapter.options["calibration"]
+    paths = adapter.options["tree"]
+    table = Table(
+        title=f"a tree of {len(paths)} nodes, {max(map(len, paths))} deep; on "
+        f"{calibration['rounds']} drafts its tau is {calibration['tau']:.2f}"
+    )
+    for column in ("", "ms a round"):
+        table.add_column(column)
+    for kind, unit in (("verify", "nodes"), ("draft", "passes")):
+        for count, seconds in calibration["seconds"][kind].items():
+            table.add_row(f"{kind} {count} {unit}", f"{1000 * seconds:.2f}")
+    Console().print(table)

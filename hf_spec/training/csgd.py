@@ -1,0 +1,351 @@
+"""Coupled sequential glancing distillation, the losses of a Falcon head.
+
+Two passes (Gao et al. 2024, arXiv 2412.12639, section 3.2). The first, without gradient, counts at
+how many places of an answer the head's first choice differs from the target's: the distance d. Then
+N = lambda * d inputs are replaced by what the head is to foretell there, in runs at the start of a
+block, so that the places behind them learn to use what a left-to-right drafter would have had. The
+second pass foretells from these inputs and is what the head learns from.
+
+With pair i = (t_{i+1}, h_i), replacing i puts pair i + k in its place: feature and token together.
+
+Paper and released code differ; each choice is a named option, the paper's the default:
+
+- lambda, with epoch e of E counted in whole epochs from 0: "paper" 0.4 (E - e) / E, "released"
+  0.35 (E - e) / E + 0.10.
+- the token put in: the paper's is the target's ("teacher", its first choice), the code's that of
+  the data ("data"). Under greedy answers they are the same.
+- noise on the input features: "paper" U(-0.1, 0.1), "released" that times 512 / length. Both are
+  meant for features of size one, so both are scaled by the root mean square of the target's own.
+- the hard label: "token", the one in the data, or "gumbel", one drawn from the target.
+- the soft label: the paper's divergence (temperature 1), the code's with the head's scores at 0.95.
+
+For k = 2 there are N runs of one pair. For longer blocks there are N // k runs of 1 to k - 1 pairs,
+as in the code. Its blocks begin at the first answer token, those of its mask at multiples of k;
+here both lie on the grid in use. With k = 1 a block has no inside to be taught, and nothing is
+replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from hf_spec.errors import OptionError
+from hf_spec.models.falcon_head import FalconHead
+from hf_spec.training.features import Text, text_features
+
+SCHEDULES = ("paper", "released", "off")
+CHOICES = {
+    "schedule": SCHEDULES,
+    "noise": ("paper", "released", "off"),
+    "hard_label": ("token", "gumbel"),
+    "replaced_token": ("teacher", "data"),
+    "feature_scale": ("raw", "dimension"),
+}
+NOISE_LENGTH = 512
+
+
+@dataclass(frozen=True)
+class CsgdSettings:
+    """What a head is taught.
+
+    Attributes:
+        schedule: of lambda; "off" leaves the first pass out and replaces nothing.
+        noise: on the input features.
+        hard_label, replaced_token: see the module.
+        feature_weight: of the smooth L1 distance between features, a mean over the hidden size.
+        soft_weight: of the cross-entropy with the target's distribution; 0.1 * 0.9 in the paper.
+        hard_weight: of the cross-entropy with one token; 0.1 * 0.1 in the paper.
+        soft_temperature: of the head's scores in the soft loss; released 0.95.
+        own_features: share of the blocks, ours, whose input features are what the head foretold in
+            the first pass, as in the deeper passes of a draft (in the spirit of HASS, Zhang et al.
+            2024, arXiv 2408.15766). 0 in the paper.
+        feature_scale: "raw" compares features as they are, which a few large dimensions dominate;
+            "dimension" divides each dimension by its own root mean square.
+    """
+
+    schedule: str = "paper"
+    noise: str = "paper"
+    hard_label: str = "token"
+    replaced_token: str = "teacher"
+    feature_weight: float = 1.0
+    soft_weight: float = 0.09
+    hard_weight: float = 0.01
+    soft_temperature: float = 1.0
+    own_features: float = 0.0
+    feature_scale: str = "raw"
+
+    def __post_init__(self) -> None:
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise OptionError(f"{name}={getattr(self, name)!r}: choose {' or '.join(choices)}")
+        for name in ("feature_weight", "soft_weight", "hard_weight"):
+            if getattr(self, name) < 0:
+                raise OptionError(f"{name}={getattr(self, name)!r} must not be negative")
+        if not 0 <= self.own_features <= 1:
+            raise OptionError(f"own_features={self.own_features!r} must be between 0 and 1")
+        if self.soft_temperature <= 0:
+            raise OptionError(f"soft_temperature={self.soft_temperature!r} must be positive")
+
+    def share(self, epoch: int, num_epochs: int) -> float:
+        """Lambda in an epoch counted from 0."""
+        left = (num_epochs - epoch) / num_epochs
+        return {"paper": 0.4 * left, "released": 0.35 * left + 0.1, "off": 0.0}[self.schedule]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Texts of a pass.
+
+    Attributes:
+        texts: what is learned from.
+        epoch: counted from 0.
+        seed: of every random number that they meet.
+    """
+
+    texts: Sequence[Text]
+    epoch: int = 0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Texts as a head reads them, padded on the right, with the M places it learns from.
+
+    Output i foretells pair i + k, so true feature and token of place i are those of pair i + k.
+    Padding never matters: the answer to a learned place lies behind its whole block.
+
+    Attributes:
+        tokens: (B, T) int64, t_{i+1}.
+        features: (B, T, H) in the dtype they were stored in, h_i.
+        rows, places: (M,) int64 of the learned places, text by text.
+        counts: how many of them each text has.
+    """
+
+    tokens: Tensor
+    features: Tensor
+    rows: Tensor
+    places: Tensor
+    counts: list[int]
+
+    @property
+    def span(self) -> list[tuple[int, int]]:
+        """Per text the first learned place and the one behind the last."""
+        firsts = [part[0] if len(part) else 0 for part in self.places.split(self.counts)]
+        return [(int(f), int(f) + n) for f, n in zip(firsts, self.counts, strict=True)]
+
+
+def read_pairs(
+    target: PreTrainedModel, texts: Sequence[Text], block_size: int, max_context: int | None = None
+) -> Pairs:
+    """Put texts together; a learned place is one whose token t_{i+k+1} belongs to the answer.
+
+    Args:
+        target: gives the features of texts that come without.
+        texts: of any lengths.
+        block_size: k.
+        max_context: prompts are cut to so many last tokens; None leaves them whole.
+    """
+    known = [text.features for text in texts]
+    if any(features is None for features in known):
+        known = list(text_features(target, [text.response for text in texts]))
+    lines, states = [], []
+    rows: list[int] = []
+    places: list[int] = []
+    counts: list[int] = []
+    for row, (text, features) in enumerate(zip(texts, known, strict=True)):
+        response = text.response
+        cut = 0 if max_context is None else max(0, len(response.prompt) - max_context)
+        line = [*response.prompt, *response.response][cut + 1 :]
+        first = max(0, len(response.prompt) - cut - 1 - block_size)
+        learned = range(first, max(first, len(line) - block_size))
+        lines.append(torch.tensor(line))
+        assert features is not None
+        states.append(features[cut:])
+        rows += [row] * len(learned)
+        places += learned
+        counts.append(len(learned))
+    device = target.device
+    padded = nn.utils.rnn.pad_sequence
+    return Pairs(
+        padded(lines, batch_first=True).to(device),
+        padded(states, batch_first=True).to(device),
+        torch.tensor(rows, dtype=torch.long, device=device),
+        torch.tensor(places, dtype=torch.long, device=device),
+        counts,
+    )
+
+
+class GlancingLoss:
+    """The loss of a head on micro-batches.
+
+    Args:
+        head: in training mode.
+        target: frozen.
+        settings: what is taught.
+        num_epochs: E.
+        sizes: (H,) root mean square of each dimension of the target's features.
+        max_context: see `read_pairs`.
+    """
+
+    def __init__(
+        self,
+        head: FalconHead,
+        target: PreTrainedModel,
+        settings: CsgdSettings,
+        num_epochs: int,
+        sizes: Tensor,
+        max_context: int | None = None,
+    ):
+        self.head, self.target, self.settings = head, target, settings
+        self.num_epochs, self.max_context = num_epochs, max_context
+        self.sizes = sizes.float().to(target.device)
+        self.noise_size = 0.1 * float(self.sizes.square().mean().sqrt())
+        self.place_of = head.head.places().to(target.device)
+
+    def __call__(self, batch: MicroBatch) -> tuple[Tensor, int]:
+        """The loss summed over the learned places, and their number."""
+        torch.manual_seed(batch.seed)
+        k = self.head.shape.block_size
+        grid = int(torch.randint(k, ()))
+        pairs = read_pairs(self.target, batch.texts, k, self.max_context)
+        truth = pairs.features[pairs.rows, pairs.places + k]
+        with torch.no_grad(), self._autocast():
+            scores = self.head.head.known(truth).float()
+        tokens, features = pairs.tokens, self._noisy(pairs)
+        share = self.settings.share(batch.epoch, self.num_epochs)
+        glances = share > 0 and k > 1
+        if glances or self.settings.own_features:
+            with torch.no_grad(), self._autocast():
+                first = self.head(tokens, features, grid)
+            features = self._with_own(features, first, grid)
+        if glances:
+            with torch.no_grad():
+                _, logits = self._read(first, pairs)
+            wrong = logits.argmax(dim=-1) != scores.argmax(dim=-1)
+            chosen = self._choose(wrong, pairs, share, grid)
+            tokens, features = self._replace(tokens, features, pairs, chosen, scores)
+        with self._autocast():
+            second = self.head(tokens, features, grid)
+        foretold, logits = self._read(second, pairs)
+        answers = pairs.tokens[pairs.rows, pairs.places + k]
+        return self._distance(foretold, truth, logits, scores, answers), len(answers)
+
+    def _read(self, outputs: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
+        """(M, H) features and (M, R) logits at the learned places."""
+        with self._autocast():
+            foretold = outputs[pairs.rows, pairs.places]
+            return foretold, self.head.head.known(foretold)
+
+    def _autocast(self) -> torch.autocast:
+        # One region a pass: casts of weights made without gradient must not serve the second.
+        return torch.autocast(self.target.device.type, torch.bfloat16)
+
+    def _noisy(self, pairs: Pairs) -> Tensor:
+        """Input features with noise, each text's own if it depends on the length."""
+        features = pairs.features
+        if self.settings.noise == "off":
+            return features
+        noise = torch.empty_like(features).uniform_(-self.noise_size, self.noise_size)
+        if self.settings.noise == "released":
+            stops = [stop + self.head.shape.block_size for _, stop in pairs.span]
+            lengths = torch.tensor(stops, device=noise.device, dtype=noise.dtype)
+            noise *= NOISE_LENGTH / lengths[:, None, None]
+        return features + noise
+
+    def _with_own(self, features: Tensor, foretold: Tensor, grid: int) -> Tensor:
+        """The input features, in some blocks those that the block before foretold."""
+        k, share = self.head.shape.block_size, self.settings.own_features
+        if not share:
+            return features
+        batch, length = features.shape[:2]
+        block = torch.arange(length).add(k - grid).div(k, rounding_mode="floor")
+        own = (torch.rand(batch, int(block[-1]) + 1) < share)[:, block]
+        own[:, :k] = False
+        earlier = F.pad(foretold, (0, 0, k, 0))[:, :length]
+        return torch.where(own[..., None].to(features.device), earlier.to(features.dtype), features)
+
+    def _choose(self, wrong: Tensor, pairs: Pairs, share: float, grid: int) -> Tensor:
+        """(M,) bool: the learned places whose inputs are replaced."""
+        chosen = torch.zeros(len(wrong), dtype=torch.bool)
+        offset = 0
+        distances = [int(part.sum()) for part in wrong.cpu().split(pairs.counts)]
+        for distance, (first, stop) in zip(distances, pairs.span, strict=True):
+            count = int(share * distance)
+            found = replaced_places(first, stop, count, self.head.shape.block_size, grid)
+            chosen[[offset + place - first for place in found]] = True
+            offset += stop - first
+        return chosen.to(wrong.device)
+
+    def _replace(
+        self, tokens: Tensor, features: Tensor, pairs: Pairs, chosen: Tensor, scores: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Copies of the inputs with pair i + k at every chosen place i."""
+        rows, places = pairs.rows[chosen], pairs.places[chosen]
+        later = places + self.head.shape.block_size
+        put_in = pairs.tokens[rows, later]
+        if self.settings.replaced_token == "teacher":
+            put_in = self.head.head.tokens(scores[chosen].argmax(dim=-1))
+        tokens, features = tokens.clone(), features.clone()
+        tokens[rows, places] = put_in
+        features[rows, places] = pairs.features[rows, later]
+        return tokens, features
+
+    def _distance(
+        self, foretold: Tensor, truth: Tensor, logits: Tensor, scores: Tensor, answers: Tensor
+    ) -> Tensor:
+        """The weighted losses, summed over places."""
+        settings, logits = self.settings, logits.float()
+        if settings.feature_scale == "dimension":
+            foretold, truth = foretold / self.sizes, truth / self.sizes
+        near = F.smooth_l1_loss(foretold.float(), truth.float(), reduction="sum")
+        loss = settings.feature_weight * near / foretold.shape[-1]
+        labels = self.place_of[answers]
+        if settings.hard_label == "gumbel":
+            gumbel = -torch.empty_like(scores).exponential_().log()
+            labels = (scores + gumbel).argmax(dim=-1)
+        # Both in one weight per token: a table of places by vocabulary is what a step spends most
+        # of its time on. Labels outside the vocabulary weigh nothing.
+        soft = scores.softmax(dim=-1).mul_(settings.soft_weight)
+        hard = torch.zeros_like(soft) if settings.soft_temperature != 1.0 else soft
+        weight = settings.hard_weight * (labels >= 0)
+        hard.scatter_add_(1, labels.clamp_min(0)[:, None], weight[:, None].to(hard))
+        loss = loss + F.cross_entropy(logits, hard, reduction="sum")
+        if hard is not soft:
+            softer = logits / settings.soft_temperature
+            loss = loss + F.cross_entropy(softer, soft, reduction="sum")
+        return loss
+
+
+def replaced_places(first: int, stop: int, count: int, block_size: int, grid: int) -> list[int]:
+    """Where inputs are replaced: runs from the start of a block that leave its last place alone.
+
+    Args:
+        first: first learned place.
+        stop: the one behind the last.
+        count: N.
+        block_size: k.
+        grid: where a block begins, below k.
+
+    Returns:
+        For k = 2 at most N places, for longer blocks at most N // k runs; drawn from torch's
+        random numbers.
+    """
+    longest = block_size - 1
+    begin = first + (grid - first) % block_size
+    starts = range(begin, stop - longest + 1, block_size)
+    num_runs = min(len(starts), count if block_size == 2 else count // block_size)
+    if longest < 1 or num_runs < 1:
+        return []
+    chosen = torch.randperm(len(starts))[:num_runs].tolist()
+    lengths = torch.randint(1, longest + 1, (num_runs,)).tolist()
+    return [
+        starts[start] + offset
+        for start, length in zip(chosen, lengths, strict=True)
+        for offset in range(length)
+    ]

@@ -1,0 +1,117 @@
+"""The target's features of whole texts: what a Falcon head reads and foretells.
+
+A feature is the target's last hidden state, behind the final norm. They are computed once by the
+engine's packed forward and kept on disk in bfloat16, or anew for every micro-batch where the disk
+is small and the target is fast.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_spec.adapters.folder import BaseModel
+from hf_spec.decoding.runner import ModelRunner
+from hf_spec.decoding.tree import DraftTree
+from hf_spec.errors import OptionError
+from hf_spec.training.answers import answer_batches, stored
+from hf_spec.training.responses import Response
+
+BYTES = 2  # of a bfloat16
+
+
+@dataclass(frozen=True)
+class Text:
+    """A prompt with its answer, and what the target thought of them.
+
+    Attributes:
+        response: prompt and answer, T tokens together.
+        features: (T - 1, H) bfloat16 on the host, h_0 to h_{T-2}; None if they are computed when
+            they are needed. The feature of the last token foretells nothing that is known.
+    """
+
+    response: Response
+    features: Tensor | None = None
+
+
+def num_features(response: Response) -> int:
+    """Features of a text: one a token but the last."""
+    return len(response.prompt) + len(response.response) - 1
+
+
+def disk_need(model: PreTrainedModel, responses: Sequence[Response]) -> int:
+    """Bytes that the features of `responses` take on disk."""
+    width: int = model.config.get_text_config().hidden_size
+    return sum(map(num_features, responses)) * width * BYTES
+
+
+@torch.no_grad()
+def text_features(
+    model: PreTrainedModel, batch: Sequence[Response], layer: int = -1
+) -> list[Tensor]:
+    """(T - 1, H) of every text, on the model's device, by one packed forward.
+
+    Args:
+        model: the target.
+        batch: texts of any lengths.
+        layer: which hidden state; the features by default.
+    """
+    lines = [[*response.prompt, *response.response[:-1]] for response in batch]
+    # All tokens but the last are pending, so the head is run for one token a text.
+    tree = DraftTree.from_rows([(line[-1:], [-1]) for line in lines])
+    runner = ModelRunner(model, len(lines), hidden_layers=(layer,))
+    with runner.active():
+        output = runner.forward(tree, lines)
+    hidden = output.hidden[layer]
+    return [hidden[[*output.pending.get(r, []), node]] for r, node in enumerate(output.nodes)]
+
+
+def stored_texts(model: PreTrainedModel, responses: Sequence[Response], folder: Path) -> list[Text]:
+    """Texts with their features, computed where `folder` does not hold them yet.
+
+    Args:
+        model: the target.
+        responses: in a fixed order; more may be appended between calls.
+        folder: takes `disk_need` bytes; the features stay there and are read when they are used.
+
+    Raises:
+        OptionError: if the disk is too small, or `folder` was made from another model or other
+            answers.
+    """
+    _check_room(folder, disk_need(model, responses))
+
+    def compute(shard: Sequence[Response]) -> dict[str, Tensor]:
+        parts = [
+            features.to(torch.bfloat16).cpu()
+            for batch in answer_batches(shard, num_features)
+            for features in text_features(model, batch)
+        ]
+        return {"features": torch.cat(parts)}
+
+    facts = {"target": BaseModel.of(model).name}
+    passes = stored(folder, "features", responses, facts, compute, num_features)
+    return [Text(response, found["features"]) for response, found in passes]
+
+
+def _check_room(folder: Path, need: int) -> None:
+    """Refuse a disk that does not hold `need` bytes beside what `folder` has already."""
+    there = sum(file.stat().st_size for file in folder.glob("*")) if folder.exists() else 0
+    place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(place).free
+    if need > free + there:
+        raise OptionError(
+            f"the features need {in_words(need)} in {folder}, where {in_words(free)} are free: "
+            "choose a folder on another disk, fewer answers, or compute them as they are needed "
+            "(--no-store)"
+        )
+
+
+def in_words(size: int) -> str:
+    """A number of bytes for people."""
+    return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"

@@ -1,0 +1,80 @@
+"""Code cut into prefix, middle and suffix and put together for infilling (PSM and SPM).
+
+A text is cut at two places drawn uniformly over its characters. PSM is the prefix, the suffix, then
+the middle; SPM puts the suffix first and lets the middle follow the prefix (Bavarian et al. 2022,
+arXiv 2207.14255, in CodeLlama's form; SDSAT trains on each with 25 %). The markers are the
+tokenizer's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_spec.errors import OptionError
+
+# Prefix, suffix and middle marker as tokenizers call them.
+MARKERS = (
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
+    ("▁<PRE>", "▁<SUF>", "▁<MID>"),
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
+    ("[PREFIX]", "[SUFFIX]", "[MIDDLE]"),
+)
+
+
+@dataclass(frozen=True)
+class Infilling:
+    """Cuts texts for one tokenizer; `Infilling.of` finds its markers.
+
+    Attributes:
+        tokenizer: of the target.
+        prefix, suffix, middle: ids of the markers.
+    """
+
+    tokenizer: Any
+    prefix: int
+    suffix: int
+    middle: int
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> Infilling:
+        """The infilling format of a tokenizer.
+
+        Raises:
+            OptionError: if it has no infilling tokens.
+        """
+        known = tokenizer.get_vocab()
+        for names in MARKERS:
+            if all(name in known for name in names):
+                return cls(tokenizer, *(known[name] for name in names))
+        raise OptionError(
+            f"infilling: the tokenizer {type(tokenizer).__name__} has no infilling tokens such as "
+            f"{MARKERS[0][0]}; set infilling=0, or take a model that was trained for infilling"
+        )
+
+    def arrange(self, token_ids: list[int], generator: torch.Generator) -> list[int]:
+        """A text as token ids in one of both orders, each half of the time.
+
+        Args:
+            token_ids: without special tokens; they come back in another order and cut, so that
+                tokens at the cuts may be others.
+            generator: decides on cuts and order.
+        """
+        text = self.tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)
+        cuts = torch.randint(0, len(text) + 1, (2,), generator=generator).sort().values.tolist()
+        parts = (text[: cuts[0]], text[cuts[0] : cuts[1]], text[cuts[1] :])
+        before, between, after = (
+            self.tokenizer(part, add_special_tokens=False)["input_ids"] for part in parts
+        )
+        if int(torch.randint(0, 2, (), generator=generator)):
+            return [self.prefix, *before, self.suffix, *after, self.middle, *between]
+        return [self.prefix, self.suffix, *after, self.middle, *before, *between]
+
+    @property
+    def markers(self) -> set[int]:
+        """Ids that training must not replace."""
+        return {self.prefix, self.suffix, self.middle}

@@ -1,0 +1,101 @@
+"""Falcon heads for tests, and what they should draft, recomputed from scratch on whole texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_spec.models.falcon_head import FalconHead, FalconShape
+from tests.tiny_models import build
+
+
+@cache
+def random_head(
+    name: str, block_size: int = 2, num_layers: int = 2, recurrent: bool = False
+) -> FalconHead:
+    """A head of random weights for the named model, made once per session; do not change it."""
+    torch.manual_seed(5)
+    head = FalconHead(build(name), FalconShape(block_size, num_layers, recurrent), None)
+    # Otherwise what the LSTM gives hardly depends on its inputs, which would hide mistakes.
+    with torch.no_grad():
+        for parameter in head.mixer.parameters():
+            parameter.mul_(4)
+    return head.requires_grad_(False).eval()
+
+
+@torch.no_grad()
+def features_of(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
+    """(T, H) the target's last hidden states."""
+    ids = torch.tensor([list(tokens)])
+    return model(ids, output_hidden_states=True).hidden_states[-1][0]
+
+
+def block_ends(count: int, block_size: int, before: Sequence[int] = ()) -> list[int]:
+    """Per pair the end of its block, when `count` pairs are known.
+
+    Args:
+        count: pairs that have a feature.
+        block_size: k.
+        before: the same after the round before; its pairs keep their blocks unless fed again.
+    """
+    begin = min(len(before), count - block_size)
+    fed = range(begin, count)
+    return [*before[:begin], *(count - (count - 1 - i) // block_size * block_size for i in fed)]
+
+
+@torch.no_grad()
+def foretold(
+    head: FalconHead, tokens: Sequence[int], features: Tensor, path: Sequence[int], ends: list[int]
+) -> Tensor:
+    """(k, H): the outputs behind a text and a drafted path of whole blocks, without any cache.
+
+    Args:
+        head: of block size k and at most two layers; with more, a pair that is fed again would
+            change what the pairs before it had seen.
+        tokens: all committed ones, the root last.
+        features: those of the newest tokens but the root.
+        path: m * k drafted tokens.
+        ends: per feature the end of its block.
+    """
+    size = head.shape.block_size
+    begin = len(tokens) - 1 - len(features)
+    known, text, ends = features, [*tokens, *path], list(ends)
+    for _ in range(len(path) // size + 1):
+        count = len(known)
+        ends += [count] * (count - len(ends))
+        mixed, _ = head.mix(torch.tensor([text[begin + 1 : begin + 1 + count]]), known[None])
+        visible = torch.arange(count) < torch.tensor(ends)[:, None]
+        masks: Any = head._masks(visible, mixed.dtype)
+        positions = torch.arange(begin, begin + count)[None]
+        outputs = head.attend(mixed, attention_mask=masks, position_ids=positions)
+        known = torch.cat([known, outputs[0, -size:]])
+    return known[-size:]
+
+
+def drafted(
+    head: FalconHead,
+    tokens: Sequence[int],
+    features: Tensor,
+    paths: Sequence[Sequence[int]],
+    ends: list[int],
+) -> dict[tuple[int, ...], tuple[int, float]]:
+    """Per rank path its token and probability, each list computed from the whole text anew."""
+    size = head.shape.block_size
+    lists: dict[tuple[int, ...], Any] = {}
+    found: dict[tuple[int, ...], tuple[int, float]] = {}
+    for path in sorted(map(tuple, paths), key=len):
+        start = path[: (len(path) - 1) // size * size]
+        if start not in lists:
+            above = [found[start[:depth]][0] for depth in range(1, len(start) + 1)]
+            outputs = foretold(head, tokens, features, above, ends)
+            probs = head.head.known(outputs).float().softmax(dim=-1)
+            lists[start] = probs.sort(dim=-1, descending=True, stable=True)
+        chances, places = lists[start]
+        slot, rank = len(path) - len(start) - 1, path[-1]
+        found[path] = int(head.head.tokens(places[slot, rank])), float(chances[slot, rank])
+    return found

@@ -1,0 +1,40 @@
+"""A model and its answers on disk, and a way to run commands on them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from typer.testing import CliRunner
+
+from hf_spec import cli
+from hf_spec.training.responses import FORMAT, Response
+from tests.tiny_models import VOCAB, build, tokenizer
+
+
+def save_model(folder: Path) -> Path:
+    """The tiny Llama with a tokenizer."""
+    build("llama").save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+def save_responses(path: Path) -> Path:
+    """Eight answers of twelve tokens, one half on code."""
+    generator = torch.Generator().manual_seed(0)
+    lines = [json.dumps({"format": FORMAT})]
+    for index in range(8):
+        prompt = torch.randint(3, VOCAB, (1, 6), generator=generator)
+        text = build("llama").generate(prompt, max_new_tokens=12, do_sample=False)[0].tolist()
+        task = "code" if index % 2 else "chat"
+        lines.append(json.dumps(asdict(Response(f"p{index}", task, text[:6], text[6:]))))
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def run(*arguments: Any) -> Any:
+    """Run `hf-spec` with arguments of any type."""
+    return CliRunner().invoke(cli.build_app(), [str(argument) for argument in arguments])

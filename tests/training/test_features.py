@@ -1,0 +1,123 @@
+"""Features of whole texts: those of plain forwards, kept on disk, refused where they do not fit."""
+
+from __future__ import annotations
+
+import shutil
+from collections import namedtuple
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from hf_spec import OptionError
+from hf_spec.decoding import runner
+from hf_spec.training import answers
+from hf_spec.training import features as module
+from hf_spec.training.features import (
+    disk_need,
+    in_words,
+    num_features,
+    stored_texts,
+    text_features,
+)
+from hf_spec.training.responses import Response
+
+
+def plain(model: PreTrainedModel, response: Response, layer: int = -1) -> torch.Tensor:
+    ids = torch.tensor([[*response.prompt, *response.response[:-1]]])
+    with torch.no_grad():
+        return model(ids, output_hidden_states=True).hidden_states[layer][0]
+
+
+class TestTextFeatures:
+    @pytest.mark.parametrize("layer", [-1, 1])
+    def test_they_are_those_of_plain_forwards(
+        self, model: PreTrainedModel, responses: list[Response], layer: int
+    ) -> None:
+        found = text_features(model, responses[:5], layer)
+        for response, states in zip(responses, found, strict=False):
+            assert len(states) == num_features(response)
+            torch.testing.assert_close(states, plain(model, response, layer), atol=1e-5, rtol=1e-4)
+
+    def test_long_texts_come_in_stretches(
+        self,
+        model: PreTrainedModel,
+        responses: list[Response],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setattr(runner, "PREFILL_CHUNK", 4)
+        found = text_features(model, responses[:3])
+        for response, states in zip(responses, found, strict=False):
+            torch.testing.assert_close(states, plain(model, response), atol=1e-5, rtol=1e-4)
+
+    def test_the_head_reads_the_answer_off_them(
+        self, model: PreTrainedModel, responses: list[Response]
+    ) -> None:
+        (states,) = text_features(model, responses[:1])
+        first = len(responses[0].prompt) - 1
+        choice = model.get_output_embeddings()(states[first:]).argmax(dim=-1)
+        assert choice.tolist() == responses[0].response
+
+
+class TestStoredTexts:
+    def test_written_once_in_bfloat16(
+        self,
+        model: PreTrainedModel,
+        responses: list[Response],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setattr(answers, "SHARD_RESPONSES", 5)
+        texts = stored_texts(model, responses, tmp_path / "new")
+        assert [text.response for text in texts] == responses
+        for text in texts:
+            assert text.features is not None
+            assert text.features.dtype == torch.bfloat16
+            expected = plain(model, text.response).bfloat16()
+            torch.testing.assert_close(text.features, expected, atol=1e-2, rtol=1e-2)
+        monkeypatch.setattr(module, "text_features", None)
+        again = stored_texts(model, responses, tmp_path / "new")
+        for one, other in zip(texts, again, strict=True):
+            assert torch.equal(one.features, other.features)
+
+    def test_the_need_is_what_the_files_take(
+        self, model: PreTrainedModel, responses: list[Response], tmp_path: Path
+    ) -> None:
+        stored_texts(model, responses, tmp_path)
+        taken = sum(file.stat().st_size for file in tmp_path.iterdir())
+        need = disk_need(model, responses)
+        assert need == sum(map(num_features, responses)) * model.config.hidden_size * 2
+        assert need < taken < need + 4096
+
+    def test_a_disk_without_room_is_refused(
+        self,
+        model: PreTrainedModel,
+        responses: list[Response],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        usage = namedtuple("usage", "total used free")
+        need = disk_need(model, responses)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(0, 0, need - 1))
+        with pytest.raises(OptionError, match="--no-store"):
+            stored_texts(model, responses, tmp_path / "a" / "b")
+        assert not (tmp_path / "a").exists()
+        # What is there already needs no more room.
+        monkeypatch.undo()
+        stored_texts(model, responses, tmp_path)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(0, 0, 0))
+        assert len(stored_texts(model, responses, tmp_path)) == len(responses)
+
+    def test_other_answers_are_refused(
+        self, model: PreTrainedModel, responses: list[Response], tmp_path: Path
+    ) -> None:
+        stored_texts(model, responses, tmp_path)
+        with pytest.raises(OptionError, match="another answers"):
+            stored_texts(model, [replace(responses[0], response=[3]), *responses[1:]], tmp_path)
+
+
+def test_sizes_in_words() -> None:
+    assert in_words(1_600_000_000) == "1.60 GB"
+    assert in_words(2_500_000) == "2.5 MB"
