@@ -128,6 +128,15 @@ def speculate(name: str, kind: str, strategy: str, **options: Any) -> SpecGenera
     )
 
 
+# A random drafter cannot be had to do this everywhere; the other kind of batch stands in.
+NO_ACCEPTED_END = {
+    ("gemma3", "falcon", "one"),
+    ("gemma3", "falcon", "ragged"),
+    ("gemma3", "sdsat", "one"),
+    ("falcon_alibi", "sdsat", "one"),
+}
+
+
 def check_refused(name: str) -> None:
     with pytest.raises(UnsupportedError, match="takes no attention function"):
         tiny_models.build(name).generate(
@@ -217,10 +226,8 @@ def test_an_accepted_end_of_sequence_cuts_its_block(name: str, strategy: str, ki
     if not tiny_models.is_served(name, strategy):
         check_refused(name)
         return
-    if (name, strategy) == ("gemma3", "falcon"):
-        pytest.skip(
-            "it says its first token again and again, and a Falcon head drafts from round 2"
-        )
+    if (name, strategy, kind) in NO_ACCEPTED_END:
+        pytest.skip("no token that it says here is an accepted one the first time it is said")
     model = tiny_models.build(name)
     said = free_tokens(name, kind)
     prompt = tiny_models.prompts(name, kind)

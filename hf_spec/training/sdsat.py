@@ -32,8 +32,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_spec.adapters.folder import BaseModel, SpecAdapter, save_adapter
-from hf_spec.decoding.runner import ModelRunner
-from hf_spec.decoding.tree import DraftTree
 from hf_spec.errors import OptionError
 from hf_spec.models.adaptive_tokens import (
     CONFIG_ENTRY,
@@ -44,16 +42,15 @@ from hf_spec.models.adaptive_tokens import (
 from hf_spec.models.draft_head import check_plain_head
 from hf_spec.models.gated_lora import new_lora
 from hf_spec.training.infilling import Infilling
+from hf_spec.training.sdsat_chains import Text, agreement, run_chains
 from hf_spec.training.split import split_by_hash
 from hf_spec.training.teacher import Example
 from hf_spec.training.trainer import Loss, TrainSettings, shuffled_batches, train
-from hf_spec.training.windows import START_SHARE, draw_windows, free_positions, window_length
+from hf_spec.training.windows import START_SHARE, draw_windows, window_length
 
 FROZEN_BASE = ("gated", "embeddings")
 LAYOUTS = ("branches", "replaced")
 LOSSES = ("improved", "basic")
-# Texts of one forward when the held-back ones are evaluated.
-EVALUATED = 8
 
 
 @dataclass(frozen=True)
@@ -141,41 +138,6 @@ class SdsatTrainSettings:
 
 
 @dataclass(frozen=True)
-class Text:
-    """A text that is learned from.
-
-    Attributes:
-        tokens: prompt and answer.
-        first: position of the answer's first token.
-        fixed: tokens that are never replaced.
-        top_tokens, top_probs: (answer tokens, K), the target's opinion; None if it is not known.
-    """
-
-    tokens: list[int]
-    first: int
-    fixed: frozenset[int] = frozenset()
-    top_tokens: Tensor | None = None
-    top_probs: Tensor | None = None
-
-    @classmethod
-    def of(cls, example: Example) -> Text:
-        """Prompt and answer as they are."""
-        response = example.response
-        return cls(
-            [*response.prompt, *response.response],
-            len(response.prompt),
-            frozenset(),
-            example.top_tokens,
-            example.top_probs,
-        )
-
-    def free(self) -> Tensor:
-        """(n,) bool, positions that an adaptive token may take."""
-        kept = [token in self.fixed for token in self.tokens] if self.fixed else None
-        return free_positions(len(self.tokens), self.first, kept)
-
-
-@dataclass(frozen=True)
 class MicroBatch:
     """Examples of a pass, and the seed of every random number that they meet."""
 
@@ -228,7 +190,8 @@ def train_sdsat(
 
     def evaluate() -> dict[str, float]:
         texts = [Text.of(example) for example in held]
-        return agreement(student, texts, settings.window, settings.evaluated_positions)
+        tokens, positions = student.used_tokens(), settings.evaluated_positions
+        return agreement(model, tokens, texts, settings.window, positions)
 
     facts = {**asdict(settings), "examples": len(examples)}
     try:
@@ -299,6 +262,14 @@ class Student:
         """Let the model's weights need gradients as they did before."""
         for parameter, needed in self._needed:
             parameter.requires_grad_(needed)
+
+    def used_tokens(self) -> AdaptiveTokens:
+        """The adaptive tokens by themselves, also where they are rows of the model's table."""
+        if not self.token_ids:
+            return self.tokens
+        table: Any = self.model.get_input_embeddings()
+        own = torch.tensor(self.token_ids, device=table.weight.device)
+        return AdaptiveTokens(self.tokens.shape, table(own))
 
     def loss(self, batch: MicroBatch) -> Loss:
         """Summed loss of a micro-batch, and the number of tokens that divides it."""
@@ -419,113 +390,9 @@ class Student:
         return (weights * hard).sum() + share * soft.sum()
 
 
-def run_chains(
-    model: PreTrainedModel,
-    tokens: AdaptiveTokens,
-    texts: Sequence[Text],
-    chains: Sequence[Sequence[tuple[int, int]]],
-) -> tuple[Tensor, list[tuple[int, int]]]:
-    """Run adaptive chains behind many prefixes of clean texts, as decoding does.
-
-    The texts are run first and without gradients: their keys and values then lie where those of a
-    chain of tree nodes would, so the adaptive tokens alone are run as a tree behind them.
-
-    Args:
-        model: the target.
-        tokens: its adaptive tokens.
-        texts: of any lengths.
-        chains: per text (start, length): adaptive tokens at positions start to start + length - 1.
-
-    Returns:
-        (M, V) logits at the adaptive tokens, and the (text, position) of each.
-    """
-    runner = ModelRunner(model, len(texts), virtual_tokens=tokens)
-    rows, sequences, nodes, places = [], [], [], []
-    count = 0
-    for index, (text, mine) in enumerate(zip(texts, chains, strict=True)):
-        clean = text.tokens[text.first - 1 : -1]
-        ids, parents = list(clean), list(range(-1, len(clean) - 1))
-        for start, length in mine:
-            above = start - text.first
-            for place, token in enumerate(tokens.chain(length)):
-                nodes.append(count + len(ids))
-                places.append((index, start + place))
-                ids.append(token)
-                parents.append(above)
-                above = len(ids) - 1
-        rows.append((ids, parents))
-        sequences.append(text.tokens[: text.first])
-        count += len(ids)
-    ends = DraftTree.from_rows([([text.tokens[-2]], [-1]) for text in texts])
-    with runner.active():
-        with torch.no_grad():
-            runner.forward(ends, [text.tokens[:-1] for text in texts])
-            runner.keep([[] for _ in texts])
-        # From here on the answer counts as nodes that have run already.
-        runner.stored = [text.first - 1 for text in texts]
-        return runner.forward(DraftTree.from_rows(rows), sequences, nodes).logits, places
-
-
-@torch.no_grad()
-def agreement(
-    student: Student, texts: Sequence[Text], length: int, num_positions: int
-) -> dict[str, float]:
-    """How often chains behind clean text foretell what the target said.
-
-    Args:
-        student: its model and adaptive tokens.
-        texts: answers that were not learned from.
-        length: of the chains.
-        num_positions: per text, evenly spread; positions near the end have shorter chains.
-
-    Returns:
-        "slot_j", the share of right tokens at the j-th adaptive token; "slot_j_given", among those
-        whose slots before it are right; "accepted", right tokens per chain before the first wrong
-        one; "tokens_per_forward", 1 + accepted / 2, what the published loop gives of that.
-    """
-    tokens = student.tokens
-    if student.token_ids:
-        table: Any = student.model.get_input_embeddings()
-        own = torch.tensor(student.token_ids, device=table.weight.device)
-        tokens = AdaptiveTokens(tokens.shape, table(own))
-    right: list[list[bool]] = []
-    for begin in range(0, len(texts), EVALUATED):
-        batch = texts[begin : begin + EVALUATED]
-        chains = [_spread(text, length, num_positions) for text in batch]
-        if not any(chains):
-            continue
-        logits, places = run_chains(student.model, tokens, batch, chains)
-        found = iter(
-            choice == batch[row].tokens[place + 1]
-            for choice, (row, place) in zip(logits.argmax(dim=-1).tolist(), places, strict=True)
-        )
-        right += [[next(found) for _ in range(size)] for mine in chains for _, size in mine]
-    figures: dict[str, float] = {}
-    for slot in range(length):
-        seen = [row for row in right if len(row) > slot]
-        before = [row for row in seen if all(row[:slot])]
-        figures[f"slot_{slot + 1}"] = _share([row[slot] for row in seen])
-        figures[f"slot_{slot + 1}_given"] = _share([row[slot] for row in before])
-    runs = [row.index(False) if False in row else len(row) for row in right]
-    figures["accepted"] = sum(runs) / max(len(runs), 1)
-    figures["tokens_per_forward"] = 1 + figures["accepted"] / 2
-    return figures
-
-
-def _spread(text: Text, length: int, count: int) -> list[tuple[int, int]]:
-    free = text.free()
-    places = free.nonzero()[:, 0]
-    picked = torch.linspace(0, len(places) - 1, min(count, len(places))).round().long()
-    return [(p, window_length(free, p, length)) for p in places[picked].tolist()]
-
-
 def _answer_places(text: Text) -> range:
     """Positions whose next token is one of the answer."""
     return range(text.first - 1, len(text.tokens) - 1)
-
-
-def _share(flags: Sequence[bool]) -> float:
-    return sum(flags) / max(len(flags), 1)
 
 
 @torch.no_grad()

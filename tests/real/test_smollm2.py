@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from hf_spec import FalconConfig
 from hf_spec.bench.prompts import Prompt, load_prompts
+from hf_spec.models.falcon_head import FalconHead, FalconShape
 from tests.tiny_models import left_padded
 
 pytestmark = pytest.mark.real
 
 NEW_TOKENS = 64
 BATCH_NEW_TOKENS = 32
+UNTRAINED_NEW_TOKENS = 24
 PROMPTS = load_prompts(per_task=2)
 # Four tasks, and so four lengths.
 BATCH = PROMPTS[::3]
@@ -25,6 +28,7 @@ ASSISTANTS = {
     "tree": ADAPTERS / "smollm2-135m-draft",
     "gsd": ADAPTERS / "smollm2-135m-draft",
     "disco": ADAPTERS / "smollm2-135m-disco",
+    "falcon": ADAPTERS / "smollm2-135m-falcon",
 }
 
 
@@ -80,7 +84,9 @@ def test_ragged_batch(strategy: str, smollm2: Any, batch: tuple[dict[str, Tensor
         assert got.tolist() == wanted.tolist(), f"row {row}"
 
 
-@pytest.mark.parametrize(("strategy", "tau"), [("draft", 0.3), ("tree", 0.5), ("disco", 0.3)])
+@pytest.mark.parametrize(
+    ("strategy", "tau"), [("draft", 0.4), ("tree", 0.6), ("disco", 0.3), ("falcon", 0.6)]
+)
 def test_the_trained_adapters_are_accepted(
     strategy: str, tau: float, smollm2: Any, expected: dict[str, Tensor]
 ) -> None:
@@ -94,3 +100,32 @@ def test_the_trained_adapters_are_accepted(
     ]
     accepted = sum(one.accepted_tokens for one in stats)
     assert accepted / sum(one.target_forwards for one in stats) > tau
+
+
+@pytest.mark.parametrize(
+    ("block_size", "tree"),
+    [
+        (1, "chain"),
+        (2, "auto"),
+        (2, "falcon-vicuna"),
+        (2, "falcon-llama"),
+        (3, "auto"),
+        (4, [[0], [1], [1, 0], [1, 0, 2], [1, 0, 2, 0], [1, 0, 2, 0, 1]]),
+    ],
+)
+def test_untrained_falcon_heads(
+    block_size: int, tree: Any, smollm2: Any, expected: dict[str, Tensor]
+) -> None:
+    """A wrong draft costs time, never a token."""
+    model, tokenizer = smollm2
+    ids = PROMPTS[0].encode(tokenizer)
+    head = FalconHead(model, FalconShape(block_size), None).eval()
+    output = model.generate(
+        ids,
+        max_new_tokens=UNTRAINED_NEW_TOKENS,
+        do_sample=False,
+        spec_strategy=FalconConfig(tree=tree),
+        assistant=head,
+    )
+    length = ids.shape[1] + UNTRAINED_NEW_TOKENS
+    assert output.tolist() == expected[PROMPTS[0].id][:, :length].tolist()
