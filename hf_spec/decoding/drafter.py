@@ -17,6 +17,7 @@ from hf_spec.decoding.state import GenerationState, StopRules
 from hf_spec.decoding.tree import DraftTree, Verdict
 from hf_spec.decoding.verification import NodeDraw, ResidualRejection, Verifier
 from hf_spec.decoding.virtual_tokens import VirtualTokens
+from hf_spec.errors import UnsupportedError
 
 
 class Drafter(CandidateGenerator, ABC):
@@ -29,6 +30,8 @@ class Drafter(CandidateGenerator, ABC):
         hidden_layers: indices of the target's hidden states that `observe` wants to see.
         forwards: forward passes of the drafter's own model so far.
         samples: whether drafts are drawn at random; such trees carry `draft_probs`.
+        rule: the verifier that judges its trees, while it is active; None for the exact one.
+        no_candidates: why it cannot serve transformers' assisted decoding; None if it can.
         virtual_tokens: what the nodes with negative token ids stand for; None if it sends none.
         counters: what the drafter counts beside that, by name; `SpecStats.counters` at the end.
     """
@@ -36,6 +39,8 @@ class Drafter(CandidateGenerator, ABC):
     hidden_layers: tuple[int, ...] = ()
     forwards: int = 0
     samples: bool = False
+    rule: type[Verifier] | None = None
+    no_candidates: str | None = None
     virtual_tokens: VirtualTokens | None = None
     counters: Mapping[str, int] = MappingProxyType({})
 
@@ -54,14 +59,17 @@ class Drafter(CandidateGenerator, ABC):
     def make_verifier(self, processors: Sequence[Any], num_rows: int) -> Verifier:
         """The rule that judges this drafter's trees; asked for while the drafter is active.
 
-        Both rules given here are exact. A method with a rule of its own overrides this.
+        Without a `rule` of its own it is an exact one.
 
         Args:
             processors: the prepared list of `generate()`.
             num_rows: B.
+
+        Raises:
+            UnsupportedError: if the rule would disturb a processor of the user.
         """
-        rule = ResidualRejection if self.samples else NodeDraw
-        return rule(processors, num_rows)
+        exact = ResidualRejection if self.samples else NodeDraw
+        return (self.rule or exact)(processors, num_rows)
 
     def get_candidates(  # type: ignore[override]
         self, input_ids: Tensor, **kwargs: object
@@ -74,7 +82,12 @@ class Drafter(CandidateGenerator, ABC):
 
         Returns:
             (1, L + K) int64 and None: the draft counts as deterministic.
+
+        Raises:
+            UnsupportedError: if the drafter needs what assisted decoding does not give.
         """
+        if self.no_candidates is not None:
+            raise UnsupportedError(self.no_candidates)
         state = self.__dict__.get("_assisted")
         if state is None or state.num_rows != input_ids.shape[0]:
             mask = torch.ones_like(input_ids)

@@ -74,12 +74,11 @@ def resolve_falcon_head(assistant: object, target: PreTrainedModel) -> FalconHea
     """
     if isinstance(assistant, (str, os.PathLike)):
         name = os.fspath(assistant)
-        weights = Path(name) / WEIGHTS_NAME
-        # A folder may hold another head by the time of the next call.
-        stamp = weights.stat().st_mtime_ns if weights.is_file() else None
-        key = (FALCON, name, stamp, target.device, target.dtype)
-        return made_once(
-            target, key, lambda: FalconHead.from_adapter(load_adapter(name, FALCON), target)
+        return read_once(
+            target,
+            FALCON,
+            name,
+            lambda: FalconHead.from_adapter(load_adapter(name, FALCON), target),
         )
     if not isinstance(assistant, FalconHead):
         raise AssistantError(
@@ -111,12 +110,25 @@ def made_once(target: PreTrainedModel, key: Hashable, make: Callable[[], Made]) 
     return known[key]
 
 
+def read_once(target: PreTrainedModel, method: str, name: str, read: Callable[[], Made]) -> Made:
+    """What `read` gives for the adapter `name` of a method; read anew if its weights changed.
+
+    Args:
+        target: the model that generates; for another device or dtype of it `read` is called anew.
+        method: of the adapter.
+        name: folder or Hub id.
+        read: called the first time.
+    """
+    weights = Path(name) / WEIGHTS_NAME
+    stamp = weights.stat().st_mtime_ns if weights.is_file() else None
+    return made_once(target, (method, name, stamp, target.device, target.dtype), read)
+
+
 def _load(name: str, target: PreTrainedModel) -> PreTrainedModel:
     def make() -> PreTrainedModel:
         return _from_adapter(name, target) if is_adapter(name) else _model(name, target)
 
-    # Loading takes seconds; it is done again only if the target moves.
-    return made_once(target, (name, target.device, target.dtype), make)
+    return read_once(target, METHOD, name, make)
 
 
 def _from_adapter(name: str, target: PreTrainedModel) -> PreTrainedModel:

@@ -116,6 +116,10 @@ class FalconDrafter(Drafter):
     """
 
     hidden_layers = (-1,)
+    no_candidates = (
+        "a Falcon head needs the target's features, which assisted decoding does not hand on; use "
+        "spec_strategy='falcon'"
+    )
 
     def __init__(
         self,
@@ -201,19 +205,6 @@ class FalconDrafter(Drafter):
         features = hidden[index].to(self.head.attention.device)
         for row, mine in zip(counts, features.split(list(counts.values())), strict=True):
             self._pairs[row].extend(mine)
-
-    def get_candidates(  # type: ignore[override]
-        self, input_ids: Tensor, **kwargs: object
-    ) -> tuple[Tensor, Tensor | None]:
-        """Refuse to serve transformers' assisted decoding.
-
-        Raises:
-            UnsupportedError: always.
-        """
-        raise UnsupportedError(
-            "a Falcon head needs the target's features, which assisted decoding does not hand on; "
-            "use spec_strategy='falcon'"
-        )
 
     def _run(self, state: GenerationState, limits: dict[int, int]) -> list[_Drawn]:
         """All passes; lowers the limits of rows whose policy says stop."""

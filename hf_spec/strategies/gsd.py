@@ -9,19 +9,18 @@ sampling rule changes the distribution; it is there as `GsdConfig(lossy=True)`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from hf_spec.decoding.length_policy import LengthPolicy, make_policy
+from hf_spec.decoding.length_policy import make_policy
 from hf_spec.decoding.longest_path import LongestPath
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.tree import DraftTree
-from hf_spec.decoding.verification import Verifier, Walk
+from hf_spec.decoding.verification import Walk
 from hf_spec.errors import OptionError
 from hf_spec.models.assistant import resolve_draft_model
 from hf_spec.strategies.base import register
@@ -84,29 +83,13 @@ class GsdConfig(TreeConfig):
 class GsdDrafter(DraftModelDrafter):
     """Grows a graph per row, and brings the paper's sampling rule where `lossy` asks for it."""
 
-    def __init__(
-        self, config: GsdConfig, model: PreTrainedModel, policy: LengthPolicy | None = None
-    ):
-        super().__init__(config, model, policy)
-        self._lossy = config.lossy
-        self._changes_sampling = False
-
     @contextmanager
     def active(self, state: GenerationState) -> Iterator[None]:
         """See `DraftModelDrafter`."""
-        self._changes_sampling = self._lossy and state.do_sample
+        lossy = isinstance(self.config, GsdConfig) and self.config.lossy
+        self.rule = IndependentAcceptance if lossy and state.do_sample else None
         with super().active(state):
             yield
-
-    def make_verifier(self, processors: Sequence[Any], num_rows: int) -> Verifier:
-        """Node draw, or the lossy rule of the paper if it was asked for and the target samples.
-
-        Raises:
-            UnsupportedError: if the lossy rule would disturb a processor of the user.
-        """
-        if self._changes_sampling:
-            return IndependentAcceptance(processors, num_rows)
-        return super().make_verifier(processors, num_rows)
 
 
 class IndependentAcceptance(LongestPath):

@@ -21,14 +21,12 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_spec.adapters.folder import WEIGHTS_NAME
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.path_sampling import PathSampling
 from hf_spec.decoding.processors import NodeProcessors
@@ -36,10 +34,9 @@ from hf_spec.decoding.rank_tree import RankTree
 from hf_spec.decoding.runner import ForwardOutput
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.tree import DraftTree, Verdict
-from hf_spec.decoding.verification import Verifier
-from hf_spec.errors import OptionError, UnsupportedError
+from hf_spec.errors import OptionError
 from hf_spec.models.adaptive_tokens import METHOD, AdaptiveTokens, adaptive_tokens
-from hf_spec.models.assistant import made_once
+from hf_spec.models.assistant import read_once
 from hf_spec.strategies.base import StrategyConfig, register
 from hf_spec.strategies.published_trees import published_trees
 
@@ -179,6 +176,11 @@ class SdsatDrafter(Drafter):
             those that do both; "adaptive_nodes" counts the adaptive tokens run.
     """
 
+    no_candidates = (
+        "adaptive tokens are run by the target itself, which assisted decoding does not do; use "
+        "spec_strategy='sdsat'"
+    )
+
     def __init__(self, config: SdsatConfig, tokens: AdaptiveTokens, usual_length: object = None):
         self.config = config
         self.virtual_tokens = tokens
@@ -188,29 +190,18 @@ class SdsatDrafter(Drafter):
         self._plans: dict[int, _Plan] = {}
         self._heard: dict[int, Tensor] = {}
         self.counters: dict[str, int] = {}
-        self._changes_sampling = False
 
     @contextmanager
     def active(self, state: GenerationState) -> Iterator[None]:
         """Forget what an earlier generation heard."""
         self._plans, self._heard = {}, {}
         self.counters = dict.fromkeys(COUNTERS, 0)
-        self._changes_sampling = self.config.lossy and state.do_sample
+        self.rule = PathSampling if self.config.lossy and state.do_sample else None
         self._processors = NodeProcessors(state.processors, state.num_rows, stateless_only=True)
         try:
             yield
         finally:
             self._heard = {}
-
-    def make_verifier(self, processors: Sequence[Any], num_rows: int) -> Verifier:
-        """Node draw, or the lossy rule of the paper if it was asked for and the target samples.
-
-        Raises:
-            UnsupportedError: if the lossy rule would disturb a processor of the user.
-        """
-        if self._changes_sampling:
-            return PathSampling(processors, num_rows)
-        return super().make_verifier(processors, num_rows)
 
     def draft(self, state: GenerationState) -> DraftTree:
         """Per unfinished row the drafts heard last, adaptive tokens, or both."""
@@ -239,19 +230,6 @@ class SdsatDrafter(Drafter):
             path = verdict.paths[row]
             if chain := plan.chains.get(path[-1] if path else 0):
                 self._heard[row] = output.logits[[starts[row] + node for node in chain]]
-
-    def get_candidates(  # type: ignore[override]
-        self, input_ids: Tensor, **kwargs: object
-    ) -> tuple[Tensor, Tensor | None]:
-        """Refuse to serve transformers' assisted decoding.
-
-        Raises:
-            UnsupportedError: always.
-        """
-        raise UnsupportedError(
-            "adaptive tokens are run by the target itself, which assisted decoding does not do; "
-            "use spec_strategy='sdsat'"
-        )
 
     def _foretold(self, state: GenerationState) -> dict[int, Foretold]:
         """Per row what was heard, as lists on the host; one transfer for all rows."""
@@ -345,10 +323,6 @@ def _resolve(target: PreTrainedModel, assistant: object) -> tuple[AdaptiveTokens
     if not isinstance(assistant, (str, os.PathLike)):
         return adaptive_tokens(target, assistant)
     name = os.fspath(assistant)
-    weights = Path(name) / WEIGHTS_NAME
-    # A folder may hold another adapter by the time of the next call.
-    stamp = weights.stat().st_mtime_ns if weights.is_file() else None
-    key = (METHOD, name, stamp, target.device, target.dtype)
-    tokens, options = made_once(target, key, lambda: adaptive_tokens(target, name))
+    tokens, options = read_once(target, METHOD, name, lambda: adaptive_tokens(target, name))
     # Hooks belong to one generation, weights to all of them.
     return AdaptiveTokens(tokens.shape, tokens.embeddings, tokens.lora.weights), options

@@ -18,7 +18,24 @@ from hf_spec.bench.prompts import load_prompts
 from hf_spec.models.adaptive_tokens import CONFIG_ENTRY, MODES
 from hf_spec.models.falcon_head import METHOD as FALCON
 from hf_spec.models.falcon_head import FalconShape
-from hf_spec.training.cli_common import Dtype, Model, Responses, in_one_sentence, load_target
+from hf_spec.training.cli_common import (
+    Accumulate,
+    AdapterOut,
+    BatchTokens,
+    Dtype,
+    Epochs,
+    EvaluateEvery,
+    LearningRate,
+    Model,
+    ResponseFiles,
+    Responses,
+    Seed,
+    TeacherFolder,
+    Vocabulary,
+    answer_files,
+    in_one_sentence,
+    load_target,
+)
 from hf_spec.training.csgd import CHOICES, CsgdSettings
 from hf_spec.training.disco import DiscoTrainSettings, train_disco
 from hf_spec.training.draft import DraftTrainSettings, train_draft
@@ -82,17 +99,13 @@ def train_responses_command(  # noqa: PLR0913 - one parameter an option
 def train_draft_command(  # noqa: PLR0913 - one parameter an option
     model: Model,
     responses: Responses,
-    out: Annotated[Path, typer.Option(help="Folder for the adapter; an interrupted run resumes.")],
-    teacher: Annotated[
-        Path | None, typer.Option(help="Folder for the target's opinions; beside the answers.")
-    ] = None,
+    out: AdapterOut,
+    teacher: TeacherFolder = None,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the draft model.")] = 4,
     rank: Annotated[int, typer.Option(min=1, help="Rank of the LoRA.")] = 64,
-    vocabulary: Annotated[
-        int, typer.Option(min=0, help="Most frequent tokens it can propose; 0 for all.")
-    ] = 8192,
-    epochs: Annotated[int, typer.Option(min=1)] = 3,
-    learning_rate: Annotated[float, typer.Option(min=0)] = 2e-3,
+    vocabulary: Vocabulary = 8192,
+    epochs: Epochs = 3,
+    learning_rate: LearningRate = 2e-3,
     batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens per step.")] = 2048,
     seed: Annotated[int, typer.Option(help="Of the order and of the first weights.")] = 0,
     dtype: Dtype = "bfloat16",
@@ -120,23 +133,18 @@ def train_draft_command(  # noqa: PLR0913 - one parameter an option
 @train.command("falcon")
 def train_falcon_command(  # noqa: PLR0913 - one parameter an option
     model: Model,
-    responses: Annotated[
-        list[Path],
-        typer.Option(exists=True, help="Answers of `hf-spec train responses`; may be repeated."),
-    ],
-    out: Annotated[Path, typer.Option(help="Folder for the adapter; an interrupted run resumes.")],
+    responses: ResponseFiles,
+    out: AdapterOut,
     block_size: Annotated[int, typer.Option(min=1, max=4, help="k, tokens drafted at once.")] = 2,
     layers: Annotated[int, typer.Option(min=1, help="Attention layers of the head.")] = 1,
     recurrent: Annotated[
         bool, typer.Option("--recurrent", help="Carry the LSTM's state along the text.")
     ] = False,
-    vocabulary: Annotated[
-        int, typer.Option(min=0, help="Most frequent tokens it can propose; 0 for all.")
-    ] = 8192,
-    epochs: Annotated[int, typer.Option(min=1)] = 8,
-    learning_rate: Annotated[float, typer.Option(min=0)] = 2e-3,
-    batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a micro-batch.")] = 2048,
-    accumulate: Annotated[int, typer.Option(min=1, help="Micro-batches of a step.")] = 1,
+    vocabulary: Vocabulary = 8192,
+    epochs: Epochs = 8,
+    learning_rate: LearningRate = 2e-3,
+    batch_tokens: BatchTokens = 2048,
+    accumulate: Accumulate = 1,
     csgd: Annotated[str, typer.Option(help=_choices("schedule"))] = "paper",
     noise: Annotated[str, typer.Option(help=_choices("noise"))] = "paper",
     hard_label: Annotated[str, typer.Option(help=_choices("hard_label"))] = "token",
@@ -159,8 +167,8 @@ def train_falcon_command(  # noqa: PLR0913 - one parameter an option
         bool, typer.Option(help="Keep the features on disk, or compute them in every step.")
     ] = True,
     init: Annotated[Path | None, typer.Option(help="A Falcon adapter to go on from.")] = None,
-    evaluate_every: Annotated[int, typer.Option(min=1, help="In steps.")] = 300,
-    seed: Annotated[int, typer.Option(help="Of the order and of every random number.")] = 0,
+    evaluate_every: EvaluateEvery = 300,
+    seed: Seed = 0,
     dtype: Dtype = "bfloat16",
 ) -> None:
     """Train a Falcon head, which drafts several tokens in one pass.
@@ -208,12 +216,10 @@ def _texts(
 ) -> list[Text]:
     """The texts of all files, each with a folder of features of its own."""
     texts: list[Text] = []
-    for file in files:
-        answers = list(read_responses(file))
+    for answers, own in answer_files(files, folder, "features"):
         if not store:
             texts += map(Text, answers)
             continue
-        own = file.with_suffix(".features") if folder is None else folder / file.stem
         need = in_words(disk_need(target, answers))
         Console().print(f"the features of {len(answers)} texts take {need} in {own}")
         with PartialState().main_process_first():
@@ -224,10 +230,7 @@ def _texts(
 @train.command("sdsat")
 def train_sdsat_command(  # noqa: PLR0913 - one parameter an option
     model: Model,
-    responses: Annotated[
-        list[Path],
-        typer.Option(exists=True, help="Answers of `hf-spec train responses`; may be repeated."),
-    ],
+    responses: ResponseFiles,
     out: Annotated[
         Path, typer.Option(help="Folder for adapter or model; an interrupted run resumes.")
     ],
@@ -265,15 +268,13 @@ def train_sdsat_command(  # noqa: PLR0913 - one parameter an option
         list[int] | None,
         typer.Option(min=0, help="Spare row of the vocabulary, for --mode full; may be repeated."),
     ] = None,
-    epochs: Annotated[int, typer.Option(min=1)] = 3,
-    learning_rate: Annotated[float, typer.Option(min=0)] = 1e-3,
-    batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a micro-batch.")] = 2048,
-    accumulate: Annotated[int, typer.Option(min=1, help="Micro-batches of a step.")] = 1,
-    teacher: Annotated[
-        Path | None, typer.Option(help="Folder for the target's opinions; beside the answers.")
-    ] = None,
-    evaluate_every: Annotated[int, typer.Option(min=1, help="In steps.")] = 300,
-    seed: Annotated[int, typer.Option(help="Of the order and of every random number.")] = 0,
+    epochs: Epochs = 3,
+    learning_rate: LearningRate = 1e-3,
+    batch_tokens: BatchTokens = 2048,
+    accumulate: Accumulate = 1,
+    teacher: TeacherFolder = None,
+    evaluate_every: EvaluateEvery = 300,
+    seed: Seed = 0,
     dtype: Dtype = "bfloat16",
 ) -> None:
     """Train adaptive tokens, behind which the target drafts for itself.
@@ -322,12 +323,10 @@ def _examples(
 ) -> list[Example]:
     """The answers of all files, each with a folder of opinions of its own if they are wanted."""
     examples: list[Example] = []
-    for file in files:
-        answers = list(read_responses(file))
+    for answers, own in answer_files(files, folder, "teacher"):
         if not with_opinions:
             examples += map(Example.without_opinion, answers)
             continue
-        own = file.with_suffix(".teacher") if folder is None else folder / file.stem
         with PartialState().main_process_first():
             examples += teacher_examples(target, answers, own)
     return examples
@@ -337,7 +336,7 @@ def _examples(
 def train_disco_command(  # noqa: PLR0913 - one parameter an option
     model: Model,
     responses: Responses,
-    out: Annotated[Path, typer.Option(help="Folder for the adapter; an interrupted run resumes.")],
+    out: AdapterOut,
     draft: Annotated[
         str | None, typer.Option(help="Draft model: folder or Hub id; or use --draft-layers.")
     ] = None,

@@ -38,6 +38,7 @@ from transformers import PreTrainedModel
 from hf_spec.errors import OptionError
 from hf_spec.models.falcon_head import FalconHead
 from hf_spec.training.features import Text, text_features
+from hf_spec.training.trainer import MicroBatch
 
 SCHEDULES = ("paper", "released", "off")
 CHOICES = {
@@ -96,21 +97,6 @@ class CsgdSettings:
         """Lambda in an epoch counted from 0."""
         left = (num_epochs - epoch) / num_epochs
         return {"paper": 0.4 * left, "released": 0.35 * left + 0.1, "off": 0.0}[self.schedule]
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """Texts of a pass.
-
-    Attributes:
-        texts: what is learned from.
-        epoch: counted from 0.
-        seed: of every random number that they meet.
-    """
-
-    texts: Sequence[Text]
-    epoch: int = 0
-    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -208,12 +194,12 @@ class GlancingLoss:
         self.noise_size = 0.1 * float(self.sizes.square().mean().sqrt())
         self.place_of = head.head.places().to(target.device)
 
-    def __call__(self, batch: MicroBatch) -> tuple[Tensor, int]:
+    def __call__(self, batch: MicroBatch[Text]) -> tuple[Tensor, int]:
         """The loss summed over the learned places, and their number."""
         torch.manual_seed(batch.seed)
         k = self.head.shape.block_size
         grid = int(torch.randint(k, ()))
-        pairs = read_pairs(self.target, batch.texts, k, self.max_context)
+        pairs = read_pairs(self.target, batch.items, k, self.max_context)
         truth = pairs.features[pairs.rows, pairs.places + k]
         with torch.no_grad(), self._autocast():
             scores = self.head.head.known(truth).float()

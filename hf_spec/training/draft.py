@@ -17,13 +17,12 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from hf_spec.adapters.folder import SpecAdapter, save_adapter
-from hf_spec.errors import OptionError
-from hf_spec.models.draft_head import check_plain_head, frequent_tokens
+from hf_spec.models.draft_head import check_plain_head
 from hf_spec.models.trained_draft import TrainableDraft
-from hf_spec.training.responses import Response, end_tokens
-from hf_spec.training.split import split_by_hash
+from hf_spec.training.responses import Response, answer_vocabulary
+from hf_spec.training.split import learned_and_held
 from hf_spec.training.teacher import Example
-from hf_spec.training.trainer import TrainSettings, shuffled_batches, train
+from hf_spec.training.trainer import MicroBatch, TrainSettings, micro_batches, train
 
 # Chain lengths whose tau is reported.
 TAU_LENGTHS = (1, 3, 5)
@@ -69,13 +68,9 @@ def train_draft(
         OptionError: if nothing is left to train on or to evaluate with.
     """
     check_plain_head(model)
-    learned, held = split_by_hash(examples, settings.held_back, lambda e: e.response.id)
-    if not learned or not held:
-        raise OptionError(f"{len(examples)} examples are too few to train and to hold some back")
-    vocabulary = None
-    if settings.vocabulary_size is not None:
-        texts = (example.response.response for example in learned)
-        vocabulary = frequent_tokens(texts, settings.vocabulary_size, end_tokens(model))
+    learned, held = learned_and_held(examples, settings.held_back, "examples")
+    responses = (example.response for example in learned)
+    vocabulary = answer_vocabulary(model, responses, settings.vocabulary_size)
     torch.manual_seed(run.seed)
     draft = TrainableDraft(model, settings.num_layers, settings.rank, vocabulary)
     parameters = {n: p for n, p in draft.model.named_parameters() if p.requires_grad}
@@ -83,10 +78,7 @@ def train_draft(
         parameter.data = parameter.data.float()
     teacher = _Distillation(draft, settings.hard_weight)
     lengths = [len(e.response.prompt) + len(e.response.response) for e in learned]
-
-    def epochs(epoch: int) -> list[list[Example]]:
-        batches = shuffled_batches(lengths, run.batch_tokens, run.seed, epoch)
-        return [[learned[index] for index in batch] for batch in batches]
+    epochs = micro_batches(learned, lengths, run)
 
     def evaluate() -> dict[str, float]:
         return acceptance(teacher.matches([held[i : i + 16] for i in range(0, len(held), 16)]))
@@ -108,13 +100,13 @@ class _Distillation:
         # Per token its place in the draft model's vocabulary, -1 for those it does not know.
         self._places = self.head.places()
 
-    def loss(self, batch: Sequence[Example]) -> tuple[Tensor, int]:
+    def loss(self, batch: MicroBatch[Example]) -> tuple[Tensor, int]:
         """Summed cross-entropies with the target's probabilities and with its choice."""
-        logits = self._logits([example.response for example in batch])
+        logits = self._logits([example.response for example in batch.items])
         scores = logits.float().log_softmax(dim=-1)
-        top = torch.cat([example.top_tokens for example in batch])
-        probs = torch.cat([example.top_probs for example in batch]).to(scores.device)
-        chosen = torch.tensor([t for example in batch for t in example.response.response])
+        top = torch.cat([example.top_tokens for example in batch.items])
+        probs = torch.cat([example.top_probs for example in batch.items]).to(scores.device)
+        chosen = torch.tensor([t for example in batch.items for t in example.response.response])
         top, chosen = self._places[top].to(scores.device), self._places[chosen].to(scores.device)
         probs = probs * (top >= 0)
         probs = probs / probs.sum(dim=-1, keepdim=True).clamp_min(1e-9)

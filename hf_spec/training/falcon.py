@@ -18,13 +18,14 @@ from transformers import PreTrainedModel
 
 from hf_spec.adapters.folder import SpecAdapter, save_adapter
 from hf_spec.errors import OptionError
-from hf_spec.models.draft_head import check_plain_head, frequent_tokens
+from hf_spec.models.draft_head import check_plain_head
 from hf_spec.models.falcon_head import FalconHead, FalconShape
-from hf_spec.training.csgd import CsgdSettings, GlancingLoss, MicroBatch, read_pairs
+from hf_spec.training.csgd import CsgdSettings, GlancingLoss, read_pairs
 from hf_spec.training.features import Text, num_features, text_features
-from hf_spec.training.responses import end_tokens
-from hf_spec.training.split import split_by_hash
-from hf_spec.training.trainer import TrainSettings, shuffled_batches, train
+from hf_spec.training.figures import by_slot
+from hf_spec.training.responses import answer_vocabulary
+from hf_spec.training.split import learned_and_held
+from hf_spec.training.trainer import TrainSettings, micro_batches, train
 
 # Texts whose features tell how large those of the target are.
 SAMPLE = 32
@@ -78,9 +79,7 @@ def train_falcon(
         AssistantError: if `start` belongs to another model.
     """
     check_plain_head(model)
-    learned, held = split_by_hash(texts, settings.held_back, lambda text: text.response.id)
-    if not learned or not held:
-        raise OptionError(f"{len(texts)} texts are too few to train and to hold some back")
+    learned, held = learned_and_held(texts, settings.held_back, "texts")
     torch.manual_seed(run.seed)
     sizes = hidden_sizes(model, learned[:SAMPLE])
     head = _new_head(model, learned, settings, sizes, start)
@@ -89,14 +88,7 @@ def train_falcon(
         parameter.data = parameter.data.float()
     loss = GlancingLoss(head, model, settings.csgd, run.epochs, sizes, settings.max_context)
     lengths = [_trained_length(text, settings.max_context) for text in learned]
-
-    def epochs(epoch: int) -> list[MicroBatch]:
-        batches = shuffled_batches(lengths, run.batch_tokens, run.seed, epoch)
-        first = (run.seed * 1009 + epoch) * 1_000_003
-        return [
-            MicroBatch([learned[index] for index in batch], epoch, first + place)
-            for place, batch in enumerate(batches)
-        ]
+    epochs = micro_batches(learned, lengths, run)
 
     def evaluate() -> dict[str, float]:
         head.eval()
@@ -139,10 +131,8 @@ def _new_head(
         for parameter in head.trained().values():
             parameter.requires_grad_(True)
         return head
-    vocabulary = None
-    if settings.vocabulary_size is not None:
-        answers = (text.response.response for text in learned)
-        vocabulary = frequent_tokens(answers, settings.vocabulary_size, end_tokens(model))
+    responses = (text.response for text in learned)
+    vocabulary = answer_vocabulary(model, responses, settings.vocabulary_size)
     head = FalconHead(model, settings.shape, vocabulary)
     depth = model.config.get_text_config().num_hidden_layers
     entering = hidden_sizes(model, learned[:SAMPLE], depth - settings.shape.num_layers)
@@ -199,14 +189,7 @@ def acceptance(matches: Sequence[Tensor]) -> dict[str, float]:
         "slot_j", the share of drafts whose token j is right; "slot_j_given", among those whose
         tokens before it are; "tau", accepted tokens a round of greedy chains of k.
     """
-    rows = torch.cat(list(matches))
-    k = rows.shape[1]
-    kept = rows.long().cumprod(dim=1).bool()
-    figures: dict[str, float] = {}
-    for slot in range(k):
-        before = int(kept[:, slot - 1].sum()) if slot else len(kept)
-        figures[f"slot_{slot + 1}"] = float(rows[:, slot].float().mean())
-        figures[f"slot_{slot + 1}_given"] = int(kept[:, slot].sum()) / max(before, 1)
+    figures = by_slot([row for match in matches for row in match.tolist()])
     rounds = accepted = 0
     for match in matches:
         lengths = match.long().cumprod(dim=1).sum(dim=1).tolist()

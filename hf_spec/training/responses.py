@@ -11,7 +11,7 @@ stopped.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from hf_spec.adapters.folder import BaseModel
 from hf_spec.bench.prompts import Prompt
 from hf_spec.errors import OptionError
+from hf_spec.models.draft_head import frequent_tokens
 from hf_spec.strategies import NoneConfig
 
 FORMAT = "hf_spec.responses"
@@ -153,6 +154,15 @@ def end_tokens(model: PreTrainedModel) -> set[int]:
     if ends is None:
         return set()
     return set(ends) if isinstance(ends, list) else {ends}
+
+
+def answer_vocabulary(
+    model: PreTrainedModel, responses: Iterable[Response], size: int | None
+) -> Tensor | None:
+    """(R,) the most frequent tokens of the answers with the end tokens, None for no limit."""
+    if size is None:
+        return None
+    return frequent_tokens((r.response for r in responses), size, end_tokens(model))
 
 
 def _answer(

@@ -43,9 +43,9 @@ from hf_spec.models.draft_head import check_plain_head
 from hf_spec.models.gated_lora import new_lora
 from hf_spec.training.infilling import Infilling
 from hf_spec.training.sdsat_chains import Text, agreement, run_chains
-from hf_spec.training.split import split_by_hash
+from hf_spec.training.split import learned_and_held
 from hf_spec.training.teacher import Example
-from hf_spec.training.trainer import Loss, TrainSettings, shuffled_batches, train
+from hf_spec.training.trainer import Loss, MicroBatch, TrainSettings, micro_batches, train
 from hf_spec.training.windows import START_SHARE, draw_windows, window_length
 
 FROZEN_BASE = ("gated", "embeddings")
@@ -137,14 +137,6 @@ class SdsatTrainSettings:
         return self.window if self.diverse else 1
 
 
-@dataclass(frozen=True)
-class MicroBatch:
-    """Examples of a pass, and the seed of every random number that they meet."""
-
-    examples: list[Example]
-    seed: int
-
-
 def train_sdsat(
     model: PreTrainedModel,
     examples: Sequence[Example],
@@ -171,22 +163,13 @@ def train_sdsat(
         OptionError: if nothing is left to train on or to evaluate with.
     """
     check_plain_head(model)
-    learned, held = split_by_hash(examples, settings.held_back, lambda e: e.response.id)
-    if not learned or not held:
-        raise OptionError(f"{len(examples)} examples are too few to train and to hold some back")
+    learned, held = learned_and_held(examples, settings.held_back, "examples")
     infilling = Infilling.of(tokenizer) if settings.infilling else None
     base = BaseModel.of(model)
     torch.manual_seed(run.seed)
     student = Student(model, settings, infilling)
     lengths = [len(e.response.prompt) + len(e.response.response) for e in learned]
-
-    def epochs(epoch: int) -> list[MicroBatch]:
-        batches = shuffled_batches(lengths, run.batch_tokens, run.seed, epoch)
-        first = (run.seed * 1009 + epoch) * 1_000_003
-        return [
-            MicroBatch([learned[index] for index in batch], first + place)
-            for place, batch in enumerate(batches)
-        ]
+    epochs = micro_batches(learned, lengths, run)
 
     def evaluate() -> dict[str, float]:
         texts = [Text.of(example) for example in held]
@@ -271,10 +254,10 @@ class Student:
         own = torch.tensor(self.token_ids, device=table.weight.device)
         return AdaptiveTokens(self.tokens.shape, table(own))
 
-    def loss(self, batch: MicroBatch) -> Loss:
+    def loss(self, batch: MicroBatch[Example]) -> Loss:
         """Summed loss of a micro-batch, and the number of tokens that divides it."""
         generator = torch.Generator().manual_seed(batch.seed)
-        texts = [self._text(example, generator) for example in batch.examples]
+        texts = [self._text(example, generator) for example in batch.items]
         if self.settings.chosen_layout == "branches":
             return self._branched(texts, generator)
         return self._replaced(texts, generator)

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from hf_spec.decoding.runner import ModelRunner
 from hf_spec.decoding.tree import DraftTree
 from hf_spec.models.adaptive_tokens import AdaptiveTokens
+from hf_spec.training.figures import by_slot
 from hf_spec.training.teacher import Example
 from hf_spec.training.windows import free_positions, window_length
 
@@ -135,12 +136,7 @@ def agreement(
             for choice, (row, place) in zip(logits.argmax(dim=-1).tolist(), places, strict=True)
         )
         right += [[next(found) for _ in range(size)] for mine in chains for _, size in mine]
-    figures: dict[str, float] = {}
-    for slot in range(length):
-        seen = [row for row in right if len(row) > slot]
-        before = [row for row in seen if all(row[:slot])]
-        figures[f"slot_{slot + 1}"] = _share([row[slot] for row in seen])
-        figures[f"slot_{slot + 1}_given"] = _share([row[slot] for row in before])
+    figures = by_slot(right, length)
     runs = [row.index(False) if False in row else len(row) for row in right]
     figures["accepted"] = sum(runs) / max(len(runs), 1)
     figures["tokens_per_forward"] = 1 + figures["accepted"] / 2
@@ -152,7 +148,3 @@ def _spread(text: Text, length: int, count: int) -> list[tuple[int, int]]:
     places = free.nonzero()[:, 0]
     picked = torch.linspace(0, len(places) - 1, min(count, len(places))).round().long()
     return [(p, window_length(free, p, length)) for p in places[picked].tolist()]
-
-
-def _share(flags: Sequence[bool]) -> float:
-    return sum(flags) / max(len(flags), 1)

@@ -10,13 +10,25 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
 from hf_spec.errors import OptionError
+from hf_spec.training.responses import Response
 
 Item = TypeVar("Item")
+
+
+class HasResponse(Protocol):
+    """An answer of the target, whatever else is known of it."""
+
+    @property
+    def response(self) -> Response:
+        """Prompt and answer."""
+
+
+Answered = TypeVar("Answered", bound=HasResponse)
 
 
 def split_by_hash(
@@ -34,6 +46,25 @@ def split_by_hash(
         digest = hashlib.sha256(name(item).encode()).digest()
         sides[int.from_bytes(digest[:8], "big") < share * 2**64].append(item)
     return sides
+
+
+def learned_and_held(
+    items: Sequence[Answered], share: float, kind: str
+) -> tuple[list[Answered], list[Answered]]:
+    """`split_by_hash` of answers by their prompts, neither side empty.
+
+    Args:
+        items: each with a `response`.
+        share: of the prompts to hold back.
+        kind: what the items are, for the message.
+
+    Raises:
+        OptionError: if nothing is left to train on or to evaluate with.
+    """
+    learned, held = split_by_hash(items, share, lambda item: item.response.id)
+    if not learned or not held:
+        raise OptionError(f"{len(items)} {kind} are too few to train and to hold some back")
+    return learned, held
 
 
 def split_by_seed(ids: Sequence[str], share: float, seed: int) -> tuple[set[str], set[str]]:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -28,6 +28,8 @@ from hf_spec.files import written_whole
 
 CHECKPOINT = "checkpoint.safetensors"
 METRICS = "metrics.jsonl"
+
+Item = TypeVar("Item")
 
 # (sum of the losses, number of tokens they belong to)
 Loss = tuple[Tensor, int]
@@ -198,6 +200,43 @@ def shuffled_batches(
             batches[-1].append(index)
     shuffle = torch.randperm(len(batches), generator=generator).tolist()
     return [batches[place] for place in shuffle if batches[place]]
+
+
+@dataclass(frozen=True)
+class MicroBatch(Generic[Item]):
+    """Items of a pass.
+
+    Attributes:
+        items: what is learned from.
+        epoch: counted from 0.
+        seed: of every random number that they meet, so that it does not matter who runs them.
+    """
+
+    items: Sequence[Item]
+    epoch: int = 0
+    seed: int = 0
+
+
+def micro_batches(
+    items: Sequence[Item], lengths: Sequence[int], settings: TrainSettings
+) -> Callable[[int], list[MicroBatch[Item]]]:
+    """What `train` takes as `epochs`: shuffled items of like lengths, each batch with its seed.
+
+    Args:
+        items: all that is learned from.
+        lengths: tokens per item.
+        settings: size of the batches, and the seed.
+    """
+
+    def epochs(epoch: int) -> list[MicroBatch[Item]]:
+        batches = shuffled_batches(lengths, settings.batch_tokens, settings.seed, epoch)
+        first = (settings.seed * 1009 + epoch) * 1_000_003
+        return [
+            MicroBatch([items[index] for index in batch], epoch, first + place)
+            for place, batch in enumerate(batches)
+        ]
+
+    return epochs
 
 
 class _Metrics:

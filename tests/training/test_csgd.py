@@ -17,13 +17,13 @@ from hf_spec.training import csgd
 from hf_spec.training.csgd import (
     CsgdSettings,
     GlancingLoss,
-    MicroBatch,
     Pairs,
     read_pairs,
     replaced_places,
 )
 from hf_spec.training.features import Text, text_features
 from hf_spec.training.responses import Response
+from hf_spec.training.trainer import MicroBatch
 
 PLAIN = CsgdSettings(schedule="off", noise="off")
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +26,7 @@ from hf_spec.training.responses import Response
 from hf_spec.training.split import split_by_hash
 from hf_spec.training.trainer import CHECKPOINT, METRICS, TrainSettings
 from tests.tiny_models import build
+from tests.training.two_processes import run_on_one_and_two
 
 CSGD = CsgdSettings(soft_weight=1.0, hard_weight=0.1)
 SETTINGS = FalconTrainSettings(csgd=CSGD, vocabulary_size=60, held_back=0.3)
@@ -242,18 +241,9 @@ train_falcon(build("llama"), texts, Path(sys.argv[1]), SETTINGS, run)
 
 def test_two_processes_equal_one(tmp_path: Path) -> None:
     """With dropout, noise and glancing: every random number belongs to its micro-batch."""
-    script = tmp_path / "script.py"
-    script.write_text(TWO_PROCESSES)
-    root = str(Path(__file__).parents[2])
-    for name, start in {
-        "one": [],
-        "two": ["-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=29619"],
-    }.items():
-        command = [sys.executable, *start, str(script), str(tmp_path / name)]
-        environment = {"PYTHONPATH": root, "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
-        subprocess.run(command, check=True, env=environment, capture_output=True, cwd=root)
-    one, two = (load_file(tmp_path / name / "training" / CHECKPOINT) for name in ("one", "two"))
+    folders = run_on_one_and_two(TWO_PROCESSES, tmp_path, 29619)
+    one, two = (load_file(folder / "training" / CHECKPOINT) for folder in folders)
     for name, tensor in one.items():
         torch.testing.assert_close(two[name], tensor, rtol=1e-3, atol=1e-5)
-    for a, b in zip(rows(tmp_path / "one"), rows(tmp_path / "two"), strict=True):
+    for a, b in zip(*map(rows, folders), strict=True):
         assert a == pytest.approx(b, rel=1e-3)

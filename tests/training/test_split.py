@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from hf_spec import OptionError
-from hf_spec.training.split import split_by_hash, split_by_seed
+from hf_spec.training.features import Text
+from hf_spec.training.responses import Response
+from hf_spec.training.split import learned_and_held, split_by_hash, split_by_seed
 
 IDS = [f"p{n}" for n in range(20)]
 
@@ -27,6 +29,19 @@ class TestHash:
     def test_it_chooses_as_it_did_for_the_adapters_there_are(self) -> None:
         _, held = split_by_hash(IDS, 0.25, str)
         assert held == ["p0", "p2", "p7", "p9", "p11", "p17"]
+
+
+class TestAnswers:
+    def test_they_go_by_their_prompts(self) -> None:
+        texts = [Text(Response(prompt, "chat", [1], [n])) for n, prompt in enumerate(IDS + IDS)]
+        learned, held = learned_and_held(texts, 0.25, "answers")
+        assert [text.response.id for text in held] == split_by_hash(IDS, 0.25, str)[1] * 2
+        assert len(learned) + len(held) == len(texts)
+
+    @pytest.mark.parametrize("prompt", ["p0", "p1"])
+    def test_neither_side_may_be_empty(self, prompt: str) -> None:
+        with pytest.raises(OptionError, match="1 answers are too few to train and to hold some"):
+            learned_and_held([Text(Response(prompt, "chat", [1], [2]))], 0.25, "answers")
 
 
 class TestSeed:

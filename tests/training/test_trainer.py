@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,15 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from hf_spec import OptionError
-from hf_spec.training.trainer import CHECKPOINT, METRICS, TrainSettings, shuffled_batches, train
+from hf_spec.training.trainer import (
+    CHECKPOINT,
+    METRICS,
+    TrainSettings,
+    micro_batches,
+    shuffled_batches,
+    train,
+)
+from tests.training.two_processes import run_on_one_and_two
 
 SETTINGS = TrainSettings(epochs=2, learning_rate=0.05, evaluate_every=4, save_every=3)
 LENGTHS = [1 + i % 5 for i in range(60)]
@@ -210,6 +216,16 @@ class TestBatches:
         assert first != shuffled_batches(lengths, 20, seed=0, epoch=1)
         assert first != shuffled_batches(lengths, 20, seed=1, epoch=0)
 
+    def test_micro_batches_are_known_by_epoch_and_have_a_seed_each(self) -> None:
+        names = [f"text {n}" for n in range(len(LENGTHS))]
+        epochs = micro_batches(names, LENGTHS, replace(SETTINGS, batch_tokens=30, seed=3))
+        found = [batch for epoch in range(4) for batch in epochs(epoch)]
+        assert len({batch.seed for batch in found}) == len(found)
+        second = [batch for batch in found if batch.epoch == 1]
+        assert sorted(name for batch in second for name in batch.items) == sorted(names)
+        assert epochs(1) == second
+        assert epochs(0) != second
+
     def test_a_text_longer_than_the_limit_stands_alone(self) -> None:
         assert sorted(shuffled_batches([50, 2, 3], 10, 0, 0)) == [[0], [1, 2]]
 
@@ -229,18 +245,9 @@ train({"slope": line.slope}, loss, line.epochs, replace(SETTINGS, accumulate=2),
 
 
 def test_two_processes_equal_one(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(TWO_PROCESSES)
-    root = str(Path(__file__).parents[2])
-    for name, start in {
-        "one": [],
-        "two": ["-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=29617"],
-    }.items():
-        command = [sys.executable, *start, str(script), str(tmp_path / name)]
-        environment = {"PYTHONPATH": root, "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
-        subprocess.run(command, check=True, env=environment, capture_output=True, cwd=root)
-    one, two = (load_file(tmp_path / name / CHECKPOINT) for name in ("one", "two"))
+    folders = run_on_one_and_two(TWO_PROCESSES, tmp_path, 29617)
+    one, two = (load_file(folder / CHECKPOINT) for folder in folders)
     for name, tensor in one.items():
         torch.testing.assert_close(two[name], tensor, rtol=1e-5, atol=1e-7)
-    for a, b in zip(metrics(tmp_path / "one"), metrics(tmp_path / "two"), strict=True):
+    for a, b in zip(*map(metrics, folders), strict=True):
         assert a == pytest.approx(b, rel=1e-5)
