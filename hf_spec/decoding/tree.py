@@ -199,3 +199,29 @@ class Verdict:
             [node - start for node in row]
             for row, start in zip(self.accepted, starts, strict=False)
         ]
+
+
+def likeliest(
+    parents: Sequence[int], chances: Sequence[float], count: int | None
+) -> tuple[list[int], list[int]]:
+    """The nodes of a row's tree whose whole paths are the likeliest.
+
+    A path is never likelier than one that it goes on from, so what is left is a tree.
+
+    Args:
+        parents: per node the index of its parent, -1 for the root, which comes first.
+        chances: of each node's token, given those above it; at most 1.
+        count: most nodes kept beside the root; None for all.
+
+    Returns:
+        The kept nodes in their order, the root among them, and per kept node its parent's index
+        among the kept ones.
+    """
+    if count is None or len(parents) <= count + 1:
+        return list(range(len(parents))), list(parents)
+    reach = [1.0]
+    for parent, chance in zip(parents[1:], chances[1:], strict=True):
+        reach.append(reach[parent] * chance)
+    kept = sorted(sorted(range(len(reach)), key=lambda node: -reach[node])[: count + 1])
+    place = {node: index for index, node in enumerate(kept)}
+    return kept, [-1, *(place[parents[node]] for node in kept[1:])]

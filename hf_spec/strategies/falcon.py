@@ -27,14 +27,14 @@ from hf_spec.decoding.length_policy import DraftedToken, LengthPolicy, make_poli
 from hf_spec.decoding.rank_tree import RankTree
 from hf_spec.decoding.runner import ForwardOutput
 from hf_spec.decoding.state import GenerationState
-from hf_spec.decoding.tree import DraftTree, Verdict
+from hf_spec.decoding.tree import DraftTree, Verdict, likeliest
 from hf_spec.errors import OptionError, UnsupportedError
 from hf_spec.models.assistant import resolve_falcon_head
 from hf_spec.models.falcon_head import METHOD, FalconHead, State
 from hf_spec.models.falcon_plan import DraftPass, DraftPlan, draft_plan
 from hf_spec.models.falcon_runner import HeadRunner, PairRow
 from hf_spec.strategies.base import PolicyConfig, register
-from hf_spec.strategies.falcon_tree import choose_tree
+from hf_spec.strategies.falcon_tree import choose_tree, max_sent
 from hf_spec.strategies.published_trees import published_trees
 
 COUNTERS = ("draft_nodes", "rounds")
@@ -51,7 +51,9 @@ def _make(config: FalconConfig, target: PreTrainedModel, assistant: object) -> F
     options: Any = config
     if config.max_draft_tokens is None and config.length_policy != "disco":
         options = replace(config, max_draft_tokens=tree.height)
-    return FalconDrafter(head, tree, make_policy(options, target), config.min_draft_tokens)
+    policy = make_policy(options, target)
+    most = max_sent(config.tree, config.max_nodes, head)
+    return FalconDrafter(head, tree, policy, config.min_draft_tokens, most)
 
 
 @register("falcon", _make)
@@ -64,14 +66,19 @@ class FalconConfig(PolicyConfig):
         tree: "auto", the adapter's own tree or, without one, a chain of two passes with a few
             siblings; "chain"; a published one for k = 2, "falcon-vicuna" or "falcon-llama"; or a
             list of rank paths, see `hf_spec.decoding.rank_tree`.
+        max_nodes: most nodes of a drafted tree that are sent to the target, the likeliest paths
+            first, chosen anew in every round (compare Li et al. 2024, arXiv 2406.16858, section
+            4.2). None is what the adapter's own tree was calibrated with, and all nodes of others.
     """
 
     max_draft_tokens: int | None = None
     tree: Any = "auto"
+    max_nodes: int | None = None
 
     def __post_init__(self) -> None:
-        if self.max_draft_tokens is not None:
-            self.check("max_draft_tokens", 1)
+        for name in ("max_draft_tokens", "max_nodes"):
+            if getattr(self, name) is not None:
+                self.check(name, 1)
         self.check_policy_options()
         if isinstance(self.tree, str):
             known = ("auto", "chain", *published_trees(METHOD))
@@ -110,9 +117,10 @@ class FalconDrafter(Drafter):
         tree: what to draft.
         policy: when a row stops, asked between passes; never by default.
         min_draft_tokens: so many depths are drafted before the policy is asked.
+        max_nodes: most nodes per row that are sent, the likeliest paths; None for all.
 
     Attributes:
-        counters: "draft_nodes", sent to the target; "rounds", one per row and draft.
+        counters: "draft_nodes", sent to the target or not; "rounds", one per row and draft.
     """
 
     hidden_layers = (-1,)
@@ -127,12 +135,14 @@ class FalconDrafter(Drafter):
         tree: RankTree,
         policy: LengthPolicy | None = None,
         min_draft_tokens: int = 1,
+        max_nodes: int | None = None,
     ):
         self.head = head
         self.tree = tree
         self.plan: DraftPlan = draft_plan(tree, head.shape.block_size)
         self.policy = policy or LengthPolicy(tree.height)
         self.min_draft_tokens = min_draft_tokens
+        self.max_nodes = max_nodes
         # A policy that only sets limits need not be asked, which spares the host a wait a pass.
         self._asks = type(self.policy).goes_on is not LengthPolicy.goes_on
         self._runner: HeadRunner | None = None
@@ -178,9 +188,11 @@ class FalconDrafter(Drafter):
             tokens = [token for level in mine for token in level[0]]
             likely = [chance for level in mine for chance in level[1]]
             chosen = self.plan.entries[:count]
-            nodes = [state.tokens[row][-1], *(int(tokens[entry]) for entry in chosen)]
-            rows[row] = nodes, self.plan.parents[: count + 1]
-            probs += [1.0, *(likely[entry] for entry in chosen)]
+            ids = [state.tokens[row][-1], *(int(tokens[entry]) for entry in chosen)]
+            chances = [1.0, *(likely[entry] for entry in chosen)]
+            nodes, parents = likeliest(self.plan.parents[: count + 1], chances, self.max_nodes)
+            rows[row] = [ids[node] for node in nodes], parents
+            probs += [chances[node] for node in nodes]
             self.counters["rounds"] += 1
             self.counters["draft_nodes"] += count
         device = state.frames.device

@@ -32,6 +32,25 @@ def choose_tree(named: Any, max_draft_tokens: int | None, head: FalconHead) -> R
     return tree
 
 
+def max_sent(named: Any, max_nodes: int | None, head: FalconHead) -> int | None:
+    """How many nodes of a drafted tree are sent to the target, None for all.
+
+    Args:
+        named: `FalconConfig.tree`.
+        max_nodes: `FalconConfig.max_nodes`.
+        head: its adapter may say how many of its own tree's nodes are worth it.
+
+    Raises:
+        AssistantError: if what it says is no number of nodes.
+    """
+    if max_nodes is not None or named != "auto":
+        return max_nodes
+    own = head.options.get("max_nodes")
+    if own is not None and (type(own) is not int or own < 1):
+        raise AssistantError(f"the Falcon adapter has max_nodes={own!r}; calibrate it anew")
+    return own
+
+
 def max_depth(head: FalconHead) -> int | None:
     """The depth that a head was trained for, None if its adapter does not say.
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 
 import pytest
 import torch
 
-from hf_spec.decoding.tree import DraftTree, Verdict
+from hf_spec.decoding.tree import DraftTree, Verdict, likeliest
 
 CHAIN = ([5, 6, 7], [-1, 0, 1])
 FORK = ([9, 8, 8, 4, 3], [-1, 0, 0, 1, 2])
@@ -120,3 +121,29 @@ def test_verdict_tokens_and_paths() -> None:
     verdict = Verdict(tree, accepted=[[1], [], [5, 7]], bonus=[42, None, 43])
     assert [verdict.tokens(row) for row in range(3)] == [[6, 42], [], [8, 3, 43]]
     assert verdict.paths == [[1], [], [2, 4]]
+
+
+class TestLikeliest:
+    @pytest.mark.parametrize("seed", range(5))
+    def test_the_kept_paths_are_the_likeliest(self, seed: int) -> None:
+        rng = random.Random(seed)
+        parents = [-1, *(rng.randrange(node) for node in range(1, 15))]
+        chances = [1.0, *(rng.random() for _ in range(1, 15))]
+        reach = [
+            math.prod(chances[above] for above in ancestors(parents, node)) for node in range(15)
+        ]
+        for count in (1, 4, 13):
+            kept, new_parents = likeliest(parents, chances, count)
+            left_out = [reach[node] for node in range(15) if node not in kept]
+            assert len(kept) == count + 1
+            assert min(reach[node] for node in kept) > max(left_out)
+            assert new_parents[0] == -1
+            for place, above in enumerate(new_parents[1:], start=1):
+                assert kept[above] == parents[kept[place]]
+
+    def test_nothing_is_lost_without_a_bound_or_within_it(self) -> None:
+        for count in (None, 2, 9):
+            assert likeliest([-1, 0, 0], [1.0, 0.1, 0.2], count) == ([0, 1, 2], [-1, 0, 0])
+
+    def test_parents_are_kept_before_children_that_are_as_likely(self) -> None:
+        assert likeliest([-1, 0, 1, 2], [1.0, 1.0, 1.0, 1.0], 2) == ([0, 1, 2], [-1, 0, 1])

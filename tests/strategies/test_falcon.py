@@ -92,6 +92,17 @@ def generate(name: str, kind: str, head: Any, new_tokens: int = 16, **options: A
     )
 
 
+def reaches(tree: DraftTree, row: int) -> dict[tuple[int, ...], float]:
+    """The tokens that lead to each node of a row below the root -> how likely all of them are."""
+    assert tree.node_probs is not None
+    root, *nodes = tree.host.nodes(row)
+    found: dict[int, tuple[tuple[int, ...], float]] = {root: ((), 1.0)}
+    for node in nodes:
+        path, reach = found[tree.host.parent[node]]
+        found[node] = (*path, tree.host.tokens[node]), reach * float(tree.node_probs[node])
+    return dict(found[node] for node in nodes)
+
+
 def check_against_reference(
     name: str, head: FalconHead, seen: list[Any], tree: RankTree, begin: int = 0
 ) -> int:
@@ -387,6 +398,25 @@ class TestTrees:
         assert before
         assert seen[1][0].num_nodes == 2
 
+    @pytest.mark.parametrize("stored", [False, True])
+    def test_the_likeliest_paths_are_sent(self, tmp_path: Path, stored: bool) -> None:
+        own = {"tree": [list(path) for path in BUSHY.paths], "max_nodes": 7}
+        save_adapter(tmp_path, random_head("llama").to_adapter(own))
+        with watch_drafts() as seen:
+            # A tree of one's own has no bound that was made for another.
+            generate("llama", "batch", tmp_path, tree=BUSHY.paths)
+        options: dict[str, Any] = {} if stored else {"tree": BUSHY.paths, "max_nodes": 7}
+        with watch_drafts() as pruned:
+            output = generate("llama", "batch", tmp_path, **options)
+        whole, some = seen[1][0], pruned[1][0]
+        assert output.spec_stats.counters["draft_nodes"] > output.spec_stats.drafted_tokens
+        for row in range(whole.num_rows):
+            drafted, sent = reaches(whole, row), reaches(some, row)
+            assert (len(drafted), len(sent)) == (len(BUSHY), 7)
+            least = min(sent.values())
+            assert sum(reach > least + 1e-6 for reach in drafted.values()) < 7
+            assert all(abs(drafted[path] - reach) < 1e-4 for path, reach in sent.items())
+
     def test_options_survive_json(self) -> None:
         config = FalconConfig(tree=[[0], [0, 1]], max_draft_tokens=3)
         stored = json.loads(json.dumps(config.to_dict()))
@@ -446,7 +476,9 @@ class TestRefusals:
         generate("llama", "one", tmp_path, tree=BUSHY.paths, max_draft_tokens=3)
         generate("llama", "one", tmp_path)
 
-    @pytest.mark.parametrize("options", [{"tree": [[1, 0]]}, {"tree": "chain"}, {"max_depth": "6"}])
+    @pytest.mark.parametrize(
+        "options", [{"tree": [[1, 0]]}, {"tree": "chain"}, {"max_depth": "6"}, {"max_nodes": 0}]
+    )
     def test_adapters_with_odd_options(self, tmp_path: Path, options: dict[str, Any]) -> None:
         save_adapter(tmp_path, random_head("llama").to_adapter(options))
         self.refuse("Falcon adapter", assistant=tmp_path)
@@ -460,6 +492,7 @@ class TestRefusals:
             {"tree": [[0], [0]]},
             {"tree": []},
             {"max_draft_tokens": 0},
+            {"max_nodes": 0},
             {"min_draft_tokens": 0},
             {"length_policy": "none"},
             {"confidence_threshold": 2},
@@ -467,7 +500,9 @@ class TestRefusals:
         ],
     )
     def test_options(self, options: dict[str, Any]) -> None:
-        with pytest.raises(OptionError, match=r"tree|draft_tokens|length_policy|threshold|adapter"):
+        with pytest.raises(
+            OptionError, match=r"tree|draft_tokens|max_nodes|length_policy|threshold|adapter"
+        ):
             FalconConfig(**options)
 
     def test_assisted_decoding_of_transformers(self) -> None:
