@@ -197,13 +197,11 @@ def best_tree(
     Raises:
         ValueError: if no path is ever accepted.
     """
-    ranked = sorted(accepted, key=lambda path: (-accepted[path], _order(path)))
-    ranked = [path for path in ranked if accepted[path] > 0]
     best: list[Path] = []
     best_rate = 0.0
-    height = max(map(len, ranked), default=0)
+    height = max(map(len, likeliest_paths(accepted)), default=0)
     for num_passes in range(1, -(-height // block_size) + 1):
-        chosen = [path for path in ranked if len(path) <= num_passes * block_size][:max_nodes]
+        chosen = likeliest_paths(accepted, num_passes * block_size)[:max_nodes]
         gain = 1.0
         for count, path in enumerate(chosen, start=1):
             gain += accepted[path]
@@ -213,6 +211,12 @@ def best_tree(
     if not best:
         raise ValueError("accepted: no path is ever accepted")
     return RankTree.of(best)
+
+
+def likeliest_paths(accepted: Mapping[Path, float], depth: int | None = None) -> list[Path]:
+    """The paths that are ever accepted, the most accepted first, down to a depth."""
+    found = [p for p in accepted if accepted[p] > 0 and (depth is None or len(p) <= depth)]
+    return sorted(found, key=lambda path: (-accepted[path], _order(path)))
 
 
 def _as_path(given: object) -> Path:

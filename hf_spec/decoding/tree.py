@@ -201,16 +201,33 @@ class Verdict:
         ]
 
 
-def likeliest(
-    parents: Sequence[int], chances: Sequence[float], count: int | None
-) -> tuple[list[int], list[int]]:
-    """The nodes of a row's tree whose whole paths are the likeliest.
-
-    A path is never likelier than one that it goes on from, so what is left is a tree.
+def likeliness(
+    parents: Sequence[int], chances: Sequence[float]
+) -> tuple[list[int], list[float]]:
+    """The nodes of a row's tree, those whose whole paths are likelier first, and how likely.
 
     Args:
         parents: per node the index of its parent, -1 for the root, which comes first.
         chances: of each node's token, given those above it; at most 1.
+
+    Returns:
+        All nodes, every one behind its parent, for no path is likelier than one that it goes on
+        from; and per node, in the order given, the probability of its path.
+    """
+    reach = [1.0]
+    for parent, chance in zip(parents[1:], chances[1:], strict=True):
+        reach.append(reach[parent] * chance)
+    return sorted(range(len(reach)), key=lambda node: -reach[node]), reach
+
+
+def likeliest(
+    parents: Sequence[int], chances: Sequence[float], count: int | None
+) -> tuple[list[int], list[int]]:
+    """The part of a row's tree whose paths are the likeliest.
+
+    Args:
+        parents: see `likeliness`.
+        chances: see `likeliness`.
         count: most nodes kept beside the root; None for all.
 
     Returns:
@@ -219,9 +236,7 @@ def likeliest(
     """
     if count is None or len(parents) <= count + 1:
         return list(range(len(parents))), list(parents)
-    reach = [1.0]
-    for parent, chance in zip(parents[1:], chances[1:], strict=True):
-        reach.append(reach[parent] * chance)
-    kept = sorted(sorted(range(len(reach)), key=lambda node: -reach[node])[: count + 1])
+    order, _ = likeliness(parents, chances)
+    kept = sorted(order[: count + 1])
     place = {node: index for index, node in enumerate(kept)}
     return kept, [-1, *(place[parents[node]] for node in kept[1:])]

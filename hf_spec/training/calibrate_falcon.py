@@ -5,7 +5,8 @@ that drafting would have made, depth by depth; so the share of drafts in which a
 is known exactly. Drafts from every place count alike, while a generation drafts where its last
 round ended, so its own tau may differ a little. Time: generations with trees of different size and
 depth say what a round costs on this machine. `best_tree` weighs one against the other (compare Gao
-et al. 2024, arXiv 2412.12639, section 3.3, whose trees were found by acceptance alone).
+et al. 2024, arXiv 2412.12639, section 3.3, whose trees were found by acceptance alone). Larger
+trees, of which only the likeliest paths are sent, then compete with it (see `falcon_rounds`).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from hf_spec.models.falcon_head import METHOD, FalconHead
 from hf_spec.models.falcon_ranks import ranks_along
 from hf_spec.strategies.falcon import FalconConfig
 from hf_spec.strategies.falcon_tree import max_depth
+from hf_spec.training.falcon_rounds import best_choice, candidates, record_rounds
 from hf_spec.training.features import text_features
 from hf_spec.training.responses import Response
 
@@ -45,7 +47,9 @@ class TreeSettings:
     Attributes:
         depth: of the deepest path.
         num_ranks: length of the lists that count.
-        max_nodes: of the tree.
+        max_nodes: most that are sent.
+        drafted_nodes: sizes of trees that are drafted whole and sent in part.
+        generations: from which the latter are judged.
         node_counts: sizes of the timed trees; `max_nodes` is always one, larger ones are left out.
         new_tokens: generated per timed run.
         repeats: timed runs of each tree.
@@ -54,16 +58,19 @@ class TreeSettings:
     depth: int = 6
     num_ranks: int = 8
     max_nodes: int = 40
+    drafted_nodes: tuple[int, ...] = (24, 48)
+    generations: int = 8
     node_counts: tuple[int, ...] = (1, 3, 7, 11, 15, 23, 31, 40)
     new_tokens: int = 32
     repeats: int = 3
 
     def __post_init__(self) -> None:
-        for name in ("depth", "num_ranks", "max_nodes", "new_tokens", "repeats"):
+        for name in ("depth", "num_ranks", "max_nodes", "generations", "new_tokens", "repeats"):
             if getattr(self, name) < 1:
                 raise OptionError(f"{name}={getattr(self, name)!r} must be at least 1")
-        if any(count < 1 for count in self.node_counts):
-            raise OptionError(f"node_counts={self.node_counts!r} must be at least 1 each")
+        for name in ("drafted_nodes", "node_counts"):
+            if any(count < 1 for count in getattr(self, name)):
+                raise OptionError(f"{name}={getattr(self, name)!r} must be at least 1 each")
 
 
 def calibrate_falcon(
@@ -80,10 +87,11 @@ def calibrate_falcon(
         folder: the adapter; its config is rewritten.
         responses: answers of the target that the head has not learned from.
         settings: what is measured.
-        progress: called after every answer and every timed run.
+        progress: called after every answer, every timed run and every tree.
 
     Returns:
-        The adapter as written; `options["tree"]` has the tree, `options["calibration"]` why.
+        The adapter as written; `options["tree"]` has the tree, `options["max_nodes"]` how much of
+        it is sent, `options["calibration"]` why.
 
     Raises:
         OptionError: if no answer is long enough, some answer prompts of the benchmarks, or nothing
@@ -100,18 +108,34 @@ def calibrate_falcon(
         raise OptionError("the head never drafts a token that the target accepts; train it longer")
     longest = max(responses, key=lambda response: len(response.response))
     seconds = time_rounds(head, model, longest.prompt, settings, progress)
-    tree = best_tree(accepted, seconds.cost, head.shape.block_size, settings.max_nodes)
+    size = head.shape.block_size
+    static = best_tree(accepted, seconds.cost, size, settings.max_nodes)
+    rounds = []
+    for tree in dict.fromkeys(
+        [static, *candidates(accepted, size, settings.depth, settings.drafted_nodes)]
+    ):
+        prompts = responses[: settings.generations]
+        rounds.append(record_rounds(model, head, tree, prompts, settings.new_tokens))
+        progress()
+    choices = [best_choice(one, seconds.verifying, settings.max_nodes) for one in rounds]
+    choice = max(choices, key=lambda one: one.tokens_per_second)
     calibration = {
         **asdict(settings),
         "environment": environment(),
         "rounds": len(ranks),
         "accepted_by_depth_and_rank": shares_by_rank(ranks, settings.num_ranks),
         "seconds": asdict(seconds),
-        "tau": sum(accepted[path] for path in tree.paths),
+        "static": {
+            "tree": [list(path) for path in static.paths],
+            "tau": sum(accepted[path] for path in static.paths),
+        },
+        "choices": [one.summary() for one in choices],
+        "best": choices.index(choice),
     }
     options = {
         **adapter.options,
-        "tree": [list(path) for path in tree.paths],
+        "tree": [list(path) for path in choice.tree.paths],
+        "max_nodes": choice.max_nodes,
         "calibration": calibration,
     }
     calibrated = replace(adapter, options=options)
@@ -202,7 +226,11 @@ class RoundSeconds:
 
     def cost(self, nodes: int, passes: int) -> float:
         """Seconds of a round, straight lines between what was measured and beyond it."""
-        return _between(self.verify, nodes) + _between(self.draft, passes)
+        return self.verifying(nodes) + _between(self.draft, passes)
+
+    def verifying(self, nodes: int) -> float:
+        """Seconds of a round but for drafting."""
+        return _between(self.verify, nodes)
 
 
 def time_rounds(

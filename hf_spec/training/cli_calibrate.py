@@ -79,7 +79,12 @@ def calibrate_falcon_command(  # noqa: PLR0913 - one parameter an option
     max_answers: Annotated[int, typer.Option(min=1, help="The first so many answers.")] = 100,
     depth: Annotated[int, typer.Option(min=1, help="Of the deepest path tried.")] = 6,
     num_ranks: Annotated[int, typer.Option(min=1, help="Length of the lists that count.")] = 8,
-    max_nodes: Annotated[int, typer.Option(min=1, help="Of the largest tree tried.")] = 40,
+    max_nodes: Annotated[int, typer.Option(min=1, help="Most that are sent to the target.")] = 40,
+    drafted_nodes: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Trees that are sent in part; may be repeated. 24 and 48."),
+    ] = None,
+    generations: Annotated[int, typer.Option(min=1, help="From which these are judged.")] = 8,
     new_tokens: Annotated[int, typer.Option(min=2, help="Generated per timed run.")] = 32,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each tree.")] = 3,
     dtype: Dtype = "float32",
@@ -87,14 +92,16 @@ def calibrate_falcon_command(  # noqa: PLR0913 - one parameter an option
     """Choose a Falcon head's tree by acceptance and by speed on this machine.
 
     Reads off answers that the head was not trained on how often each path would be accepted, times
-    rounds with trees of several sizes, and writes the tree with the most tokens per second into
-    the adapter, which model.generate(..., spec_strategy="falcon", assistant=ADAPTER) then drafts.
+    rounds with trees of several sizes, and writes the tree with the most tokens per second, and how
+    many of its nodes are worth sending, into the adapter, which model.generate(..., spec_strategy="falcon", assistant=ADAPTER) then drafts.
     Leave the machine alone meanwhile.
     """
     settings = TreeSettings(
         depth=depth,
         num_ranks=num_ranks,
         max_nodes=max_nodes,
+        drafted_nodes=tuple(drafted_nodes or TreeSettings.drafted_nodes),
+        generations=generations,
         new_tokens=new_tokens,
         repeats=repeats,
     )
@@ -120,13 +127,16 @@ def _show_ways(adapter: SpecAdapter) -> None:
 
 
 def _show_tree(adapter: SpecAdapter) -> None:
-    """The tree that was chosen, and the costs that decided."""
+    """The trees that were tried, and the costs that decided."""
     calibration = adapter.options["calibration"]
-    paths = adapter.options["tree"]
-    table = Table(
-        title=f"a tree of {len(paths)} nodes, {max(map(len, paths))} deep; on "
-        f"{calibration['rounds']} drafts its tau is {calibration['tau']:.2f}"
-    )
+    table = Table(title="the likeliest paths of every tree")
+    for column in ("drafted nodes", "depth", "sent", "tau", "tokens / s"):
+        table.add_column(column)
+    for index, one in enumerate(calibration["choices"]):
+        *figures, rate = (f"{value:g}" for value in one.values())
+        table.add_row(*figures, rate + (" <" if index == calibration["best"] else ""))
+    Console().print(table)
+    table = Table(title="time of a round")
     for column in ("", "ms a round"):
         table.add_column(column)
     for kind, unit in (("verify", "nodes"), ("draft", "passes")):

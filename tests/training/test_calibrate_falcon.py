@@ -33,7 +33,14 @@ from tests.strategies.test_falcon import BUSHY, knowing_head, watch_drafts
 from tests.tiny_models import VOCAB, build, repetitive_prompt, settled_prompt
 
 SETTINGS = TreeSettings(
-    depth=4, num_ranks=6, max_nodes=8, node_counts=(1, 4, 99), new_tokens=8, repeats=1
+    depth=4,
+    num_ranks=6,
+    max_nodes=8,
+    drafted_nodes=(6, 12),
+    generations=2,
+    node_counts=(1, 4, 99),
+    new_tokens=8,
+    repeats=1,
 )
 RANKS = torch.tensor([[0, 1, 0], [0, -1, 0], [2, 0, 4], [5, 0, 0]])
 
@@ -179,9 +186,16 @@ class TestCalibration:
             FalconHead.from_adapter(after, build("llama")), build("llama"), answers, SETTINGS
         )
         share = accepted_paths(ranks, SETTINGS.num_ranks)
-        tree = RankTree.of(after.options["tree"])
-        assert len(tree) <= SETTINGS.max_nodes
-        assert calibration["tau"] == pytest.approx(sum(share[path] for path in tree.paths))
+        static = RankTree.of(calibration["static"]["tree"])
+        assert len(static) <= SETTINGS.max_nodes
+        foretold = sum(share[path] for path in static.paths)
+        assert calibration["static"]["tau"] == pytest.approx(foretold)
+        tree, sent = RankTree.of(after.options["tree"]), after.options["max_nodes"]
+        rates = [choice["tokens_per_second"] for choice in calibration["choices"]]
+        chosen = calibration["choices"][calibration["best"]]
+        assert chosen["tokens_per_second"] == max(rates)
+        assert (chosen["drafted"], chosen["sent"]) == (len(tree), sent)
+        assert {choice["drafted"] for choice in calibration["choices"]} >= {len(static), 12}
         assert calibration["rounds"] == len(ranks) == 46 + 16
         assert set(calibration["seconds"]["verify"]) == {"1", "4", "8"}
         assert choose_tree("auto", None, FalconHead.from_adapter(after, build("llama"))) == tree
@@ -193,7 +207,7 @@ class TestCalibration:
                 spec_strategy=FalconConfig(tree="auto"),
                 assistant=tmp_path,
             )
-        assert seen[1][0].host.parent == [-1, *(parent + 1 for parent in tree.parents)]
+        assert seen[1][0].num_nodes == sent + 1
 
     def test_no_deeper_than_the_head_was_trained_for(self, tmp_path: Path) -> None:
         made = calibrate(save(tmp_path, knowing_head(2), max_depth=1), [answer()])
@@ -237,6 +251,8 @@ class TestRefusals:
             {"max_nodes": 0},
             {"new_tokens": 0},
             {"repeats": 0},
+            {"generations": 0},
+            {"drafted_nodes": (0,)},
             {"node_counts": (0, 3)},
         ],
     )

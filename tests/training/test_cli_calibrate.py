@@ -62,7 +62,8 @@ class TestFalcon:
         adapter = tmp_path / "adapter"
         save_adapter(adapter, knowing_head(2).to_adapter({}))
         command = ("calibrate", "falcon", "--model", model_folder, "--adapter", adapter)
-        result = run(*command, "--responses", responses, *self.FEW, "--max-answers", 5)
+        sizes = ("--drafted-nodes", 9, "--generations", 2)
+        result = run(*command, "--responses", responses, *self.FEW, *sizes, "--max-answers", 5)
         assert result.exit_code == 0, result.output
         options = load_adapter(adapter, "falcon").options
         calibration = options["calibration"]
@@ -70,10 +71,12 @@ class TestFalcon:
         assert (calibration["rounds"], calibration["depth"]) == (40, 4)
         assert (calibration["num_ranks"], calibration["max_nodes"]) == (97, 5)
         assert (calibration["new_tokens"], calibration["repeats"]) == (6, 1)
-        assert 1 <= len(options["tree"]) <= 5
+        assert (calibration["drafted_nodes"], calibration["generations"]) == ([9], 2)
+        assert 1 <= options["max_nodes"] <= 5
+        assert options["max_nodes"] <= len(options["tree"]) <= 9
         text = " ".join(result.output.split())
-        assert f"a tree of {len(options['tree'])} nodes" in text
-        assert f"tau is {calibration['tau']:.2f}" in text
+        best = calibration["choices"][calibration["best"]]
+        assert f"│ {best['tau']:g} │ {best['tokens_per_second']:g} <" in text
         for row in ("verify 1 nodes", "verify 5 nodes", "draft 2 passes"):
             assert row in text
 

@@ -1,0 +1,153 @@
+"""What a drafted tree is worth when only its likeliest paths are sent to the target.
+
+The head's own probabilities say which of the drafted paths are likely this time, so a larger tree
+can be drafted than is sent (compare Li et al. 2024, arXiv 2406.16858, section 4.2). How many nodes
+to send is read off real generations that send them all: the place of every accepted node in the
+order of likelihood tells what any smaller number would have brought.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_spec.decoding.engine import generate_with
+from hf_spec.decoding.rank_tree import Path, RankTree, likeliest_paths
+from hf_spec.decoding.runner import ForwardOutput
+from hf_spec.decoding.tree import Verdict, likeliness
+from hf_spec.models.falcon_head import FalconHead
+from hf_spec.strategies.falcon import FalconDrafter
+from hf_spec.training.responses import Response
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """Rounds of generations that sent whole trees.
+
+    Attributes:
+        tree: what was drafted and sent.
+        places: per round and accepted node how many nodes were likelier, ascending.
+        draft_seconds: of a round, on average.
+    """
+
+    tree: RankTree
+    places: list[list[int]]
+    draft_seconds: float
+
+    def tokens(self, count: int) -> float:
+        """Tokens per round, the target's own included, if the `count` likeliest nodes are sent."""
+        accepted = sum(place < count for places in self.places for place in places)
+        return 1 + accepted / max(len(self.places), 1)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A tree and how much of it is sent.
+
+    Attributes:
+        tree: drafted.
+        max_nodes: sent.
+        tau: accepted nodes per round.
+        tokens_per_second: of generation, without the prompt.
+    """
+
+    tree: RankTree
+    max_nodes: int
+    tau: float
+    tokens_per_second: float
+
+    def summary(self) -> dict[str, float]:
+        """The same with the tree's sizes for the tree."""
+        sizes = {"drafted": len(self.tree), "depth": self.tree.height}
+        rate = round(self.tokens_per_second, 2)
+        return {
+            **sizes,
+            "sent": self.max_nodes,
+            "tau": round(self.tau, 3),
+            "tokens_per_second": rate,
+        }
+
+
+class RecordingDrafter(FalconDrafter):
+    """Notes where among the likeliest nodes the accepted ones stood.
+
+    Attributes:
+        places: see `Rounds`.
+    """
+
+    def __init__(self, head: FalconHead, tree: RankTree):
+        super().__init__(head, tree)
+        self.places: list[list[int]] = []
+
+    def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
+        """Take the verdict as the drafter itself does."""
+        host, probs = verdict.tree.host, verdict.tree.node_probs
+        assert probs is not None, "the head's drafts carry their probabilities"
+        for row, accepted in enumerate(verdict.accepted):
+            start, end = host.row_start[row : row + 2]
+            # The prompt's own forward and the last token's have no draft.
+            if end - start > 1:
+                parents = [above - start for above in host.parent[start:end]]
+                order, _ = likeliness(parents, probs[start:end].tolist())
+                place = {start + node: index for index, node in enumerate(order[1:])}
+                self.places.append(sorted(place[node] for node in accepted))
+        super().observe(verdict, output)
+
+
+def record_rounds(
+    model: PreTrainedModel,
+    head: FalconHead,
+    tree: RankTree,
+    responses: Sequence[Response],
+    new_tokens: int,
+) -> Rounds:
+    """Generate answers to the prompts of `responses`, greedily, sending all of `tree`."""
+    places: list[list[int]] = []
+    seconds = 0.0
+    generate: Any = model.generate
+    for response in responses:
+        drafter = RecordingDrafter(head, tree)
+        ids = torch.tensor([response.prompt], device=model.device)
+        output = generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new_tokens,
+            do_sample=False,
+            return_dict_in_generate=True,
+            custom_generate=partial(generate_with, drafter),
+        )
+        places += drafter.places
+        seconds += output.spec_stats.draft_seconds
+    return Rounds(tree, places, seconds / max(len(places), 1))
+
+
+def candidates(
+    accepted: Mapping[Path, float], block_size: int, depth: int, sizes: Sequence[int]
+) -> list[RankTree]:
+    """Trees of every number of passes and every size, of the most accepted paths each."""
+    found = []
+    for num_passes in range(1, -(-depth // block_size) + 1):
+        ranked = likeliest_paths(accepted, num_passes * block_size)
+        found += [RankTree.of(ranked[:size]) for size in sizes if ranked]
+    return list(dict.fromkeys(found))
+
+
+def best_choice(rounds: Rounds, verify_seconds: Callable[[int], float], max_nodes: int) -> Choice:
+    """How much of a tree to send for the most tokens per second.
+
+    Args:
+        rounds: of that tree.
+        verify_seconds: number of nodes -> seconds of a round, drafting excluded.
+        max_nodes: most that are sent.
+    """
+    choices = []
+    for count in range(1, min(len(rounds.tree), max_nodes) + 1):
+        tokens = rounds.tokens(count)
+        rate = tokens / (rounds.draft_seconds + verify_seconds(count))
+        choices.append(Choice(rounds.tree, count, tokens - 1, rate))
+    return max(choices, key=lambda choice: choice.tokens_per_second)
