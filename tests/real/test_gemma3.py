@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 
 import hf_spec
+from hf_spec import FalconConfig
 from hf_spec.bench.prompts import load_prompts
+from hf_spec.models.falcon_head import FalconHead, FalconShape
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 
 NEW_TOKENS = 32
 STRATEGIES = ("lookup", "draft", "tree")
+FALCON_TREES = {1: "chain", 2: "falcon-llama", 3: "auto", 4: [[0], [1], [1, 0], [1, 0, 2], [2]]}
 
 
 def texts() -> list[str]:
@@ -61,3 +64,24 @@ def test_identical(
         return_dict_in_generate=True,
     )
     assert output.sequences.tolist() == expected[index].tolist()
+
+
+@pytest.mark.parametrize("index", range(12))
+@pytest.mark.parametrize("block_size", FALCON_TREES)
+def test_untrained_falcon_heads(
+    block_size: int, index: int, gemma3: Any, prompts: list[Tensor], expected: list[Tensor]
+) -> None:
+    """A wrong draft costs time, never a token; layers of the head have the target's window."""
+    model = gemma3[0]
+    torch.manual_seed(block_size)
+    head = FalconHead(model, FalconShape(block_size, 2), torch.arange(4096)).eval()
+    output = model.generate(
+        prompts[index],
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        spec_strategy=FalconConfig(tree=FALCON_TREES[block_size]),
+        assistant=head,
+        return_dict_in_generate=True,
+    )
+    assert output.sequences.tolist() == expected[index].tolist()
+    assert output.spec_stats.draft_forwards > 0
