@@ -139,13 +139,25 @@ def parse_entry(text: str) -> tuple[str, StrategyConfig, str | None]:
     head, _, assistant = text.partition("@")
     name, _, given = head.partition(":")
     options: dict[str, Any] = {"strategy": name}
-    for pair in filter(None, given.split(",")):
+    for pair in filter(None, _split(given)):
         key, _, value = pair.partition("=")
         try:
             options[key] = json.loads(value)
         except ValueError:
             options[key] = value
     return text, parse_strategy(options), assistant or None
+
+
+def _split(text: str) -> list[str]:
+    """The parts between commas that stand in no brackets."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter in "[{") - (letter in "]}")
+        if letter == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
 
 
 def _counted(model: Any, ids: Tensor, **options: Any) -> Run:

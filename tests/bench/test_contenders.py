@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_spec import GsdConfig, LookupConfig, OptionError, StrategyConfig, TreeConfig
+from hf_spec import FalconConfig, GsdConfig, LookupConfig, OptionError, StrategyConfig, TreeConfig
 from hf_spec.bench import contenders as ways
 from tests.model_watch import count_forwards
 from tests.tiny_models import draft_model, settled_prompt
@@ -90,6 +90,11 @@ def test_economize(model: Any) -> None:
             "a/b",
         ),
         ("gsd:merge_length=null@x", GsdConfig(merge_length=None), "x"),
+        (
+            "falcon:tree=[[0],[0,0],[1]],max_nodes=2@x",
+            FalconConfig(tree=[[0], [0, 0], [1]], max_nodes=2),
+            "x",
+        ),
     ],
 )
 def test_an_entry(text: str, config: StrategyConfig, assistant: str | None) -> None:
