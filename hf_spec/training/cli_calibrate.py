@@ -93,8 +93,8 @@ def calibrate_falcon_command(  # noqa: PLR0913 - one parameter an option
 
     Reads off answers that the head was not trained on how often each path would be accepted, times
     rounds with trees of several sizes, and writes the tree with the most tokens per second, and how
-    many of its nodes are worth sending, into the adapter, which model.generate(..., spec_strategy="falcon", assistant=ADAPTER) then drafts.
-    Leave the machine alone meanwhile.
+    many of its nodes are worth sending, into the adapter, which model.generate(...,
+    spec_strategy="falcon", assistant=ADAPTER) then drafts. Leave the machine alone meanwhile.
     """
     settings = TreeSettings(
         depth=depth,
