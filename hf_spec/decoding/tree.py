@@ -201,9 +201,7 @@ class Verdict:
         ]
 
 
-def likeliness(
-    parents: Sequence[int], chances: Sequence[float]
-) -> tuple[list[int], list[float]]:
+def likeliness(parents: Sequence[int], chances: Sequence[float]) -> tuple[list[int], list[float]]:
     """The nodes of a row's tree, those whose whole paths are likelier first, and how likely.
 
     Args:
