@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+# Without a GPU the kernels run in Triton's interpreter, which has to be chosen before the first
+# import of Triton; transformers imports it.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from hf_spec.checkpoints import gemma3_270m, smollm2_135m_instruct
 

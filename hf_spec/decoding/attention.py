@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from hf_spec_kernels import RaggedLayout, Scoring, kv_write, ragged_tree_attention, serves
+from hf_spec_kernels.ragged_tree_attention import MAX_HEAD_SIZE
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import (
@@ -26,6 +28,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from hf_spec.decoding.kv_cache import KVPool
+from hf_spec.decoding.ragged_layout import ragged_layout, write_places
 from hf_spec.errors import UnsupportedError
 
 NAME = "hf_spec"
@@ -48,6 +51,8 @@ class Segment:
         key_position: (num_keys,) int64, the true position of each key; differs from the storage
             index where the branches of a tree lie one after the other.
         visible: (end - start, num_keys) bool, or None when every key is visible.
+        prefix: how many first keys every token sees, at consecutive positions; fewer is allowed
+            and costs the kernel time only.
     """
 
     slot: int
@@ -58,6 +63,7 @@ class Segment:
     last_position: int
     key_position: Tensor
     visible: Tensor | None
+    prefix: int = 0
     _masks: dict[object, Tensor | None] = field(default_factory=dict)
 
     def mask(self, window: int | None, groups: int, like: Tensor) -> Tensor | None:
@@ -98,6 +104,15 @@ class PackedStep:
     writes: Sequence[tuple[int, int, int, slice | Tensor]]
     segments: Sequence[Segment]
     written: set[int] = field(default_factory=set)
+    _layouts: dict[torch.device, tuple[RaggedLayout, Tensor]] = field(default_factory=dict)
+
+    def layout(self, device: torch.device) -> tuple[RaggedLayout, Tensor]:
+        """What the kernels read on a device: the layout, and (2, T) where each token is stored."""
+        if device not in self._layouts:
+            layout = ragged_layout(self.segments, device)
+            places = write_places(self.writes, self.segments[-1].end, device)
+            self._layouts[device] = layout, places
+        return self._layouts[device]
 
     def check(self, model: PreTrainedModel, num_layers: int) -> None:
         """Refuse a model that did not run its tree through `tree_attention`.
@@ -129,7 +144,7 @@ def tree_attention(  # noqa: PLR0913 - the signature that transformers calls
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Store the new keys and values, then attend row by row (the torch reference).
+    """Store the new keys and values, then attend: on a GPU by kernels, elsewhere row by row.
 
     Args:
         module: the attention layer; its `layer_idx` names the buffers.
@@ -163,10 +178,17 @@ def tree_attention(  # noqa: PLR0913 - the signature that transformers calls
         )
     spec_step.written.add(layer_index)
     keys, values = spec_step.pool.layer(layer_index, key, value)
+    window = kwargs["sliding_window"] if "sliding_window" in kwargs else _mask_window(module)
+    if max(query.shape[-1], value.shape[-1]) <= MAX_HEAD_SIZE and serves(query):
+        sinks = None if s_aux is None else s_aux.float()
+        scoring = Scoring(scaling, window, softcap, sinks=sinks)
+        layout, where = spec_step.layout(query.device)
+        query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
+        kv_write(key, value, keys, values, where)
+        return ragged_tree_attention(query, keys, values, layout, scoring)[None], None
     for slot, start, end, places in spec_step.writes:
         keys[slot, :, places] = key[0, :, start:end]
         values[slot, :, places] = value[0, :, start:end]
-    window = kwargs["sliding_window"] if "sliding_window" in kwargs else _mask_window(module)
     num_heads, width = query.shape[1], value.shape[-1]
     groups = num_heads // key.shape[1]
     out = query.new_empty(1, query.shape[2], num_heads, width)

@@ -8,11 +8,14 @@ keep full-length storage; the window is in the attention mask.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
+from hf_spec_kernels import Moves, kv_keep, serves
 from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
@@ -61,6 +64,21 @@ class KVPool:
             for buffer in buffers.values():
                 index = torch.tensor(source, device=buffer.device)
                 buffer[slot, :, start : start + len(source)] = buffer[slot, :, index]
+
+    def move_rows(self, moves: Sequence[tuple[int, Sequence[int], int]]) -> None:
+        """`move` several rows: (slot, source, start) of each, no slot twice."""
+        if not moves:
+            return
+        by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
+        for buffers in (self.keys, self.values):
+            for buffer in buffers.values():
+                by_device[buffer.device].append(buffer)
+        if not all(serves(buffers[0]) for buffers in by_device.values()):
+            for move in moves:
+                self.move(*move)
+            return
+        for device, alike in by_device.items():
+            kv_keep(alike, _on_device(moves, device))
 
     def nbytes(self) -> int:
         """Memory of all buffers, in bytes."""
@@ -113,6 +131,16 @@ class KVPool:
     def _new(self, like: Tensor) -> Tensor:
         # Zeros, not empty: a masked position still enters the softmax product, and 0 * NaN is NaN.
         return like.new_zeros(self.num_slots, like.shape[1], self.capacity, like.shape[3])
+
+
+def _on_device(moves: Sequence[tuple[int, Sequence[int], int]], device: torch.device) -> Moves:
+    """The moves as the kernel reads them, in one transfer."""
+    slots, sources, starts = zip(*moves, strict=True)
+    ends = list(accumulate(len(source) for source in sources))
+    columns = (slots, starts, [place for source in sources for place in source], [0, *ends])
+    packed = torch.tensor([n for column in columns for n in column], dtype=torch.int32).to(device)
+    slot, target, source, source_start = packed.split([len(column) for column in columns])
+    return Moves(slot, target, source, source_start, max(len(source) for source in sources))
 
 
 def check_reusable(cache: object) -> None:

@@ -196,6 +196,7 @@ def _chain_segment(work: RowWork, start: int) -> Segment:
         last_position=work.base - 1,
         key_position=key_position,
         visible=key_position <= position[:, None] if len(work.pending) > 1 else None,
+        prefix=work.stored + 1,
     )
 
 
@@ -219,4 +220,5 @@ def _tree_segment(work: RowWork, start: int, positions: list[int], tree: DraftTr
         last_position=max(positions),
         key_position=key_position,
         visible=visible,
+        prefix=work.base + 1,
     )

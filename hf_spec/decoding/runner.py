@@ -156,13 +156,15 @@ class ModelRunner:
             paths: per row the accepted nodes in order, the root left out, each counted from the
                 row's root. A node that was never run ends the kept part; what follows is pending.
         """
+        moves = []
         for row, (base, held) in self._round.items():
             path = [0, *paths[row]]
             kept = next((i for i, offset in enumerate(path) if offset not in held), len(path))
             moved = next((i for i in range(kept) if path[i] != i), kept)
             if moved < kept:
-                self.pool.move(row, [base + offset for offset in path[moved:kept]], base + moved)
+                moves.append((row, [base + offset for offset in path[moved:kept]], base + moved))
             self.stored[row] = base + kept
+        self.pool.move_rows(moves)
         self._round.clear()
 
     @staticmethod

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from hf_spec_kernels import serves, verify_tree
 from torch import Tensor
 from transformers import LogitsProcessor
 
@@ -147,10 +148,18 @@ class Walk:
 class NodeDraw(Verifier):
     """One draw per node; see the module. Greedy decoding is the case where the draw is certain."""
 
+    def verify(self, tree: DraftTree, logits: Tensor, state: GenerationState) -> Verdict:
+        """See `Verifier`; where only the largest logits count, a GPU walks the trees by itself."""
+        if serves(logits) and self._only_argmax(state):
+            return _walk_on_device(tree, logits, state)
+        return super().verify(tree, logits, state)
+
+    def _only_argmax(self, state: GenerationState) -> bool:
+        wanted = state.do_sample or state.keep_scores or state.keep_logits
+        return not (len(self.processors) or wanted)
+
     def _begin(self, tree: DraftTree, walk: Walk) -> None:
-        state = walk.state
-        plain = not (len(self.processors) or state.do_sample)
-        if plain and not (state.keep_scores or state.keep_logits):
+        if self._only_argmax(walk.state):
             walk.choice = walk.raw.argmax(dim=-1).tolist()
 
     def _step(
@@ -168,6 +177,26 @@ class NodeDraw(Verifier):
             row: (token, tree.host.child(node, token))
             for (row, node), token in zip(here.items(), tokens, strict=True)
         }
+
+
+def _walk_on_device(tree: DraftTree, logits: Tensor, state: GenerationState) -> Verdict:
+    """The greedy verdict by `verify_tree`, in one transfer."""
+    host = tree.host
+    tokens, parent, row_start = (
+        field.to(logits.device) for field in (tree.token_ids, tree.parent, tree.row_start)
+    )
+    most = max(len(host.nodes(row)) for row in range(tree.num_rows))
+    found = verify_tree(logits, tokens, parent, row_start, most)
+    columns = (found.num_accepted[:, None], found.bonus[:, None], found.accepted)
+    accepted: list[list[int]] = []
+    bonus: list[int | None] = []
+    for count, last, *path in torch.cat(columns, dim=1).tolist():
+        drafted = [host.tokens[node] for node in path[:count]]
+        # What lies behind the end of a sequence is cut off by the stop rule, here as in `verify`.
+        end = next((i for i, token in enumerate(drafted) if state.stop.ends_sequence(token)), None)
+        accepted.append(path[:count] if end is None else path[: end + 1])
+        bonus.append(drafted[end] if end is not None else last if last >= 0 else None)
+    return Verdict(tree, accepted, bonus)
 
 
 class ResidualRejection(Verifier):

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import hf_spec_kernels
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from hf_spec.adapters.folder import BaseModel, SpecAdapter
 from hf_spec.errors import AssistantError, OptionError
@@ -36,11 +36,8 @@ def draft_features(draft_probs: Tensor, positions: Tensor) -> Tensor:
         (M, 12) float32: the ten largest probabilities in descending order, the entropy in nats of
         the whole distribution, log(1 + position).
     """
-    top = draft_probs.topk(min(TOP, draft_probs.shape[-1]), dim=-1).values
-    top = F.pad(top, (0, TOP - top.shape[-1]))
-    entropy = torch.special.entr(draft_probs).sum(dim=-1, keepdim=True)
     place = positions.to(draft_probs.dtype).log1p()[:, None]
-    return torch.cat([top, entropy, place], dim=-1)
+    return torch.cat([hf_spec_kernels.draft_features(draft_probs, TOP), place], dim=-1)
 
 
 class DiscoClassifier(nn.Module):

@@ -272,6 +272,7 @@ class HeadRunner:
             last_position=end - 1 + row.first,
             key_position=places + row.first,
             visible=visible,
+            prefix=begin,
         )
 
     def _block_segment(self, row: PairRow, blocks: Blocks, start: int) -> Segment:
@@ -292,4 +293,5 @@ class HeadRunner:
             last_position=row.first + pairs + blocks.depth + self._size - 1,
             key_position=key_position,
             visible=visible,
+            prefix=pairs,
         )

@@ -31,6 +31,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from hf_spec_kernels import DistillWeights, distill_loss, serves
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
@@ -295,6 +296,11 @@ class GlancingLoss:
         if settings.hard_label == "gumbel":
             gumbel = -torch.empty_like(scores).exponential_().log()
             labels = (scores + gumbel).argmax(dim=-1)
+        if serves(logits):
+            weights = DistillWeights(
+                settings.soft_weight, settings.hard_weight, settings.soft_temperature
+            )
+            return loss + distill_loss(logits, scores, labels, weights)
         # Both in one weight per token: a table of places by vocabulary is what a step spends most
         # of its time on. Labels outside the vocabulary weigh nothing.
         soft = scores.softmax(dim=-1).mul_(settings.soft_weight)

@@ -1,0 +1,80 @@
+"""Tile sizes of a kernel by device and shape, chosen offline (see `hf_spec_kernels.tune`).
+
+An op's folder holds `default.json`, safe on every GPU, and a file per GPU that was tuned, named
+after it. Each maps a shape key to the keyword arguments of a launch. Nothing is tuned while a user
+waits for a token.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import torch
+
+FOLDER = Path(__file__).parent
+_log = logging.getLogger(__name__)
+_tried: dict[str, dict[str, int]] = {}
+
+
+def config(op: str, key: str, device: torch.device) -> dict[str, int]:
+    """Launch arguments of `op` for a shape key.
+
+    Args:
+        op: name of its folder.
+        key: a key of its `default.json`.
+        device: where the kernel will run.
+    """
+    if op in _tried:
+        return _tried[op]
+    tuned = _read(op, device_name(device)).get(key) if device.type == "cuda" else None
+    return tuned or _read(op, "default")[key]
+
+
+@contextmanager
+def trying(op: str, arguments: dict[str, int]) -> Iterator[None]:
+    """Launch `op` with these arguments inside the block, whatever the shape."""
+    _tried[op] = arguments
+    try:
+        yield
+    finally:
+        del _tried[op]
+
+
+def config_file(op: str, name: str) -> Path:
+    """Where the configurations of `op` for a device, or the default ones, are kept."""
+    return FOLDER / op / f"{name}.json"
+
+
+@cache
+def device_name(device: torch.device) -> str:
+    """The GPU's name as part of a file name, such as `nvidia_h100_80gb_hbm3`."""
+    return re.sub(r"\W+", "_", torch.cuda.get_device_name(device)).strip("_").lower()
+
+
+@cache
+def num_processors(device: torch.device) -> int:
+    """How many programs run side by side: multiprocessors of a GPU, 1 in the interpreter."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def _read(op: str, name: str) -> dict[str, dict[str, int]]:
+    file = config_file(op, name)
+    if not file.is_file():
+        _log.warning(
+            "%s has no tile sizes for %s and takes the default ones; to find better ones: "
+            "python -m hf_spec_kernels.tune",
+            op,
+            name,
+        )
+        return {}
+    found: dict[str, dict[str, int]] = json.loads(file.read_text(encoding="utf-8"))
+    return found

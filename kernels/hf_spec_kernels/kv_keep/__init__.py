@@ -1,0 +1,55 @@
+"""Accepted rows moved together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_spec_kernels.dispatch import serves
+from hf_spec_kernels.kv_keep.reference import kv_keep_ref
+
+
+@dataclass(frozen=True)
+class Moves:
+    """R moves, each of some places of one slot to consecutive places of the same slot.
+
+    Attributes:
+        slot: (R,) int32; no slot twice.
+        target: (R,) int32, where the first of them goes.
+        source: (M,) int32, the places to copy, move by move.
+        source_start: (R + 1,) int32, where each move begins among them.
+        max_sources: most of any move, on the host; a bound is fine.
+    """
+
+    slot: Tensor
+    target: Tensor
+    source: Tensor
+    source_start: Tensor
+    max_sources: int
+
+
+def kv_keep(buffers: Sequence[Tensor], moves: Moves, impl: str = "auto") -> None:
+    """Copy places of slots to the front of where they lie, in place, in every buffer.
+
+    Sources and targets may overlap in any way: all of a move is read before any of it is written.
+
+    Args:
+        buffers: keys and values of all layers, (S, H, C, D) each; H and D may differ. Changed.
+        moves: the same for all of them.
+        impl: see the package.
+
+    Raises:
+        TypeError, ValueError: if the kernel cannot read its arguments.
+    """
+    if not buffers:
+        return
+    if not serves(buffers[0], impl):
+        kv_keep_ref(buffers, moves)
+        return
+    from hf_spec_kernels.kv_keep import kernel
+
+    with torch.cuda.device_of(buffers[0]):
+        kernel.kv_keep(buffers, moves)

@@ -1,0 +1,145 @@
+"""Writing keys and values in Triton: a program copies the heads of some tokens."""
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# ruff: noqa: N803, PLR0913 - compile-time names are upper-case, pointers are many
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hf_spec_kernels.checks import check_tensor
+from hf_spec_kernels.dispatch import DTYPES, launches
+
+OP = "kv_write"
+# Elements that a program holds at a time.
+TILE = 4096
+
+
+@triton.jit
+def _copy(
+    source_ptr,
+    buffer_ptr,
+    row,
+    mask,
+    slot,
+    place,
+    stride_t,
+    stride_h,
+    stride_slot,
+    stride_head,
+    stride_place,
+    num_heads,
+    HEAD: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    offs_d = tl.arange(0, BLOCK_D)
+    token, head = row // num_heads, row % num_heads
+    both = mask[:, None] & (offs_d[None, :] < HEAD)
+    source = source_ptr + (token * stride_t + head * stride_h)[:, None] + offs_d[None, :]
+    target = slot * stride_slot + head * stride_head + place * stride_place
+    tl.store(buffer_ptr + target[:, None] + offs_d[None, :], tl.load(source, mask=both), mask=both)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def kv_write_kernel(
+    key_ptr,
+    value_ptr,
+    keys_ptr,
+    values_ptr,
+    place_ptr,
+    stride_key_t,
+    stride_key_h,
+    stride_value_t,
+    stride_value_h,
+    stride_keys_s,
+    stride_keys_h,
+    stride_keys_c,
+    stride_values_s,
+    stride_values_h,
+    stride_values_c,
+    num_tokens,
+    num_heads,
+    HEAD: tl.constexpr,
+    VALUE_HEAD: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """A row is one head of one token."""
+    row = (tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
+    token = row // num_heads
+    inside = token < num_tokens
+    slot = tl.load(place_ptr + token, mask=inside, other=-1).to(tl.int64)
+    place = tl.load(place_ptr + num_tokens + token, mask=inside, other=0).to(tl.int64)
+    mask = slot >= 0
+    _copy(
+        key_ptr,
+        keys_ptr,
+        row,
+        mask,
+        slot,
+        place,
+        stride_key_t,
+        stride_key_h,
+        stride_keys_s,
+        stride_keys_h,
+        stride_keys_c,
+        num_heads,
+        HEAD,
+        BLOCK_D,
+    )
+    _copy(
+        value_ptr,
+        values_ptr,
+        row,
+        mask,
+        slot,
+        place,
+        stride_value_t,
+        stride_value_h,
+        stride_values_s,
+        stride_values_h,
+        stride_values_c,
+        num_heads,
+        VALUE_HEAD,
+        BLOCK_V,
+    )
+
+
+def kv_write(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, place: Tensor) -> None:
+    """Launch the kernel; see the package's function."""
+    device, dtype = key.device, key.dtype
+    num_tokens, num_heads, head_size = key.shape
+    check_tensor("key", key, (None, None, None), DTYPES, device)
+    check_tensor("value", value, (num_tokens, num_heads, None), dtype, device)
+    check_tensor("keys", keys, (None, num_heads, None, head_size), dtype, device)
+    check_tensor("values", values, (*keys.shape[:3], value.shape[2]), dtype, device)
+    check_tensor("place", place, (2, num_tokens), torch.int32, device)
+    if not num_tokens:
+        return
+    if not place.is_contiguous():
+        raise ValueError("place must be contiguous: call .contiguous() on it")
+    block_d = triton.next_power_of_2(head_size)
+    block_v = triton.next_power_of_2(value.shape[2])
+    block_r = max(1, TILE // max(block_d, block_v))
+    launches[OP] += 1
+    kv_write_kernel[(triton.cdiv(num_tokens * num_heads, block_r),)](
+        key,
+        value,
+        keys,
+        values,
+        place,
+        *key.stride()[:2],
+        *value.stride()[:2],
+        *keys.stride()[:3],
+        *values.stride()[:3],
+        num_tokens,
+        num_heads,
+        HEAD=head_size,
+        VALUE_HEAD=value.shape[2],
+        BLOCK_R=block_r,
+        BLOCK_D=block_d,
+        BLOCK_V=block_v,
+    )

@@ -1,0 +1,291 @@
+"""Ragged tree attention in Triton.
+
+One program takes a tile of rows, a row being a query of one head out of those that share a key
+head, and a stretch of the slot's keys. With one stretch it writes the result. With several, for few
+queries on a long context, it writes what it found of its stretch and the logarithm of its weight,
+and a second kernel adds the stretches up (as in Flash-Decoding; Dao et al. 2023).
+"""
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# ruff: noqa: N803, PLR0913, PLR0915 - upper-case names at compile time; much is passed and loaded
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _accumulate(
+    acc,
+    top,
+    total,
+    query,
+    key_ptr,
+    value_ptr,
+    stride_key,
+    stride_value,
+    begin,
+    end,
+    prefix,
+    bits_ptr,
+    position,
+    key_position_ptr,
+    slope,
+    scale,
+    softcap,
+    window,
+    mask_m,
+    HEAD: tl.constexpr,
+    VALUE_HEAD: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    TAIL: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
+):
+    """Add places [begin, end) to the running sums; TAIL asks the bits what is visible."""
+    offs_d = tl.arange(0, BLOCK_D)
+    offs_v = tl.arange(0, BLOCK_V)
+    for start in range(begin, end, BLOCK_N):
+        place = start + tl.arange(0, BLOCK_N)
+        mask_n = place < end
+        key = tl.load(
+            key_ptr + place[:, None].to(tl.int64) * stride_key + offs_d[None, :],
+            mask=mask_n[:, None] & (offs_d[None, :] < HEAD),
+            other=0.0,
+        )
+        # Products of float32 stay float32: TF32 would change what a model says.
+        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+        if HAS_SOFTCAP:
+            # tanh by an exponential that cannot overflow.
+            shrunk = tl.exp(-2.0 * tl.abs(scores) / softcap)
+            capped = softcap * (1.0 - shrunk) / (1.0 + shrunk)
+            scores = tl.where(scores < 0, -capped, capped)
+        visible = mask_n[None, :]
+        if TAIL:
+            bit = tl.maximum(place - prefix, 0)
+            byte = tl.load(
+                bits_ptr[:, None] + (bit // 8)[None, :],
+                mask=mask_m[:, None] & (mask_n & (place >= prefix))[None, :],
+                other=0,
+            )
+            seen = ((byte.to(tl.int32) >> (bit % 8)[None, :]) & 1) != 0
+            visible = visible & (seen | (place < prefix)[None, :])
+        if HAS_WINDOW or HAS_SLOPES:
+            key_position = tl.load(key_position_ptr + place, mask=mask_n, other=0)
+            distance = position[:, None] - key_position[None, :]
+            if HAS_SLOPES:
+                scores -= slope[:, None] * distance.to(tl.float32)
+            if HAS_WINDOW:
+                visible = visible & (distance < window)
+        scores = tl.where(visible, scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, axis=1))
+        # A row that has seen nothing yet has no finite maximum to subtract.
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp(scores - base[:, None])
+        shrink = tl.exp(top - base)
+        total = total * shrink + tl.sum(weights, axis=1)
+        value = tl.load(
+            value_ptr + place[:, None].to(tl.int64) * stride_value + offs_v[None, :],
+            mask=mask_n[:, None] & (offs_v[None, :] < VALUE_HEAD),
+            other=0.0,
+        )
+        acc = acc * shrink[:, None]
+        acc += tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+        top = new_top
+    return acc, top, total
+
+
+# Whatever a kernel is specialised on has it compiled anew, so nothing that changes by step is.
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_bytes", "tiles_per_segment", "keys_per_split"],
+    do_not_specialize_on_alignment=[
+        "slot_ptr",
+        "query_start_ptr",
+        "num_keys_ptr",
+        "prefix_ptr",
+        "bits_ptr",
+        "position_ptr",
+        "key_position_ptr",
+        "key_start_ptr",
+    ],
+)
+def ragged_tree_attention_kernel(
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    out_ptr,
+    weight_ptr,
+    slot_ptr,
+    query_start_ptr,
+    num_keys_ptr,
+    prefix_ptr,
+    bits_ptr,
+    position_ptr,
+    key_position_ptr,
+    key_start_ptr,
+    slopes_ptr,
+    sinks_ptr,
+    stride_query_t,
+    stride_query_h,
+    stride_key_s,
+    stride_key_h,
+    stride_key_c,
+    stride_value_s,
+    stride_value_h,
+    stride_value_c,
+    num_tokens,
+    num_bytes,
+    tiles_per_segment,
+    keys_per_split,
+    scale,
+    softcap,
+    window,
+    GROUPS: tl.constexpr,
+    HEAD: tl.constexpr,
+    VALUE_HEAD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """Out: (T, H, VALUE_HEAD), or with SPLIT (splits, T, H, VALUE_HEAD) float32 and weights."""
+    pid = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    pid_split = tl.program_id(2)
+    segment = pid // tiles_per_segment
+    first = tl.load(query_start_ptr + segment)
+    num_rows = (tl.load(query_start_ptr + segment + 1) - first) * GROUPS
+    offs_m = (pid % tiles_per_segment) * BLOCK_M + tl.arange(0, BLOCK_M)
+    mask_m = offs_m < num_rows
+    # The grid is made for the longest segment.
+    if (pid % tiles_per_segment) * BLOCK_M >= num_rows:
+        return
+    token = (first + offs_m // GROUPS).to(tl.int64)
+    head = kv_head * GROUPS + offs_m % GROUPS
+    num_heads = tl.num_programs(1) * GROUPS
+    offs_d = tl.arange(0, BLOCK_D)
+    query = tl.load(
+        query_ptr + (token * stride_query_t + head * stride_query_h)[:, None] + offs_d[None, :],
+        mask=mask_m[:, None] & (offs_d[None, :] < HEAD),
+        other=0.0,
+    )
+    slot = tl.load(slot_ptr + segment).to(tl.int64)
+    key_ptr += slot * stride_key_s + kv_head.to(tl.int64) * stride_key_h
+    value_ptr += slot * stride_value_s + kv_head.to(tl.int64) * stride_value_h
+    prefix = tl.load(prefix_ptr + segment)
+    begin = pid_split * keys_per_split
+    end = tl.minimum(begin + keys_per_split, tl.load(num_keys_ptr + segment))
+    position = tl.load(position_ptr + token, mask=mask_m, other=2147483647)
+    key_position_ptr += tl.load(key_start_ptr + segment)
+    slope = tl.zeros([BLOCK_M], tl.float32)
+    if HAS_SLOPES:
+        slope = tl.load(slopes_ptr + head)
+    if HAS_WINDOW and begin < end:
+        # Places that lie before the window of every row of the tile are not read.
+        oldest = tl.min(position, axis=0) - window + 1 - tl.load(key_position_ptr)
+        begin = tl.maximum(begin, oldest // BLOCK_N * BLOCK_N)
+    # Whole blocks that everybody sees need no bits.
+    middle = tl.maximum(tl.minimum(prefix // BLOCK_N * BLOCK_N, end), begin)
+    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    row_bits = bits_ptr + token * num_bytes
+    for tail in tl.static_range(2):
+        acc, top, total = _accumulate(
+            acc,
+            top,
+            total,
+            query,
+            key_ptr,
+            value_ptr,
+            stride_key_c,
+            stride_value_c,
+            middle if tail else begin,
+            end if tail else middle,
+            prefix,
+            row_bits,
+            position,
+            key_position_ptr,
+            slope,
+            scale,
+            softcap,
+            window,
+            mask_m,
+            HEAD,
+            VALUE_HEAD,
+            BLOCK_N,
+            BLOCK_D,
+            BLOCK_V,
+            tail == 1,
+            HAS_WINDOW,
+            HAS_SOFTCAP,
+            HAS_SLOPES,
+        )
+    largest = top
+    if HAS_SINKS and not SPLIT:
+        sink = tl.load(sinks_ptr + head).to(tl.float32)
+        largest = tl.maximum(top, sink)
+    base = tl.where(largest == float("-inf"), 0.0, largest)
+    if HAS_SINKS and not SPLIT:
+        shrink = tl.exp(top - base)
+        acc *= shrink[:, None]
+        total = total * shrink + tl.exp(sink - base)
+    divisor = tl.where(total == 0.0, 1.0, total)
+    out = acc / divisor[:, None]
+    row = pid_split.to(tl.int64) * num_tokens * num_heads + token * num_heads + head
+    if SPLIT:
+        weight = tl.where(total == 0.0, float("-inf"), base + tl.log(divisor))
+        tl.store(weight_ptr + row, weight, mask=mask_m)
+    offs_v = tl.arange(0, BLOCK_V)
+    tl.store(
+        out_ptr + row[:, None] * VALUE_HEAD + offs_v[None, :],
+        out.to(out_ptr.dtype.element_ty),
+        mask=mask_m[:, None] & (offs_v[None, :] < VALUE_HEAD),
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_splits"])
+def add_splits_kernel(
+    partial_ptr,
+    weight_ptr,
+    sinks_ptr,
+    out_ptr,
+    num_rows,
+    num_heads,
+    num_splits,
+    VALUE_HEAD: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):
+    """Partial (splits, T * H, VALUE_HEAD), weights (splits, T * H) -> out (T * H, VALUE_HEAD)."""
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, BLOCK_S)
+    place = split.to(tl.int64) * num_rows + row
+    weight = tl.load(weight_ptr + place, mask=split < num_splits, other=float("-inf"))
+    top = tl.max(weight, axis=0)
+    if HAS_SINKS:
+        sink = tl.load(sinks_ptr + row % num_heads).to(tl.float32)
+        top = tl.maximum(top, sink)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    share = tl.exp(weight - base)
+    total = tl.sum(share, axis=0)
+    if HAS_SINKS:
+        total += tl.exp(sink - base)
+    offs_v = tl.arange(0, BLOCK_V)
+    mask_v = offs_v < VALUE_HEAD
+    partial = tl.load(
+        partial_ptr + place[:, None] * VALUE_HEAD + offs_v[None, :],
+        mask=(weight > float("-inf"))[:, None] & mask_v[None, :],
+        other=0.0,
+    )
+    out = tl.sum(partial * share[:, None], axis=0) / tl.where(total == 0.0, 1.0, total)
+    tl.store(out_ptr + row * VALUE_HEAD + offs_v, out.to(out_ptr.dtype.element_ty), mask=mask_v)

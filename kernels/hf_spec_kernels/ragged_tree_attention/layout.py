@@ -1,0 +1,131 @@
+"""What the packed queries of a ragged batch look at, as flat tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hf_spec_kernels.checks import check_tensor
+from hf_spec_kernels.dispatch import DTYPES
+
+MAX_HEAD_SIZE = 512
+
+
+@dataclass(frozen=True)
+class RaggedLayout:
+    """G segments of consecutive queries; those of one segment look at one slot.
+
+    Every query of a segment sees the slot's first `prefix` places. Of the places from there to
+    `num_keys` it sees those whose bit is set. A segment may have no queries and no keys.
+
+    Attributes:
+        slot: (G,) int32.
+        query_start: (G + 1,) int32, where each segment begins among the T queries; the segments
+            cover all of them.
+        num_keys: (G,) int32, places of the slot in use.
+        prefix: (G,) int32, at most `num_keys`.
+        bits: (T, W) uint8; bit j % 8 of byte j // 8 is place `prefix + j`. W may be 0.
+        position: (T,) int32, the true position of each query.
+        key_position: flat int32, the true positions of the places of each segment in use. Read for
+            windows and ALiBi only. Positions of a prefix are consecutive, and behind it no key is
+            further from the first one by position than by place.
+        key_start: (G,) int32, where a segment's positions begin.
+        max_queries, max_keys: most of any segment, on the host; bounds are fine.
+    """
+
+    slot: Tensor
+    query_start: Tensor
+    num_keys: Tensor
+    prefix: Tensor
+    bits: Tensor
+    position: Tensor
+    key_position: Tensor
+    key_start: Tensor
+    max_queries: int
+    max_keys: int
+
+    def check(self, query: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Refuse what the kernel would misread.
+
+        Args:
+            query: see `ragged_tree_attention`.
+            keys: see there.
+            values: see there.
+
+        Raises:
+            TypeError, ValueError: name the argument and what it should be.
+        """
+        device, dtype = query.device, query.dtype
+        check_tensor("query", query, (None, None, None), DTYPES, device)
+        check_tensor("keys", keys, (None, None, None, query.shape[2]), dtype, device)
+        check_tensor("values", values, (*keys.shape[:3], None), dtype, device)
+        num_tokens, num_heads = query.shape[:2]
+        if keys.shape[1] == 0 or num_heads % keys.shape[1]:
+            raise ValueError(f"{num_heads} query heads cannot share {keys.shape[1]} key heads")
+        if max(query.shape[2], values.shape[3]) > MAX_HEAD_SIZE:
+            raise ValueError(
+                f"head sizes {query.shape[2]} and {values.shape[3]}: the kernel takes up to "
+                f"{MAX_HEAD_SIZE}; use impl='torch'"
+            )
+        size = self.slot.shape[0]
+        for name, shape in {
+            "slot": (size,),
+            "query_start": (size + 1,),
+            "num_keys": (size,),
+            "prefix": (size,),
+            "key_start": (size,),
+            "position": (num_tokens,),
+            "key_position": (None,),
+        }.items():
+            check_tensor(f"layout.{name}", getattr(self, name), shape, torch.int32, device)
+        check_tensor("layout.bits", self.bits, (num_tokens, None), torch.uint8, device)
+        if not self.bits.is_contiguous():
+            raise ValueError("layout.bits must be contiguous: call .contiguous() on it")
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How queries weigh keys.
+
+    score = softcap * tanh(scale * q.k / softcap) + slope * (key position - query position)
+
+    Attributes:
+        scale: 1 / sqrt(D) by default.
+        window: how far back a query sees by true positions, itself included; None for all.
+        softcap: None for none.
+        slopes: (H,) float32 of ALiBi (Press et al. 2021, arXiv 2108.12409), or None.
+        sinks: (H,) float32, a logit per head that takes probability and gives nothing, or None.
+    """
+
+    scale: float | None = None
+    window: int | None = None
+    softcap: float | None = None
+    slopes: Tensor | None = None
+    sinks: Tensor | None = None
+
+    def check(self, query: Tensor) -> None:
+        """Refuse values that no query (T, H, D) can be scored with.
+
+        Raises:
+            TypeError, ValueError: name the value and what it should be.
+        """
+        for name, per_head in (("slopes", self.slopes), ("sinks", self.sinks)):
+            if per_head is not None:
+                shape = (query.shape[1],)
+                check_tensor(f"scoring.{name}", per_head, shape, torch.float32, query.device)
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"scoring.window={self.window}; a query sees itself, so at least 1")
+        if self.softcap is not None and self.softcap <= 0:
+            raise ValueError(f"scoring.softcap={self.softcap} must be positive, or None for none")
+
+
+def pack_bits(visible: Tensor) -> Tensor:
+    """(T, n) bool -> (T, ceil(n / 8)) uint8, the first column in the lowest bit."""
+    num_bytes = -(-visible.shape[1] // 8)
+    padded = F.pad(visible.to(torch.uint8), (0, 8 * num_bytes - visible.shape[1]))
+    shifts = torch.arange(8, dtype=torch.uint8, device=visible.device)
+    grouped = padded.view(visible.shape[0], num_bytes, 8) << shifts
+    return grouped.sum(dim=-1, dtype=torch.uint8)

@@ -1,0 +1,63 @@
+"""Ragged tree attention by its definition: a segment at a time, in float32 or wider."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hf_spec_kernels.ragged_tree_attention.layout import RaggedLayout, Scoring
+
+
+def ragged_tree_attention_ref(
+    query: Tensor, keys: Tensor, values: Tensor, layout: RaggedLayout, scoring: Scoring
+) -> Tensor:
+    """See `ragged_tree_attention`; waits for the device."""
+    num_heads, groups = query.shape[1], query.shape[1] // keys.shape[1]
+    out = query.new_empty(query.shape[0], num_heads, values.shape[-1])
+    starts = layout.query_start.tolist()
+    wide = torch.promote_types(query.dtype, torch.float32)
+    for segment, slot in enumerate(layout.slot.tolist()):
+        rows = slice(starts[segment], starts[segment + 1])
+        num_keys = int(layout.num_keys[segment])
+        key, value = (
+            buffer[slot, :, :num_keys].to(wide).repeat_interleave(groups, dim=0)
+            for buffer in (keys, values)
+        )
+        scores = _scores(query[rows].to(wide), key, layout, scoring, segment)
+        if scoring.sinks is not None:
+            sinks = scoring.sinks.to(wide)[:, None, None].expand(-1, scores.shape[1], 1)
+            scores = torch.cat([scores, sinks], dim=-1)
+        # A query that sees nothing would divide zero by zero.
+        weights = scores.softmax(dim=-1).nan_to_num_(0.0)[..., :num_keys]
+        out[rows] = (weights @ value).transpose(0, 1).to(query.dtype)
+    return out
+
+
+def _scores(
+    query: Tensor, key: Tensor, layout: RaggedLayout, scoring: Scoring, segment: int
+) -> Tensor:
+    """(H, Q, n) of (Q, H, D) queries on (H, n, D) keys, -inf where a key is not seen."""
+    scale = query.shape[-1] ** -0.5 if scoring.scale is None else scoring.scale
+    scores = query.transpose(0, 1) @ key.transpose(1, 2) * scale
+    if scoring.softcap is not None:
+        scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
+    start, num_keys = int(layout.key_start[segment]), key.shape[1]
+    rows = slice(int(layout.query_start[segment]), int(layout.query_start[segment + 1]))
+    # How far each key lies behind the query; negative for keys of other branches only.
+    distance = layout.position[rows, None] - layout.key_position[start : start + num_keys]
+    if scoring.slopes is not None:
+        scores = scores - scoring.slopes.to(scores.dtype)[:, None, None] * distance
+    visible = _visible(layout, segment, num_keys)
+    if scoring.window is not None:
+        visible = visible & (distance < scoring.window)
+    return scores.masked_fill(~visible, float("-inf"))
+
+
+def _visible(layout: RaggedLayout, segment: int, num_keys: int) -> Tensor:
+    """(Q, n) bool: the prefix, then the bits."""
+    rows = slice(int(layout.query_start[segment]), int(layout.query_start[segment + 1]))
+    prefix = int(layout.prefix[segment])
+    bits = layout.bits[rows]
+    place = torch.arange(num_keys - prefix, device=bits.device)
+    tail = (bits[:, place // 8] >> (place % 8).to(torch.uint8)) & 1
+    return torch.cat([tail.new_ones(tail.shape[0], prefix), tail], dim=1).bool()

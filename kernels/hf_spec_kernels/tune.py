@@ -1,0 +1,184 @@
+"""Find tile sizes for the GPU at hand and write them beside the ops.
+
+Run once per kind of GPU as `python -m hf_spec_kernels.tune`; `--help` has the options. Per op and
+shape key every candidate is timed on one typical call and the fastest is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from hf_spec_kernels import distill_loss, draft_features, ragged_tree_attention, verify_tree
+from hf_spec_kernels.configs import config_file, device_name, trying
+from hf_spec_kernels.ragged_tree_attention import RaggedLayout
+
+Call = Callable[[], object]
+# Seconds that a call takes.
+Timer = Callable[[Call], float]
+
+VOCAB = 128_256
+CONTEXT = 8192
+NODES = {"few": 4, "many": 64}
+KV_HEADS, GROUPS = 8, 4
+
+_OVER_VOCABULARY = {"BLOCK_V": (1024, 2048, 4096, 8192, 16384), "num_warps": (4, 8, 16)}
+CANDIDATES: dict[str, dict[str, tuple[int, ...]]] = {
+    "ragged_tree_attention": {
+        "BLOCK_M": (16, 32, 64),
+        "BLOCK_N": (16, 32, 64, 128),
+        "num_warps": (4, 8),
+        "num_stages": (1, 2, 3),
+        "min_split": (128, 256, 512),
+    },
+    "verify_tree": _OVER_VOCABULARY,
+    "draft_features": _OVER_VOCABULARY,
+    "distill_loss": _OVER_VOCABULARY,
+}
+
+
+def attention_call(key: str, device: torch.device, context: int = CONTEXT) -> Call:
+    """A decoding step of one row: nodes of a tree behind a context.
+
+    Args:
+        key: `head128_16bit_few` and the like.
+        device: where to run.
+        context: committed tokens.
+    """
+    head, bits, rows = key.split("_")
+    dtype = _dtype(bits)
+    # Few rows are those of one tile; see `launch.config_key`.
+    nodes = NODES[rows]
+    size, places = int(head.removeprefix("head")), context + nodes
+    query = torch.randn(nodes, KV_HEADS * GROUPS, size, device=device).to(dtype)
+    keys = torch.randn(1, KV_HEADS, places, size, device=device).to(dtype)
+
+    def ints(*numbers: int) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.int32, device=device)
+
+    layout = RaggedLayout(
+        slot=ints(0),
+        query_start=ints(0, nodes),
+        num_keys=ints(places),
+        prefix=ints(context),
+        bits=torch.full((nodes, -(-nodes // 8)), 255, dtype=torch.uint8, device=device),
+        position=torch.arange(context, places, dtype=torch.int32, device=device),
+        key_position=torch.arange(places, dtype=torch.int32, device=device),
+        key_start=ints(0),
+        max_queries=nodes,
+        max_keys=places,
+    )
+    return lambda: ragged_tree_attention(query, keys, keys, layout, impl="triton")
+
+
+def vocabulary_call(
+    op: str, key: str, device: torch.device, vocab: int = VOCAB, rows: int = 64
+) -> Call:
+    """A typical call of an op over the vocabulary.
+
+    Args:
+        op: its name.
+        key: `16bit` or `32bit`.
+        device: where to run.
+        vocab: its size.
+        rows: distributions in the call.
+    """
+    logits = torch.randn(rows, vocab, device=device).to(_dtype(key))
+    if op == "draft_features":
+        probs = logits.softmax(dim=-1)
+        return lambda: draft_features(probs, impl="triton")
+    nodes = torch.arange(rows, device=device) % vocab
+    if op == "verify_tree":
+        ends = torch.tensor([0, rows], device=device)
+        return lambda: verify_tree(logits, nodes, nodes - 1, ends, rows, impl="triton")
+    logits.requires_grad_()
+    return lambda: distill_loss(logits, logits.detach(), nodes, impl="triton").backward()
+
+
+def tune(op: str, key: str, call: Call, timer: Timer) -> dict[str, int]:
+    """The fastest of the candidates that run.
+
+    Args:
+        op: its name.
+        key: the shape, named in the progress line.
+        call: launches it.
+        timer: seconds of a call.
+
+    Raises:
+        RuntimeError: if none runs.
+    """
+    best, shortest = None, float("inf")
+    for candidate in _candidates(op):
+        with trying(op, candidate):
+            try:
+                seconds = timer(call)
+            except _too_large():
+                continue
+        if seconds < shortest:
+            best, shortest = candidate, seconds
+    if best is None:
+        raise RuntimeError(f"no tile sizes of {op} for {key} fit this GPU")
+    print(f"{op} {key}: {best}, {shortest * 1e6:.1f} us", file=sys.stderr)  # noqa: T201
+    return best
+
+
+def write(file: Path, found: dict[str, dict[str, int]]) -> None:
+    """Write the configurations of one op, a line per shape key."""
+    lines = (f' "{key}": {json.dumps(arguments)}' for key, arguments in found.items())
+    file.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="python -m hf_spec_kernels.tune", description=__doc__)
+    parser.add_argument("--op", action="append", choices=list(CANDIDATES), help="all by default")
+    parser.add_argument("--key", action="append", help="shape keys; all by default")
+    options = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        parser.error("tile sizes are found by timing on a GPU, and there is none here")
+    device = torch.device("cuda", torch.cuda.current_device())
+    for op in options.op or CANDIDATES:
+        keys = json.loads(config_file(op, "default").read_text(encoding="utf-8"))
+        target = config_file(op, device_name(device))
+        known = json.loads(target.read_text(encoding="utf-8")) if target.is_file() else {}
+        for key in keys:
+            if options.key is None or key in options.key:
+                attention = op == "ragged_tree_attention"
+                call = (
+                    attention_call(key, device) if attention else vocabulary_call(op, key, device)
+                )
+                known[key] = tune(op, key, call, _gpu_seconds)
+                write(target, known)
+
+
+def _candidates(op: str) -> Iterator[dict[str, int]]:
+    choices = CANDIDATES[op]
+    for values in itertools.product(*choices.values()):
+        yield dict(zip(choices, values, strict=True))
+
+
+def _dtype(bits: str) -> torch.dtype:
+    return {"16bit": torch.bfloat16, "32bit": torch.float32}[bits]
+
+
+def _gpu_seconds(call: Call) -> float:
+    """Median of repeated calls, caches flushed in between."""
+    from triton.testing import do_bench
+
+    return float(do_bench(call, return_mode="median")) * 1e-3
+
+
+def _too_large() -> type[Exception]:
+    from triton.runtime.errors import OutOfResources
+
+    return OutOfResources  # type: ignore[no-any-return]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""The ops run on the CPU in Triton's interpreter and, with `-m gpu`, on a GPU: the same tests."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hf_spec_kernels import has_triton
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Where the kernels of a test run."""
+    kind = request.param
+    if not has_triton() and sys.platform != "linux":
+        pytest.skip("Triton is made for Linux only")
+    assert has_triton(), "Triton is missing: pip install -c constraints.txt -e '.[test]'"
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if kind == "cpu" and not interpreted:
+        pytest.skip("kernels are compiled in this process; TRITON_INTERPRET=1 interprets them")
+    if kind == "cuda" and (interpreted or not torch.cuda.is_available()):
+        pytest.skip("needs a GPU, and a process without TRITON_INTERPRET")
+    return torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
+
+
+# The interpreter keeps bfloat16 as integers and multiplies those.
+DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(params=DTYPES, ids=str)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    """Every dtype of the kernels that can be tested there."""
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def nan_memory() -> Iterator[None]:
+    """New memory is full of NaN, so that what a kernel forgets to write shows."""
+    before = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = before

@@ -1,0 +1,97 @@
+"""Writing keys and values: every token in its place, nothing else touched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hf_spec_kernels import kv_write, launches
+from torch import Tensor
+
+# Slot and place of seven tokens; -1 leaves one out. Order and gaps are free.
+PLACES = [[0, 0, 2, -1, 1, 2, 0], [3, 4, 9, 1, 15, 0, 12]]
+
+
+def states(heads: int = 2, head: int = 8, value_head: int = 6) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    return {
+        "key": torch.randn(7, heads, head),
+        "value": torch.randn(7, heads, value_head),
+        "keys": torch.full((3, heads, 16, head), torch.nan),
+        "values": torch.full((3, heads, 16, value_head), torch.nan),
+        "place": torch.tensor(PLACES, dtype=torch.int32),
+    }
+
+
+def written(arguments: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """What the buffers should hold, by a loop."""
+    keys, values = arguments["keys"].clone(), arguments["values"].clone()
+    for token, (slot, place) in enumerate(zip(*arguments["place"].tolist(), strict=True)):
+        if slot >= 0:
+            keys[slot, :, place] = arguments["key"][token]
+            values[slot, :, place] = arguments["value"][token]
+    return keys, values
+
+
+def check(arguments: dict[str, Tensor], impl: str) -> None:
+    expected = written(arguments)
+    kv_write(**arguments, impl=impl)
+    for name, right in zip(("keys", "values"), expected, strict=True):
+        assert torch.equal(arguments[name].nan_to_num(7.5), right.nan_to_num(7.5))
+
+
+def test_the_reference() -> None:
+    check(states(), "torch")
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 8, 6), (3, 80, 80), (8, 128, 256)])
+def test_the_kernel(sizes: tuple[int, int, int], device: torch.device, dtype: torch.dtype) -> None:
+    arguments = {
+        name: tensor.to(device) if name == "place" else tensor.to(device, dtype)
+        for name, tensor in states(*sizes).items()
+    }
+    before = launches["kv_write"]
+    check(arguments, "triton")
+    assert launches["kv_write"] == before + 1
+
+
+def test_strides_are_free(device: torch.device) -> None:
+    """Heads before tokens, as attention layers have them, into a part of a larger pool."""
+    arguments = {name: tensor.to(device) for name, tensor in states().items()}
+    for name in ("key", "value"):
+        arguments[name] = arguments[name].transpose(0, 1).contiguous().transpose(0, 1)
+    pool = torch.zeros(6, 2, 32, 8, device=device)
+    arguments["keys"] = pool[::2, :, ::2]
+    check(arguments, "triton")
+    assert not pool[1::2].any()
+    assert not pool[:, :, 1::2].any()
+
+
+def test_no_tokens(device: torch.device) -> None:
+    arguments = {name: tensor.to(device) for name, tensor in states().items()}
+    arguments |= {"key": arguments["key"][:0], "value": arguments["value"][:0]}
+    kv_write(**{**arguments, "place": arguments["place"][:, :0]}, impl="triton")
+    assert arguments["keys"].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"value": torch.randn(6, 2, 6)}, ValueError, "value has shape"),
+        ({"keys": torch.randn(3, 2, 16, 7)}, ValueError, "keys has shape"),
+        ({"values": torch.randn(3, 2, 15, 6)}, ValueError, "values has shape"),
+        ({"keys": torch.randn(3, 2, 16, 8).half()}, TypeError, "keys is torch.float16"),
+        ({"place": torch.zeros(2, 7).long()}, TypeError, "place is torch.int64"),
+        ({"place": torch.zeros(7, 2).int().T}, ValueError, "place has strides"),
+        ({"place": torch.zeros(2, 14).int()[:, :7]}, ValueError, "place must be contiguous"),
+    ],
+)
+def test_what_the_kernel_cannot_read_is_refused(
+    change: dict[str, Any], error: type[Exception], match: str, device: torch.device
+) -> None:
+    arguments = {name: value.to(device) for name, value in (states() | change).items()}
+    if "strides" in match:
+        arguments["place"] = change["place"].to(device)
+    with pytest.raises(error, match=match):
+        kv_write(**arguments, impl="triton")

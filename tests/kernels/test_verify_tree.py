@@ -1,0 +1,210 @@
+"""The verdict on the device: the reference against a walk by hand, the kernel against both."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hf_spec_kernels import TreeVerdict, launches, verify_tree
+from torch import Tensor
+
+VOCAB = 37
+# Rows of 5, 0, 1 and 4 nodes; node 0 has two children with the same token, node 8 is virtual.
+TOKENS = [3, 10, 10, 11, 12, 20, 30, 31, -2, 32]
+PARENT = [-1, 0, 0, 1, 3, -1, -1, 6, 7, 7]
+ROW_START = [0, 5, 5, 6, 10]
+
+
+def tree(device: torch.device | str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
+    return tuple(torch.tensor(n, device=device) for n in (TOKENS, PARENT, ROW_START))  # type: ignore[return-value]
+
+
+def wishes(tokens: list[int], vocab: int = VOCAB) -> Tensor:
+    """(N, vocab) random logits whose argmax at every node is the given token."""
+    torch.manual_seed(0)
+    logits = torch.randn(len(tokens), vocab)
+    logits[range(len(tokens)), tokens] = 9.0
+    return logits
+
+
+def verdict(logits: Tensor, impl: str, uniforms: Tensor | None = None) -> TreeVerdict:
+    return verify_tree(logits, *tree(logits.device), 5, uniforms, impl)
+
+
+def as_lists(found: TreeVerdict) -> list[tuple[list[int], int]]:
+    rows = zip(found.accepted.tolist(), found.num_accepted.tolist(), strict=True)
+    paths = []
+    for path, count in rows:
+        assert path[count:] == [-1] * (len(path) - count)
+        paths.append(path[:count])
+    return list(zip(paths, found.bonus.tolist(), strict=True))
+
+
+# What each node wants, and what that makes of the four rows.
+CASES: dict[str, tuple[list[int], list[tuple[list[int], int]]]] = {
+    "all accepted": (
+        [10, 11, 0, 12, 5, 7, 31, 32, 0, 8],
+        [([1, 3, 4], 5), ([], -1), ([], 7), ([7, 9], 8)],
+    ),
+    "all rejected": (
+        [9, 11, 0, 12, 5, 7, 9, 32, 0, 8],
+        [([], 9), ([], -1), ([], 7), ([], 9)],
+    ),
+    "some": (
+        [10, 12, 0, 12, 5, 20, 31, 30, 0, 8],
+        [([1], 12), ([], -1), ([], 20), ([7], 30)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_reference(name: str) -> None:
+    wanted, expected = CASES[name]
+    assert as_lists(verdict(wishes(wanted), "torch")) == expected
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernel(name: str, device: torch.device, dtype: torch.dtype) -> None:
+    wanted, expected = CASES[name]
+    before = launches["verify_tree"]
+    assert as_lists(verdict(wishes(wanted).to(device, dtype), "triton")) == expected
+    assert launches["verify_tree"] == before + 1
+
+
+@pytest.mark.parametrize("vocab", [1, 63, 5000, 9001])
+def test_vocabularies_of_several_chunks(vocab: int, device: torch.device) -> None:
+    torch.manual_seed(vocab)
+    logits = torch.randn(10, vocab, device=device)
+    found, expected = verdict(logits, "triton"), verdict(logits, "torch")
+    assert torch.equal(found.bonus, expected.bonus)
+    assert found.bonus[0] == logits[0].argmax()
+
+
+def odd_logits(kind: str, vocab: int = 9000) -> Tensor:
+    """Ties and special values, within a chunk of the vocabulary and across chunks."""
+    torch.manual_seed(1)
+    logits = torch.randn(10, vocab).clamp(max=3)
+    if kind == "ties":
+        logits[:, [200, 300, 8200, 8999]] = 5.0
+    elif kind == "masked":
+        logits[:, :8500] = -math.inf
+    elif kind == "all masked":
+        logits[:] = -math.inf
+    elif kind == "infinite":
+        logits[:, [4100, 8000]] = math.inf
+    else:
+        logits[:, [4200, 4300, 8500]] = math.nan
+        logits[:, 7] = math.inf
+    return logits
+
+
+ODD = {"ties": 200, "masked": None, "all masked": 0, "infinite": 4100, "nan": 4200}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_the_first_of_equals_is_taken(kind: str, device: torch.device) -> None:
+    """As `torch.argmax` has it; a NaN is larger than everything."""
+    logits = odd_logits(kind).to(device)
+    bonus = verdict(logits, "triton").bonus
+    assert bonus[0] == logits[0].argmax()
+    if ODD[kind] is not None:
+        assert bonus[0] == ODD[kind]
+    assert torch.equal(bonus, verdict(logits, "torch").bonus)
+
+
+def chain_of(count: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """`count` roots alone, so that every one of them shows its draw."""
+    tokens = torch.zeros(count, dtype=torch.long, device=device)
+    return tokens, tokens - 1, torch.arange(count + 1, device=device)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_draws_have_the_targets_distribution(impl: str, device: torch.device) -> None:
+    """Evenly spaced uniforms give every token as often as its probability says, up to one."""
+    count = 100
+    torch.manual_seed(0)
+    logits = torch.randn(11, device=device) * 2
+    logits[4] = -math.inf
+    uniforms = (torch.arange(count, device=device) + 0.5) / count
+    drawn = verify_tree(
+        logits.expand(count, -1).contiguous(), *chain_of(count, device), 1, uniforms, impl
+    ).bonus
+    counts = drawn.bincount(minlength=11).double()
+    expected = logits.double().softmax(dim=0) * count
+    assert (counts - expected).abs().max() <= 1
+    assert counts[4] == 0
+    assert (drawn.diff() >= 0).all()
+
+
+# NumPy, in the interpreter, also warns of differences of infinities that are not used.
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("kind", ["masked", "all masked", "infinite", "nan"])
+def test_draws_from_odd_logits(kind: str, device: torch.device) -> None:
+    logits = odd_logits(kind).to(device)
+    # The ends of [0, 1) as well: nothing without probability is ever drawn.
+    uniforms = torch.tensor([0.0, 0.3, 0.5, 0.7, 0.9, 1 - 2**-24] * 2, device=device)[:10]
+    drawn = verify_tree(logits, *chain_of(10, logits.device), 1, uniforms, "triton").bonus
+    expected = verify_tree(logits, *chain_of(10, logits.device), 1, uniforms, "torch").bonus
+    if kind == "all masked":
+        assert drawn.tolist() == [-1] * 10
+        return
+    chosen = logits[range(10), drawn]
+    assert (chosen > -math.inf).all()
+    # Rounding may move a draw by a neighbour that is possible.
+    possible = (logits[0] > -math.inf).cumsum(dim=0)
+    assert (possible[drawn] - possible[expected]).abs().max() <= 1
+
+
+def test_a_draw_walks_too(device: torch.device) -> None:
+    logits = wishes(CASES["all accepted"][0]).to(device) * 10
+    uniforms = torch.full((10,), 0.5, device=device)
+    for impl in ("triton", "torch"):
+        assert as_lists(verdict(logits, impl, uniforms)) == CASES["all accepted"][1]
+
+
+def test_strides_are_free(device: torch.device) -> None:
+    wide = torch.zeros(10, 2 * VOCAB, device=device)
+    logits = wide[:, VOCAB:]
+    logits.copy_(wishes(CASES["some"][0]))
+    wide[:, :VOCAB] = 99.0
+    assert as_lists(verdict(logits, "triton")) == CASES["some"][1]
+
+
+def test_no_rows_and_roots_alone(device: torch.device) -> None:
+    nothing = torch.zeros(0, dtype=torch.long, device=device)
+    start = torch.zeros(1, dtype=torch.long, device=device)
+    found = verify_tree(torch.zeros(0, 5, device=device), nothing, nothing, start, 0, impl="triton")
+    assert found.accepted.shape == (0, 0)
+    finished = torch.zeros(3, dtype=torch.long, device=device)
+    found = verify_tree(
+        torch.zeros(0, 5, device=device), nothing, nothing, finished, 0, impl="triton"
+    )
+    assert found.bonus.tolist() == [-1, -1]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"logits": torch.zeros(10, 3).long()}, TypeError, "logits is torch.int64"),
+        ({"logits": torch.zeros(3, 10).T}, ValueError, "logits has strides"),
+        ({"logits": torch.zeros(10, 0)}, ValueError, "no tree"),
+        ({"parent": torch.zeros(9).long()}, ValueError, "parent has shape"),
+        ({"token_ids": torch.zeros(10).int()}, TypeError, "token_ids is torch.int32"),
+        ({"uniforms": torch.zeros(9)}, ValueError, "uniforms has shape"),
+    ],
+)
+def test_what_the_kernel_cannot_read_is_refused(
+    change: dict[str, Any], error: type[Exception], match: str, device: torch.device
+) -> None:
+    names = ("token_ids", "parent", "row_start")
+    arguments = {"logits": torch.zeros(10, 5), **dict(zip(names, tree(), strict=True)), **change}
+    moved = {
+        name: value if "strides" in match and name == "logits" else value.to(device)
+        for name, value in arguments.items()
+    }
+    if "strides" in match:
+        moved["logits"] = moved["logits"].T.to(device).T
+    with pytest.raises(error, match=match):
+        verify_tree(**moved, max_nodes=5, impl="triton")
