@@ -1,14 +1,17 @@
 """Lossless speculative decoding for Hugging Face models.
 
-Importing this package lets `model.generate()` understand `spec_strategy=` and `assistant=`.
+Importing this package lets `model.generate()` and `model.generate_batch()` understand
+`spec_strategy=` and `assistant=`.
 """
 
 from hf_spec.decoding.cpu_linear import clear_cpu_packing, cpu_packing_bytes, set_cpu_packing
+from hf_spec.decoding.streaming import BatchStreamer, BatchTextStreamer
 from hf_spec.errors import AssistantError, OptionError, SpecError, UnsupportedError
 from hf_spec.hook import disable, enable
 from hf_spec.models.truncated import truncated_draft
-from hf_spec.outputs import SpecGenerateOutput, SpecStats
+from hf_spec.outputs import SpecBatchOutput, SpecGenerateOutput, SpecRequestOutput, SpecStats
 from hf_spec.strategies import (
+    AutoConfig,
     DiscoConfig,
     DraftConfig,
     FalconConfig,
@@ -25,6 +28,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AssistantError",
+    "AutoConfig",
+    "BatchStreamer",
+    "BatchTextStreamer",
     "DiscoConfig",
     "DraftConfig",
     "FalconConfig",
@@ -33,8 +39,10 @@ __all__ = [
     "NoneConfig",
     "OptionError",
     "SdsatConfig",
+    "SpecBatchOutput",
     "SpecError",
     "SpecGenerateOutput",
+    "SpecRequestOutput",
     "SpecStats",
     "StrategyConfig",
     "TreeConfig",

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from hf_spec.decoding.kv_cache import check_reusable
+from hf_spec.decoding.streaming import BatchStreamer
 from hf_spec.errors import OptionError, UnsupportedError
 from hf_spec.model_checks import check_rope
 
@@ -153,11 +154,11 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
 
 
 def check_streamer(streamer: object, num_rows: int = 1) -> None:
-    """Refuse a streamer that is none, or for several sequences.
+    """Refuse a streamer that is none, or for one of several sequences.
 
     Raises:
         OptionError: if it lacks a method.
-        UnsupportedError: if rows that advance at different speeds would feed it.
+        UnsupportedError: if several rows would feed it and it cannot tell them apart.
     """
     if streamer is None:
         return
@@ -167,9 +168,20 @@ def check_streamer(streamer: object, num_rows: int = 1) -> None:
             "TextStreamer(tokenizer)"
         )
     if num_rows > 1:
+        check_batch_streamer(streamer)
+
+
+def check_batch_streamer(streamer: object) -> None:
+    """Refuse a streamer that follows one sequence, where there are several.
+
+    Raises:
+        UnsupportedError: names its type and what to use.
+    """
+    if streamer is not None and not isinstance(streamer, BatchStreamer):
         raise UnsupportedError(
-            f"streamer= with {num_rows} sequences, which advance at different speeds; "
-            "stream one sequence at a time"
+            f"a streamer of type {type(streamer).__name__} follows one sequence, and several "
+            "advance at different speeds; pass hf_spec.BatchStreamer(on_tokens) or "
+            "hf_spec.BatchTextStreamer(tokenizer, on_text)"
         )
 
 
@@ -199,8 +211,7 @@ def check_inputs(
             "text given as input_ids can"
         )
     low, high = int(input_ids.min()), int(input_ids.max())
-    embeddings: Any = model.get_input_embeddings()
-    vocab = embeddings.weight.shape[0]
+    vocab = vocab_size(model)
     if low < 0 or high >= vocab:
         raise UnsupportedError(
             f"input_ids hold values from {low} to {high}; the model's vocabulary is 0 to "
@@ -227,6 +238,12 @@ def check_inputs(
         )
     _check_cache(model, model_kwargs.get("past_key_values"), input_ids)
     check_rope(model, max_length)
+
+
+def vocab_size(model: PreTrainedModel) -> int:
+    """Number of token ids that have an embedding."""
+    embeddings: Any = model.get_input_embeddings()
+    return embeddings.weight.shape[0]
 
 
 def _check_mask(model: PreTrainedModel, mask: Tensor) -> None:

@@ -31,12 +31,14 @@ def build_app() -> typer.Typer:
     """Return the typer application with every sub-command."""
     import typer
 
+    from hf_spec.bench.verify_cli import verify
     from hf_spec.demo import demo
     from hf_spec.training.cli import train
     from hf_spec.training.cli_calibrate import calibrate
 
     app = typer.Typer(add_completion=False, no_args_is_help=True)
     app.command()(demo)
+    app.command()(verify)
     app.add_typer(train, name="train")
     app.add_typer(calibrate, name="calibrate")
 

@@ -9,6 +9,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_spec.decoding.alibi import uses_alibi
+from hf_spec.decoding.attention import takes_packed
+from hf_spec.decoding.row_work import BATCHING
 from hf_spec.errors import UnsupportedError
 
 # Layers whose whole past is a set of keys and values, so that a token can be taken back.
@@ -77,6 +79,21 @@ def _check_attention(model: PreTrainedModel, name: str) -> None:
         reason = "the window of its local layers counts stored tokens, not positions"
     if reason is not None:
         raise UnsupportedError(f"{name} cannot decode draft trees: {reason}")
+
+
+def check_batching(model: PreTrainedModel, batching: str) -> None:
+    """Refuse padding that the layout of the model's inputs does not allow to choose.
+
+    Raises:
+        UnsupportedError: if inputs without padding are asked for beside padded storage, and the
+            model takes inputs of shape (rows, tokens) only.
+    """
+    chosen = BATCHING[batching]
+    if chosen.pads_kv and not chosen.pads_inputs and not takes_packed(model):
+        raise UnsupportedError(
+            f"batching={batching!r}: {type(model).__name__} takes no attention function, so that "
+            "its inputs are always padded; use 'padded', or 'unpadded' for unpadded storage"
+        )
 
 
 def check_evaluation(model: PreTrainedModel) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 
@@ -14,6 +16,7 @@ class RowStats:
     target_forwards: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    new_tokens: int = 0
     drafted_by_position: list[int] = field(default_factory=list)
     accepted_by_position: list[int] = field(default_factory=list)
 
@@ -22,11 +25,24 @@ class RowStats:
         """Accepted draft tokens per target forward, without the bonus token."""
         return self.accepted_tokens / self.target_forwards if self.target_forwards else 0.0
 
-    def count(self, drafted: int, depth: int, accepted: int) -> None:
-        """Add a round: `drafted` nodes in a draft `depth` levels deep, `accepted` of them kept."""
+    @property
+    def accepted_length(self) -> float:
+        """Tokens gained per target forward, bonus tokens included (see `SpecStats`)."""
+        return self.new_tokens / self.target_forwards if self.target_forwards else 0.0
+
+    def count(self, drafted: int, depth: int, accepted: int, gained: int) -> None:
+        """Add a round.
+
+        Args:
+            drafted: nodes of the draft.
+            depth: its levels.
+            accepted: nodes that were kept.
+            gained: tokens that the row is longer by: these and the bonus token, if none was cut.
+        """
         self.target_forwards += 1
         self.drafted_tokens += drafted
         self.accepted_tokens += accepted
+        self.new_tokens += gained
         for by_position, reached in (
             (self.drafted_by_position, depth),
             (self.accepted_by_position, accepted),
@@ -40,9 +56,16 @@ class RowStats:
 class SpecStats:
     """Counts and times of one `generate()` call.
 
+    The EMS-SD paper calls what a row gains in a step, bonus token included, its acceptance length;
+    `accepted_length_mean`, `accepted_length_min` and `padding_ratio` are in that measure (Ni et al.
+    2024, arXiv 2405.07542, equations 5 and 8 to 10). `tau` leaves the bonus token out.
+
     Attributes:
         rows: counts of each sequence.
         target_forwards: forward passes of the target model, prompt included.
+        target_tokens: tokens that passed the target's linear layers, prompts and padding included.
+        target_padding: how many of these were padding.
+        uneven_tokens: by how much rows fell behind the row that gained most, over all steps.
         draft_forwards: forward passes of a draft model or head.
         draft_seconds: time spent proposing tokens.
         verify_seconds: time inside the target model's forward passes.
@@ -52,6 +75,9 @@ class SpecStats:
 
     rows: list[RowStats]
     target_forwards: int = 0
+    target_tokens: int = 0
+    target_padding: int = 0
+    uneven_tokens: int = 0
     draft_forwards: int = 0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
@@ -73,6 +99,34 @@ class SpecStats:
         """Accepted draft tokens per target forward and row, without the bonus token."""
         forwards = sum(row.target_forwards for row in self.rows)
         return self.accepted_tokens / forwards if forwards else 0.0
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens generated, all rows together."""
+        return sum(row.new_tokens for row in self.rows)
+
+    @property
+    def accepted_length_mean(self) -> float:
+        """Mean of the rows' accepted lengths, 1 without accepted drafts."""
+        return sum(self._accepted_lengths) / max(len(self.rows), 1)
+
+    @property
+    def accepted_length_min(self) -> float:
+        """Least of the rows' accepted lengths, which decides when a batch is done."""
+        return min(self._accepted_lengths, default=0.0)
+
+    @property
+    def padding_ratio(self) -> float:
+        """Padding that an aligned cache needs per token generated, whatever was padded here."""
+        return self.uneven_tokens / self.new_tokens if self.new_tokens else 0.0
+
+    @property
+    def _accepted_lengths(self) -> list[float]:
+        return [row.accepted_length for row in self.rows]
+
+    def count_round(self, gained: list[int]) -> None:
+        """Add a step in which each unfinished row gained so many tokens."""
+        self.uneven_tokens += len(gained) * max(gained, default=0) - sum(gained)
 
     @property
     def accepted_by_position(self) -> list[int]:
@@ -102,3 +156,27 @@ class SpecGenerateOutput(GenerateDecoderOnlyOutput):
     """
 
     spec_stats: SpecStats | None = None
+
+
+@dataclass
+class SpecRequestOutput(GenerationOutput):
+    """One sequence of `generate_batch()`: transformers' own output with the counts of the sequence.
+
+    `logprobs` stays empty; `lifespan` says when the sequence took its place in the batch and when
+    it ended, in seconds of `time.perf_counter()`.
+    """
+
+    status: RequestStatus = RequestStatus.FINISHED
+    spec_stats: RowStats | None = None
+
+
+class SpecBatchOutput(dict[str, SpecRequestOutput]):
+    """What `generate_batch()` returns with a strategy: outputs by request id, as the prompts came.
+
+    Attributes:
+        spec_stats: counts and times of the whole call; `rows` in the same order.
+    """
+
+    def __init__(self, outputs: Iterable[SpecRequestOutput], spec_stats: SpecStats):
+        super().__init__((output.request_id, output) for output in outputs)
+        self.spec_stats = spec_stats

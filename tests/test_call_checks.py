@@ -260,7 +260,7 @@ class TestStreamers:
             def end(self) -> None:
                 pass
 
-        refuse("streamer= with 5 sequences", streamer=Collect(), **ragged_batch())
+        refuse("Collect follows one sequence", streamer=Collect(), **ragged_batch())
 
     def test_without_its_methods(self) -> None:
         refuse(r"has no put\(\) and end\(\)", error=OptionError, streamer="stdout")

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 import torch
-from scipy.stats import chisquare
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation import logits_process as hf
 
 from hf_spec import (
+    AutoConfig,
     DiscoConfig,
     DraftConfig,
     FalconConfig,
@@ -30,13 +30,15 @@ from hf_spec import (
     TreeConfig,
 )
 from hf_spec.adapters.folder import SpecAdapter
+from hf_spec.bench.distribution import IMPOSSIBLE, chi_square
 from hf_spec.decoding import drafter
 from hf_spec.decoding.tree import DraftTree
-from hf_spec.decoding.verification import NodeDraw, ResidualRejection
+from hf_spec.decoding.verification import NodeDraw
 from hf_spec.models.falcon_head import FalconHead, FalconShape
 from hf_spec.strategies import draft_model
 from hf_spec.strategies.draft_model import DraftModelDrafter
-from tests.tiny_models import random_adaptive_tokens, save_disco_adapter
+from tests.biased_rules import NoResidual, RedrawnBonus, SiblingsWithoutUpdate
+from tests.tiny_models import TIMINGS, random_adaptive_tokens, save_disco_adapter
 
 VOCAB = 8
 STEPS = 3
@@ -56,6 +58,9 @@ RAGGED = [REPETITIVE, [5, 6, 5], [3, 3, 4, 3, 3]]
 
 # Among the opinions that the random classifier has of the draft model.
 DISCO_THRESHOLD = 0.464
+
+# Both a draft model and a head are asked now and then.
+AUTO_TIMINGS = {**TIMINGS, "draft": {"tree": [[1, 0.1]], "falcon": [[1, 0.1]]}}
 
 # Equal tokens are merged wherever they stand: with two levels of drafts, most of the second one.
 MERGING: dict[str, Any] = {"min_probability": 0.0, "min_sibling_ratio": 0.0, "merge_length": 0}
@@ -144,6 +149,11 @@ def arguments(strategy: str) -> dict[str, Any]:
             "spec_strategy": SdsatConfig(tree=SDSAT_TREE, fused=True, lossy=True),
             "assistant": adaptive(),
         },
+        "auto": {
+            "spec_strategy": AutoConfig(timings=AUTO_TIMINGS),
+            "assistant": [draft, falcon_head()],
+        },
+        "auto sdsat": {"spec_strategy": AutoConfig(timings=TIMINGS), "assistant": adaptive()},
         "tree": {"spec_strategy": TreeConfig(children=2, max_nodes=6), "assistant": draft},
         "siblings": {
             "spec_strategy": TreeConfig(children=3, max_nodes=12, sample_drafts=True),
@@ -214,15 +224,11 @@ def sample(
 def p_value(tokens: Tensor, joint: Tensor) -> float:
     """Chi-square of (draws, STEPS) tokens against the joint; rare continuations share a cell."""
     place = VOCAB ** torch.arange(STEPS - 1, -1, -1)
-    counts = torch.bincount((tokens * place).sum(dim=1), minlength=VOCAB**STEPS).double()
-    if counts[joint < 1e-12].sum() > 0:
-        return 0.0
+    counts = torch.bincount((tokens * place).sum(dim=1), minlength=VOCAB**STEPS)
     expected = joint * len(tokens)
-    common = expected >= 10
-    observed = torch.cat([counts[common], counts[~common].sum()[None]])
-    expected = torch.cat([expected[common], expected[~common].sum()[None]])
-    filled = expected > 1e-6
-    return float(chisquare(observed[filled], expected[filled], sum_check=False).pvalue)
+    impossible = int(counts[joint < IMPOSSIBLE].sum())
+    found = zip(expected.tolist(), counts.tolist(), strict=True)
+    return chi_square(found, impossible).p_value
 
 
 def worst_p_value(
@@ -254,6 +260,9 @@ CASES = [
     ("merging", PLAIN),
     ("merging", TOP_P),
     ("merging", REPETITION),
+    ("auto", PLAIN),
+    ("auto", REPETITION),
+    ("auto sdsat", PLAIN),
     ("tree", PLAIN),
     ("tree", REPETITION),
     ("falcon", PLAIN),
@@ -283,7 +292,7 @@ def test_what_the_prefix_forbids_never_comes(strategy: str) -> None:
 
 @pytest.mark.parametrize(
     "strategy",
-    ["lookup", "draft", "disco", "merging", "falcon", "sdsat", "sdsat fused", "siblings"],
+    ["lookup", "draft", "disco", "merging", "falcon", "sdsat", "sdsat fused", "siblings", "auto"],
 )
 def test_every_row_of_a_ragged_batch_has_its_own_distribution(strategy: str) -> None:
     # Token 2 ends a row, so that rows of one batch finish at different times.
@@ -323,44 +332,6 @@ def test_joint_distribution_with_100_000_draws(
     strategy: str, settings: dict[str, Any], prompts: list[list[int]]
 ) -> None:
     assert worst_p_value(prompts, settings, strategy, draws=100_000 // len(prompts)) > ALPHA
-
-
-class NoResidual(ResidualRejection):
-    """After a rejection it draws from the target's distribution itself."""
-
-    @staticmethod
-    def _judge(tree: Any, node: int, target: Tensor) -> tuple[int, int | None]:
-        for child in tree.host.children[node]:
-            token = tree.host.tokens[child]
-            if float(torch.rand(()) * tree.draft_probs[node, token]) < float(target[token]):
-                return token, child
-        return int(torch.multinomial(target, 1)), None
-
-
-class SiblingsWithoutUpdate(ResidualRejection):
-    """Every sibling is held against the probabilities that were right for the first."""
-
-    @staticmethod
-    def _judge(tree: Any, node: int, target: Tensor) -> tuple[int, int | None]:
-        residual = target
-        for child in tree.host.children[node]:
-            token = tree.host.tokens[child]
-            if float(torch.rand(()) * tree.draft_probs[node, token]) < float(target[token]):
-                return token, child
-            residual = (target - tree.draft_probs[node]).clamp(min=0)
-        return int(torch.multinomial(residual, 1)), None
-
-
-class RedrawnBonus(NodeDraw):
-    """Draws again where no child carries the token that was drawn."""
-
-    def _step(self, tree: Any, walk: Any, here: Any, paths: Any) -> dict[int, Any]:
-        first = super()._step(tree, walk, here, paths)
-        second = super()._step(tree, walk, here, paths)
-        return {
-            row: (token, child) if child is not None else (second[row][0], None)
-            for row, (token, child) in first.items()
-        }
 
 
 def flatter(distributions: Any) -> Tensor | None:
@@ -412,7 +383,7 @@ class TestBrokenTwins:
         monkeypatch.setattr(drafter, "ResidualRejection", SiblingsWithoutUpdate)
         assert worst_p_value([REPETITIVE], PLAIN, "siblings", TWIN_DRAWS) < REJECTED
 
-    @pytest.mark.parametrize("strategy", ["lookup", "tree", "falcon", "sdsat fused"])
+    @pytest.mark.parametrize("strategy", ["lookup", "tree", "falcon", "sdsat fused", "auto"])
     def test_bonus_redrawn_after_a_miss(
         self, strategy: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -12,9 +12,9 @@ from tests import tiny_models
 
 def test_rounds_of_one_row_add_up() -> None:
     row = RowStats()
-    row.count(drafted=5, depth=3, accepted=2)
-    row.count(drafted=0, depth=0, accepted=0)
-    row.count(drafted=4, depth=4, accepted=4)
+    row.count(drafted=5, depth=3, accepted=2, gained=3)
+    row.count(drafted=0, depth=0, accepted=0, gained=1)
+    row.count(drafted=4, depth=4, accepted=4, gained=4)
     assert (row.target_forwards, row.drafted_tokens, row.accepted_tokens) == (3, 9, 6)
     assert row.drafted_by_position == [2, 2, 2, 1]
     assert row.accepted_by_position == [2, 2, 1, 1]
@@ -23,9 +23,9 @@ def test_rounds_of_one_row_add_up() -> None:
 
 def test_rows_of_different_depth_add_up() -> None:
     first, second = RowStats(), RowStats()
-    first.count(drafted=3, depth=3, accepted=1)
-    second.count(drafted=1, depth=1, accepted=1)
-    second.count(drafted=1, depth=1, accepted=0)
+    first.count(drafted=3, depth=3, accepted=1, gained=2)
+    second.count(drafted=1, depth=1, accepted=1, gained=2)
+    second.count(drafted=1, depth=1, accepted=0, gained=1)
     stats = SpecStats([first, second], target_forwards=2)
     assert (stats.drafted_tokens, stats.accepted_tokens) == (5, 2)
     assert stats.drafted_by_position == [3, 1, 1]

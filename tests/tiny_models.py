@@ -232,7 +232,9 @@ def prompts(name: str, kind: str) -> dict[str, Tensor]:
     return left_padded(rows)
 
 
-STRATEGIES = ("none", "lookup", "draft", "tree", "gsd", "disco", "falcon", "sdsat")
+STRATEGIES = ("none", "lookup", "draft", "tree", "gsd", "disco", "falcon", "sdsat", "auto")
+# A machine on which drafts are nearly free.
+TIMINGS = {"verify": [[1, 1.0], [64, 1.1]], "draft": {"tree": [[1, 0.001]]}}
 
 
 def speculation(name: str, strategy: str) -> dict[str, Any]:
@@ -251,6 +253,9 @@ def speculation(name: str, strategy: str) -> dict[str, Any]:
             "spec_strategy": hf_spec.SdsatConfig(tree=wide_tree()),
             "assistant": sdsat_adapter(name),
         }
+    if strategy == "auto":
+        config = hf_spec.AutoConfig(timings=TIMINGS)
+        return {"spec_strategy": config, "assistant": draft_model(name)}
     assistant = disco_adapter(name) if strategy == "disco" else draft_model(name)
     return {"spec_strategy": strategy, "assistant": assistant}
 

@@ -134,10 +134,10 @@ def _timed(
     turn = repeat % len(contenders)
     runs = {}
     for contender in [*contenders[turn:], *contenders[:turn]]:
-        _synchronize()
+        synchronize()
         start = time.perf_counter()
         run = contender.run(ids, new_tokens)
-        _synchronize()
+        synchronize()
         runs[contender.name] = run, time.perf_counter() - start
         progress()
     return runs
@@ -161,6 +161,7 @@ def to_json(records: Sequence[Record], **facts: Any) -> dict[str, Any]:
     return {**facts, "environment": environment(), "records": [asdict(r) for r in records]}
 
 
-def _synchronize() -> None:
+def synchronize() -> None:
+    """Wait for the GPU, if there is one, so that a clock sees its work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()

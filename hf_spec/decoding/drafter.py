@@ -23,6 +23,10 @@ from hf_spec.errors import UnsupportedError
 class Drafter(CandidateGenerator, ABC):
     """Proposes a draft tree per round and hears what became of it.
 
+    A row of the state is one sequence from the beginning to the end, or one after another in
+    continuous batching: `restart` says that a row has a new one. What a drafter keeps of a sequence
+    it keeps by row and drops there; what it keeps of a generation it makes in `start`.
+
     It is also a `CandidateGenerator`, so a drafter that proposes chains works in the stock assisted
     decoding of transformers at batch size 1.
 
@@ -43,6 +47,13 @@ class Drafter(CandidateGenerator, ABC):
     no_candidates: str | None = None
     virtual_tokens: VirtualTokens | None = None
     counters: Mapping[str, int] = MappingProxyType({})
+    _generation: GenerationState | None = None
+
+    def start(self, state: GenerationState) -> None:
+        """Begin the generation of `state` and forget an earlier one. Nothing by default."""
+
+    def restart(self, row: int) -> None:
+        """Forget what was kept of `row`: a new sequence begins there. Nothing by default."""
 
     @abstractmethod
     def draft(self, state: GenerationState) -> DraftTree:
@@ -53,7 +64,13 @@ class Drafter(CandidateGenerator, ABC):
 
     @contextmanager
     def active(self, state: GenerationState) -> Iterator[None]:
-        """Hold whatever a generation needs (a draft model made ready), and let go of it."""
+        """Hold whatever drafting needs (a draft model made ready), and let go of it.
+
+        Entered once or more in a generation, always with the same state; the first time starts it.
+        """
+        if self._generation is not state:
+            self._generation = state
+            self.start(state)
         yield
 
     def make_verifier(self, processors: Sequence[Any], num_rows: int) -> Verifier:

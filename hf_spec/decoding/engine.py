@@ -11,7 +11,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from hf_spec.call_checks import check_inputs, check_streamer
 from hf_spec.decoding.drafter import Drafter
-from hf_spec.decoding.loop import speculative_decode
+from hf_spec.decoding.loop import count_models, speculative_decode
 from hf_spec.decoding.processors import check_processors
 from hf_spec.decoding.runner import ModelRunner
 from hf_spec.decoding.state import GenerationState, StopRules
@@ -27,6 +27,7 @@ def generate_with(  # noqa: PLR0913 - the signature that generate() calls
     stopping_criteria: Sequence[Any],
     generation_config: GenerationConfig,
     streamer: Any = None,
+    batching: str = "unpadded",
     **model_kwargs: Any,
 ) -> SpecGenerateOutput | Tensor:
     """Decode in place of the method that `generate()` would have chosen.
@@ -38,7 +39,8 @@ def generate_with(  # noqa: PLR0913 - the signature that generate() calls
         logits_processor: the prepared processors.
         stopping_criteria: the prepared criteria.
         generation_config: the resolved settings.
-        streamer: receives tokens, batch size 1.
+        streamer: receives tokens; several rows need a `BatchStreamer`.
+        batching: what is padded, a key of `BATCHING`.
         **model_kwargs: `attention_mask`, `past_key_values` and what else `generate()` prepared.
 
     Returns:
@@ -68,7 +70,7 @@ def generate_with(  # noqa: PLR0913 - the signature that generate() calls
         keep_scores=as_dict and bool(generation_config.output_scores),
         keep_logits=as_dict and bool(generation_config.output_logits),
     )
-    target = ModelRunner(model, num_rows, drafter.hidden_layers, drafter.virtual_tokens)
+    target = ModelRunner(model, num_rows, drafter.hidden_layers, drafter.virtual_tokens, batching)
     cache = model_kwargs.get("past_key_values")
     if cache is not None and cache.get_seq_length():
         _resume(target, cache, state)
@@ -78,7 +80,7 @@ def generate_with(  # noqa: PLR0913 - the signature that generate() calls
         output = speculative_decode(target, drafter, verifier, state)
         if wants_cache:
             _run_to_the_end(target, state)
-            state.stats.target_forwards = target.forwards
+            count_models(state.stats, target, drafter)
     if cache is not None and wants_cache:
         output.past_key_values = _give_back(target, cache, state, model)
     return output if as_dict else output.sequences
@@ -88,8 +90,7 @@ def _resume(target: ModelRunner, cache: DynamicCache, state: GenerationState) ->
     """Start from the keys and values of an earlier call."""
     length = cache.get_seq_length()
     masks = [mask[:length] for mask in state.frame_mask.cpu()]
-    target.pool.load(cache, masks)
-    target.stored = [int(mask.sum()) for mask in masks]
+    target.load(cache, masks)
 
 
 def _run_to_the_end(target: ModelRunner, state: GenerationState) -> None:
@@ -103,7 +104,7 @@ def _run_to_the_end(target: ModelRunner, state: GenerationState) -> None:
     for row, tokens in enumerate(state.tokens):
         # The last token of the longest row has no keys and values yet, here as there.
         text = [*tokens, *[state.pad_token_id] * (longest - state.generated[row])][:-1]
-        target.stored[row] = min(target.stored[row], len(tokens), len(text))
+        target.shorten(row, min(len(tokens), len(text)))
         rows.append(([text[-1]], [-1]) if target.stored[row] < len(text) else ([], []))
         texts.append(text)
     tree = DraftTree.from_rows(rows, state.frames.device)
@@ -118,6 +119,6 @@ def _give_back(
     """Put the result into the user's own cache object, as plain `generate()` does."""
     width = state.prompt_length + max(state.generated) - 1
     fresh = DynamicCache(config=model.config)
-    target.pool.export(fresh, state.output_masks(width), target.stored)
+    target.export(fresh, state.output_masks(width))
     cache.layers = fresh.layers
     return cache

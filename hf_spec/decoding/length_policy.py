@@ -58,6 +58,9 @@ class LengthPolicy:
     def start(self, num_rows: int) -> None:
         """Begin a generation of `num_rows` rows."""
 
+    def restart(self, row: int) -> None:
+        """Forget what was kept of `row`: a new sequence begins there."""
+
     def limit(self, row: int) -> int:
         """Most tokens that `row` may draft this round."""
         return self.max_draft_tokens
@@ -89,6 +92,10 @@ class HeuristicPolicy(LengthPolicy):
     def start(self, num_rows: int) -> None:
         """Begin every row at the configured length."""
         self._limits = [self.max_draft_tokens] * num_rows
+
+    def restart(self, row: int) -> None:
+        """Begin one row at the configured length."""
+        self._limits[row] = self.max_draft_tokens
 
     def limit(self, row: int) -> int:
         """The row's current length."""

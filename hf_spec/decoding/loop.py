@@ -6,7 +6,7 @@ from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.runner import ModelRunner
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.verification import Verifier
-from hf_spec.outputs import SpecGenerateOutput
+from hf_spec.outputs import SpecGenerateOutput, SpecStats
 
 
 def speculative_decode(
@@ -16,20 +16,34 @@ def speculative_decode(
 
     Args:
         target: runs the target model; active.
-        drafter: proposes draft trees; started.
+        drafter: proposes draft trees; active.
         verifier: judges them against the target's logits without changing the output.
         state: the sequences; holds the result afterwards.
     """
     while state.unfinished:
-        with state.clock("draft"):
-            tree = drafter.draft(state)
-        with state.clock("verify"):
-            output = target.forward(tree, state.tokens)
-        verdict = verifier.verify(tree, output.logits, state)
-        state.commit(verdict)
-        target.keep(verdict.paths)
-        drafter.observe(verdict, output)
-    state.stats.target_forwards = target.forwards
-    state.stats.draft_forwards = drafter.forwards
-    state.stats.counters = dict(drafter.counters)
+        speculative_step(target, drafter, verifier, state)
+    count_models(state.stats, target, drafter)
     return state.finish()
+
+
+def speculative_step(
+    target: ModelRunner, drafter: Drafter, verifier: Verifier, state: GenerationState
+) -> None:
+    """One draft for every unfinished row, judged in one forward of the target."""
+    with state.clock("draft"):
+        tree = drafter.draft(state)
+    with state.clock("verify"):
+        output = target.forward(tree, state.tokens)
+    verdict = verifier.verify(tree, output.logits, state)
+    state.commit(verdict)
+    target.keep(verdict.paths)
+    drafter.observe(verdict, output)
+
+
+def count_models(stats: SpecStats, target: ModelRunner, drafter: Drafter) -> None:
+    """Take over what the models have counted so far."""
+    stats.target_forwards = target.forwards
+    stats.target_tokens = target.tokens_run
+    stats.target_padding = target.padding_run
+    stats.draft_forwards = drafter.forwards
+    stats.counters = dict(drafter.counters)

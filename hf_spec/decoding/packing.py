@@ -14,66 +14,8 @@ import torch
 from torch import Tensor
 
 from hf_spec.decoding.attention import Segment
+from hf_spec.decoding.row_work import RowWork, span
 from hf_spec.decoding.tree import DraftTree
-
-
-@dataclass
-class RowWork:
-    """What one row contributes to a forward: pending tokens (root excluded), then tree nodes.
-
-    Attributes:
-        row: the sequence, and its slot in the pool.
-        stored: committed tokens whose keys and values are in the pool.
-        pending: committed tokens that are not, without the root.
-        nodes: tree nodes to run.
-        offsets: the same, counted from the row's root.
-        width: places from the root on that the row's nodes use, those of earlier forwards included.
-    """
-
-    row: int
-    stored: int
-    pending: list[int]
-    nodes: list[int] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)
-    width: int = 0
-
-    @property
-    def base(self) -> int:
-        """Storage place and position of the root."""
-        return self.stored + len(self.pending)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens to run."""
-        return len(self.pending) + len(self.nodes)
-
-    @property
-    def num_keys(self) -> int:
-        """Storage places in use once the tokens have run."""
-        return self.base + self.width
-
-    @property
-    def places(self) -> list[int]:
-        """Storage place of every token, in the order they run."""
-        return [*range(self.stored, self.base), *(self.base + offset for offset in self.offsets)]
-
-    def tokens(self, tree: DraftTree) -> list[int]:
-        """Every token, in the order they run."""
-        return [*self.pending, *(tree.host.tokens[node] for node in self.nodes)]
-
-    def positions(self, tree: DraftTree) -> list[int]:
-        """The true position of every token."""
-        depths = (tree.host.depth[node] for node in self.nodes)
-        return [*range(self.stored, self.base), *(self.base + depth for depth in depths)]
-
-    def node_depths(self, tree: DraftTree) -> list[int]:
-        """Depth of the row's first `width` nodes, by offset."""
-        start = tree.host.row_start[self.row]
-        return tree.host.depth[start : start + self.width]
-
-    def visible_nodes(self, tree: DraftTree) -> Tensor:
-        """(nodes, width) bool: which of the row's nodes each node to run descends from."""
-        return tree.ancestor_mask[_span(self.nodes), : self.width]
 
 
 @dataclass
@@ -86,6 +28,8 @@ class PackedInputs:
         segments: what each stretch of tokens attends to.
         pending: per row where its pending tokens are among the T.
         nodes: where the tree nodes are among the T, in tree order.
+        fill: where among the T there is padding to be taken for nodes, so that all rows have
+            equally many.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -94,6 +38,7 @@ class PackedInputs:
     segments: list[Segment] = field(default_factory=list)
     pending: dict[int, range] = field(default_factory=dict)
     nodes: list[int] = field(default_factory=list)
+    fill: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -120,18 +65,23 @@ class RectangularInputs:
 def pack(work: Sequence[RowWork], tree: DraftTree) -> PackedInputs:
     """Lay the tokens of all rows one after the other."""
     inputs = PackedInputs()
+    most_nodes = max(len(w.nodes) for w in work)
     for w in work:
         start = len(inputs.tokens)
         begin = start + len(w.pending)
+        behind = begin + len(w.nodes)
         inputs.tokens += w.tokens(tree)
         inputs.positions += w.positions(tree)
         inputs.pending[w.row] = range(start, begin)
-        inputs.nodes += range(begin, len(inputs.tokens))
+        inputs.nodes += range(begin, behind)
+        inputs.fill += range(behind, behind + min(w.fill, most_nodes - len(w.nodes)))
         if w.pending:
             inputs.segments.append(_chain_segment(w, start))
         if w.nodes:
             inputs.segments.append(_tree_segment(w, begin, inputs.positions[begin:], tree))
-        inputs.writes.append((w.row, start, len(inputs.tokens), _span(w.places)))
+        elif w.fill:
+            inputs.segments.append(_fill_segment(w, behind))
+        inputs.writes.append((w.row, start, len(inputs.tokens), span(w.places)))
     return inputs
 
 
@@ -160,65 +110,83 @@ def align_right(
     for w in work:
         first = length - w.num_tokens
         begin = first + len(w.pending)
+        before, root = w.key_positions(), w.root_place
         depths = torch.tensor(w.node_depths(tree), dtype=torch.long)
         inputs.tokens[w.row, first:] = torch.tensor(w.tokens(tree))
         inputs.positions[w.row, first:] = torch.tensor(w.positions(tree))
         inputs.places[w.row, first:] = torch.tensor(w.places)
-        chain = torch.arange(w.stored, w.base)
-        inputs.visible[w.row, first:begin] = torch.arange(num_keys) <= chain[:, None]
+        inputs.visible[w.row, first:] = False
+        inputs.visible[w.row, first:begin, :root] = _up_to(before, w)
+        # What stands in a gap is never looked at, but a bias of it must be finite.
+        inputs.key_positions[w.row, :root] = before.clamp(min=0)
         if w.nodes:
-            inputs.visible[w.row, begin:, : w.base] = True
-            inputs.visible[w.row, begin:, w.base : w.num_keys] = w.visible_nodes(tree).cpu()
-            inputs.key_positions[w.row, w.base : w.num_keys] = w.base + depths
+            inputs.visible[w.row, begin:, :root] = before >= 0
+            inputs.visible[w.row, begin:, root : w.num_keys] = w.visible_nodes(tree).cpu()
+            inputs.key_positions[w.row, root : w.num_keys] = w.base + depths
         line = w.row * length
         inputs.pending[w.row] = range(line + first, line + begin)
         inputs.nodes += range(line + begin, line + length)
     return inputs
 
 
-def _span(places: Sequence[int]) -> slice | Tensor:
-    """Indices as a slice wherever they are consecutive, which avoids a gather."""
-    if places[-1] - places[0] + 1 == len(places):
-        return slice(places[0], places[-1] + 1)
-    return torch.tensor(places)
+def _up_to(key_positions: Tensor, work: RowWork) -> Tensor:
+    """(pending, keys) bool: pending tokens see everything before them, and themselves."""
+    positions = torch.arange(work.stored, work.base)
+    return (key_positions >= 0) & (key_positions <= positions[:, None])
 
 
 def _chain_segment(work: RowWork, start: int) -> Segment:
-    """Pending tokens see everything before them, and themselves."""
-    position = torch.arange(work.stored, work.base)
-    key_position = torch.arange(work.base)
+    key_position = work.key_positions()
+    hides = len(work.pending) > 1 or work.held is not None
     return Segment(
         slot=work.row,
         start=start,
         end=start + len(work.pending),
-        num_keys=work.base,
-        position=position,
+        num_keys=work.root_place,
+        position=torch.arange(work.stored, work.base),
         last_position=work.base - 1,
         key_position=key_position,
-        visible=key_position <= position[:, None] if len(work.pending) > 1 else None,
-        prefix=work.stored + 1,
+        visible=_up_to(key_position, work) if hides else None,
+        prefix=0 if work.held is not None else work.stored + 1,
     )
 
 
 def _tree_segment(work: RowWork, start: int, positions: list[int], tree: DraftTree) -> Segment:
-    """Nodes see all committed tokens, their ancestors and themselves."""
-    depths = work.node_depths(tree)
+    """Nodes see all committed tokens, their ancestors and themselves; padding sees as the root."""
+    before = work.key_positions()
+    depths = torch.tensor(work.node_depths(tree), dtype=torch.long)
     position = torch.tensor(positions)
-    key_position = torch.tensor([*range(work.base), *(work.base + depth for depth in depths)])
+    key_position = torch.cat([before, work.base + depths])
     visible = None
-    if work.width > 1:
+    if work.width > 1 or work.held is not None:
         below = work.visible_nodes(tree)
-        visible = below.new_ones(len(work.nodes), work.num_keys)
-        visible[:, work.base :] = below
+        visible = below.new_zeros(len(positions), work.num_keys)
+        visible[:, : work.root_place] = (before >= 0).to(below.device)
+        visible[:, work.root_place] = True
+        visible[: len(work.nodes), work.root_place :] = below
         position, key_position = position.to(below.device), key_position.to(below.device)
     return Segment(
         slot=work.row,
         start=start,
-        end=start + len(work.nodes),
+        end=start + len(positions),
         num_keys=work.num_keys,
         position=position,
         last_position=max(positions),
         key_position=key_position,
         visible=visible,
-        prefix=work.base + 1,
+        prefix=0 if work.held is not None else work.base + 1,
+    )
+
+
+def _fill_segment(work: RowWork, start: int) -> Segment:
+    """Padding of a row without nodes; it looks at one key, so that its softmax stays finite."""
+    return Segment(
+        slot=work.row,
+        start=start,
+        end=start + work.fill,
+        num_keys=1,
+        position=torch.zeros(work.fill, dtype=torch.long),
+        last_position=0,
+        key_position=torch.zeros(1, dtype=torch.long),
+        visible=None,
     )

@@ -10,6 +10,8 @@ Three kinds, in the order the user gave them:
   copy of its own; it is called once for every token of the output and in order, which keeps
   classes that remember earlier calls exact too. (A function cannot be copied: what it remembers
   outside itself is shared by all rows, so keep such a memory in a class.)
+
+Where rows hold sequences of different calls, each row has a list of its own (`RowProcessors`).
 """
 
 from __future__ import annotations
@@ -118,11 +120,12 @@ class NodeProcessors:
 
     def __init__(self, processors: Sequence[Any], num_rows: int, stateless_only: bool = False):
         self.num_rows = num_rows
-        self._steps = [
-            _step(processor, num_rows)
-            for processor in processors
-            if not stateless_only or _is_known(processor)
-        ]
+        self._steps: list[Any] = []
+        for processor in processors:
+            if isinstance(processor, RowProcessors):
+                self._steps.append(_OfRow(processor.stateless if stateless_only else processor.all))
+            elif not stateless_only or _is_known(processor):
+                self._steps.append(_step(processor, num_rows))
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -130,7 +133,7 @@ class NodeProcessors:
     @property
     def reads_prefix(self) -> bool:
         """Whether any processor needs to know the tokens before a node."""
-        return any(not isinstance(step, _PrefixFree) for step in self._steps)
+        return any(step.reads_prefix for step in self._steps)
 
     def __call__(
         self, rows: Sequence[int], prefixes: Sequence[Tensor] | None, scores: Tensor
@@ -151,7 +154,54 @@ class NodeProcessors:
         return scores
 
 
+class RowProcessors:
+    """A list of processors per row, for rows that hold sequences of different calls.
+
+    It stands in a list of processors for all that `generate()` would have prepared. `begin` may
+    follow at any time: what was made from that list knows of it.
+
+    Args:
+        num_rows: B.
+    """
+
+    def __init__(self, num_rows: int):
+        self.all = [NodeProcessors([], 1) for _ in range(num_rows)]
+        self.stateless = list(self.all)
+
+    def begin(self, row: int, processors: Sequence[Any]) -> None:
+        """Give a row the processors of its new sequence, as prepared for a batch of one.
+
+        Raises:
+            UnsupportedError: if the state of a class cannot be kept apart from that of other rows.
+        """
+        own = [p if _is_known(p) else _copy(p, "several sequences") for p in processors]
+        self.all[row] = NodeProcessors(own, 1)
+        self.stateless[row] = NodeProcessors(own, 1, stateless_only=True)
+
+
+class _OfRow:
+    """The processors of each row's own list."""
+
+    def __init__(self, lists: Sequence[NodeProcessors]):
+        self.lists = lists
+
+    @property
+    def reads_prefix(self) -> bool:
+        return any(one.reads_prefix for one in self.lists)
+
+    def __call__(self, rows: Sequence[int], prefixes: Sequence[Tensor], scores: Tensor) -> Tensor:
+        groups: dict[int, list[int]] = defaultdict(list)
+        for node, row in enumerate(rows):
+            groups[row].append(node)
+        for row, nodes in groups.items():
+            mine = [prefixes[node] for node in nodes] if prefixes else None
+            scores[nodes] = self.lists[row]([0] * len(nodes), mine, scores[nodes])
+        return scores
+
+
 class _PrefixFree:
+    reads_prefix = False
+
     def __init__(self, processor: Processor):
         self.processor = processor
 
@@ -162,6 +212,8 @@ class _PrefixFree:
 
 class _ByLength:
     """One call for all nodes with prefixes of the same length."""
+
+    reads_prefix = True
 
     def __init__(self, processor: Processor):
         self.processor = processor
@@ -181,6 +233,8 @@ class _ByLength:
 class _ByRow:
     """One call per node, with the copy of the processor that belongs to the node's row."""
 
+    reads_prefix = True
+
     def __init__(self, copies: Sequence[Processor]):
         self.copies = copies
 
@@ -195,18 +249,11 @@ class _ByRow:
 class _AsBatch:
     """One call per node, as a batch that shows the node's prefix in every place."""
 
+    reads_prefix = True
+
     def __init__(self, processor: Any, num_rows: int):
         self.num_rows = num_rows
-        # A model inside a processor is no state of it, and too large to copy.
-        members = getattr(processor, "__dict__", {}).values()
-        shared = {id(member): member for member in members if isinstance(member, nn.Module)}
-        try:
-            spares = [copy.deepcopy(processor, dict(shared)) for _ in range(num_rows - 1)]
-        except Exception as error:
-            raise UnsupportedError(
-                f"{type(processor).__name__} cannot be copied ({error}), so it cannot follow "
-                f"{num_rows} rows that advance at different speeds; use batch size 1"
-            ) from error
+        spares = (_copy(processor, f"{num_rows} rows") for _ in range(num_rows - 1))
         self.copies = [processor, *spares]
 
     def __call__(self, rows: Sequence[int], prefixes: Sequence[Tensor], scores: Tensor) -> Tensor:
@@ -216,6 +263,19 @@ class _AsBatch:
             batch = scores[node].expand(self.num_rows, -1).clone()
             results.append(self.copies[row](frame, batch)[row])
         return torch.stack(results)
+
+
+def _copy(processor: Any, purpose: str) -> Any:
+    # A model inside a processor is no state of it, and too large to copy.
+    members = getattr(processor, "__dict__", {}).values()
+    shared: dict[int, Any] = {id(m): m for m in members if isinstance(m, nn.Module)}
+    try:
+        return copy.deepcopy(processor, shared)
+    except Exception as error:
+        raise UnsupportedError(
+            f"{type(processor).__name__} cannot be copied ({error}), so it cannot follow {purpose} "
+            "that advance at different speeds; use batch size 1"
+        ) from error
 
 
 def _is_known(processor: Any) -> bool:

@@ -1,19 +1,17 @@
 """Runs one Hugging Face model on draft trees, with its own keys and values per row.
 
-The same class serves the target and draft models. A row's sequence splits in three: tokens whose
-keys and values are stored, *pending* tokens (committed, not stored; the last of them is the root of
-the next tree), and the nodes of the tree. `forward` runs whatever is not stored yet, so the prompt,
-a reused cache, a draft model that has to catch up and the level-by-level growth of a draft tree are
-one mechanism, and a prompt shares its first forward with the first draft.
+The same class serves the target and draft models. `forward` runs whatever is not stored yet (see
+`row_storage`), so the prompt, a reused cache, a draft model that has to catch up and the growth of
+a draft tree level by level are one mechanism. A prompt shares its first forward with the first
+draft, and with the drafts of the other rows.
 """
 
 from __future__ import annotations
 
 import inspect
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,14 +21,10 @@ from transformers import PreTrainedModel
 from hf_spec.decoding.alibi import tree_alibi
 from hf_spec.decoding.attention import PackedStep, packed_attention
 from hf_spec.decoding.cpu_linear import fast_cpu_linears
-from hf_spec.decoding.kv_cache import KVPool, PoolCache
-from hf_spec.decoding.packing import (
-    PackedInputs,
-    RectangularInputs,
-    RowWork,
-    align_right,
-    pack,
-)
+from hf_spec.decoding.kv_cache import PoolCache
+from hf_spec.decoding.packing import PackedInputs, RectangularInputs, align_right, pack
+from hf_spec.decoding.row_storage import RowStorage
+from hf_spec.decoding.row_work import BATCHING, RowWork, fill_up
 from hf_spec.decoding.tree import DraftTree
 from hf_spec.decoding.virtual_tokens import VirtualTokens
 
@@ -69,7 +63,7 @@ class ForwardOutput:
         }
 
 
-class ModelRunner:
+class ModelRunner(RowStorage):
     """A model, its key-value pool and the forward pass over packed trees.
 
     Args:
@@ -77,6 +71,12 @@ class ModelRunner:
         num_rows: B, how many sequences share the pool.
         hidden_layers: indices into `hidden_states` that each forward returns.
         virtual_tokens: what the nodes with negative token ids stand for, if there are any.
+        batching: what is padded, a key of `BATCHING`.
+
+    Attributes:
+        forwards: forward passes so far.
+        tokens_run: tokens that went through the linear layers, padding included.
+        padding_run: how many of them were padding.
     """
 
     def __init__(
@@ -85,16 +85,15 @@ class ModelRunner:
         num_rows: int,
         hidden_layers: Sequence[int] = (),
         virtual_tokens: VirtualTokens | None = None,
+        batching: str = "unpadded",
     ):
+        super().__init__(num_rows, BATCHING[batching])
         self.model = model
-        self.pool = KVPool(num_rows)
-        self.stored = [0] * num_rows
         self.forwards = 0
         self.tokens_run = 0
+        self.padding_run = 0
         self._hidden_layers = list(hidden_layers)
         self._virtual_tokens = virtual_tokens
-        # Per row: storage place of the root and the offsets of the nodes stored since `keep`.
-        self._round: dict[int, tuple[int, set[int]]] = {}
         self._packed = False
         self._cache = PoolCache(self.pool, model.config.get_text_config().num_hidden_layers)
         parameters = inspect.signature(model.forward).parameters
@@ -134,71 +133,42 @@ class ModelRunner:
             Logits of the nodes, hidden states of everything that ran.
         """
         wanted = range(tree.num_nodes) if nodes is None else nodes
+        self.begin_round(tree, sequences, wanted)
         earlier: list[ForwardOutput] = []
-        while long := [w for w in self._plan(tree, sequences, wanted) if self._is_long(w)]:
-            parts = [RowWork(w.row, w.stored, w.pending[:PREFILL_CHUNK]) for w in long]
+        while long := [w for w in self.plan(tree, sequences, wanted) if self._is_long(w)]:
+            parts = [
+                replace(w, pending=w.pending[:PREFILL_CHUNK], nodes=[], offsets=[], width=0)
+                for w in long
+            ]
             earlier.append(self._run(parts, tree))
-            for part in parts:
-                self.stored[part.row] = part.base
-        work = self._plan(tree, sequences, wanted)
-        output = self._run(work, tree)
+        output = self._run(self.plan(tree, sequences, wanted), tree)
         for part_output in reversed(earlier):
             output.put_after(part_output)
-        for w in work:
-            self.stored[w.row] = w.base
-            self._round.setdefault(w.row, (w.base, set()))[1].update(w.offsets)
         return output
-
-    def keep(self, paths: Sequence[Sequence[int]]) -> None:
-        """Keep the keys and values of each row's accepted path, moved together in place.
-
-        Args:
-            paths: per row the accepted nodes in order, the root left out, each counted from the
-                row's root. A node that was never run ends the kept part; what follows is pending.
-        """
-        moves = []
-        for row, (base, held) in self._round.items():
-            path = [0, *paths[row]]
-            kept = next((i for i, offset in enumerate(path) if offset not in held), len(path))
-            moved = next((i for i in range(kept) if path[i] != i), kept)
-            if moved < kept:
-                moves.append((row, [base + offset for offset in path[moved:kept]], base + moved))
-            self.stored[row] = base + kept
-        self.pool.move_rows(moves)
-        self._round.clear()
 
     @staticmethod
     def _is_long(work: RowWork) -> bool:
         return len(work.pending) > PREFILL_CHUNK
 
-    def _plan(
-        self, tree: DraftTree, sequences: Sequence[Sequence[int]], nodes: Sequence[int]
-    ) -> list[RowWork]:
-        work = []
-        for row in range(tree.num_rows):
-            mine = tree.host.nodes(row)
-            chosen = list(nodes[bisect_left(nodes, mine.start) : bisect_left(nodes, mine.stop)])
-            if not chosen:
-                continue
-            stored = self.stored[row]
-            pending = list(sequences[row][stored : len(sequences[row]) - 1])
-            offsets = [node - mine.start for node in chosen]
-            held = self._round.get(row, (0, set()))[1]
-            width = max([*held, *offsets]) + 1
-            work.append(RowWork(row, stored, pending, chosen, offsets, width))
-        return work
-
     def _run(self, work: list[RowWork], tree: DraftTree) -> ForwardOutput:
+        rows = work
+        if self.batching.pads_inputs and self._packed:
+            rows = fill_up(work, self.idle({w.row for w in work}))
         # One place more than needed: the padding of the rectangular path goes there.
-        self.pool.reserve(max(w.num_keys for w in work) + 1)
+        self.pool.reserve(max(w.num_keys + w.fill for w in rows) + 1)
         self.forwards += 1
-        self.tokens_run += sum(w.num_tokens for w in work)
-        return (self._run_packed if self._packed else self._run_rectangular)(work, tree)
+        before = self.tokens_run
+        output = (self._run_packed if self._packed else self._run_rectangular)(rows, tree)
+        self.padding_run += self.tokens_run - before - sum(w.num_tokens for w in work)
+        self.note(work)
+        return output
 
     def _run_packed(self, work: list[RowWork], tree: DraftTree) -> ForwardOutput:
         inputs = pack(work, tree)
         step = PackedStep(self.pool, inputs.writes, inputs.segments)
-        nodes = torch.tensor(inputs.nodes, dtype=torch.long, device=self.device)
+        # Padding passes the head too, as it does wherever inputs are padded.
+        kept = [*inputs.nodes, *inputs.fill]
+        nodes = torch.tensor(kept, dtype=torch.long, device=self.device)
         # A 4D mask of one element is passed through as it is: no model builds a mask of its own.
         mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
         positions = torch.tensor([inputs.positions])
@@ -206,8 +176,8 @@ class ModelRunner:
             torch.tensor([inputs.tokens]), positions, mask, nodes, spec_step=step, use_cache=False
         )
         step.check(self.model, len(self._cache.layers))
-        logits = result.logits[0]
-        return self._output(logits if self._keeps_logits else logits[nodes], result, inputs)
+        logits = result.logits[0] if self._keeps_logits else result.logits[0, nodes]
+        return self._output(logits[: len(inputs.nodes)], result, inputs)
 
     def _run_rectangular(self, work: list[RowWork], tree: DraftTree) -> ForwardOutput:
         """The same for models without the attention interface."""
@@ -241,6 +211,7 @@ class ModelRunner:
         logits_to_keep: Tensor | int,
         **kwargs: Any,
     ) -> Any:
+        self.tokens_run += tokens.numel()
         if self._takes_positions:
             kwargs["position_ids"] = positions.to(self.device)
         if self._keeps_logits:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
+from hf_spec.decoding.streaming import StreamFeed
 from hf_spec.decoding.tree import Verdict
 from hf_spec.outputs import RowStats, SpecGenerateOutput, SpecStats
 
@@ -87,8 +88,13 @@ class GenerationState:
         processors: the prepared logits processors of `generate()`, for drafters that want them.
         do_sample: whether tokens are drawn or the most likely one is taken.
         pad_token_id: fills rows that end before the longest one.
-        streamer: receives the tokens of each round (batch size 1).
+        streamer: receives the tokens of each round: one of transformers for a single row, else a
+            `BatchStreamer`.
         keep_scores, keep_logits: whether the output wants them.
+        finished: per row whether it has ended; such a row may `begin` anew.
+        generated: per row how many tokens it has gained.
+        sequence: per row which sequence of the call it holds; `stats.rows` is in that order.
+        feed: what the streamer was given.
     """
 
     frames: Tensor
@@ -104,13 +110,19 @@ class GenerationState:
     stats: SpecStats = field(init=False)
     finished: list[bool] = field(init=False)
     generated: list[int] = field(init=False)
+    sequence: list[int] = field(init=False)
+    feed: StreamFeed = field(init=False)
     scores: list[list[Tensor]] = field(init=False)
     logits: list[list[Tensor]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.finished = [False] * self.num_rows
         self.generated = [0] * self.num_rows
+        self.sequence = list(range(self.num_rows))
+        self._stops = [self.stop] * self.num_rows
+        self._prompt_lengths = [self.prompt_length] * self.num_rows
         self._ends: list[int | None] = [None] * self.num_rows
+        self.feed = StreamFeed(self.streamer, self.num_rows)
         self.scores = [[] for _ in self.tokens]
         self.logits = [[] for _ in self.tokens]
         self.stats = SpecStats([RowStats() for _ in self.tokens])
@@ -153,13 +165,12 @@ class GenerationState:
 
     def frame_length(self, row: int) -> int:
         """Length of the row as plain `generate()` counts it, padding included."""
-        return self.prompt_length + self.generated[row]
+        return self._prompt_lengths[row] + self.generated[row]
 
     def room(self, row: int) -> int:
         """How many tokens the row may still gain, at least 1 for an unfinished row."""
-        if self.stop.max_length is None:
-            return self.frames.shape[1] - 1
-        return self.stop.max_length - self.frame_length(row)
+        longest = self._stops[row].max_length
+        return self.frames.shape[1] - 1 if longest is None else longest - self.frame_length(row)
 
     def prefix(self, row: int, path: Sequence[int] = ()) -> Tensor:
         """(L,) int64: the frame of `row` followed by the tokens of `path`.
@@ -182,9 +193,31 @@ class GenerationState:
         name = f"{part}_seconds"
         setattr(self.stats, name, getattr(self.stats, name) + time.perf_counter() - start)
 
+    def begin(self, row: int, sequence: int, prompt: Sequence[int], stop: StopRules) -> None:
+        """Put a new sequence into a finished row.
+
+        Args:
+            row: it forgets the sequence that it held.
+            sequence: which one of the call this is.
+            prompt: token ids, without padding.
+            stop: the stop rules, made for a batch of one.
+        """
+        self._prompt_lengths[row] = self.generated[row] = 0
+        self.prefix(row, prompt)
+        self._prompt_lengths[row] = len(prompt)
+        self.tokens[row] = list(prompt)
+        self.sequence[row] = sequence
+        self.finished[row] = False
+        self._stops[row], self._ends[row] = stop, None
+        self.scores[row], self.logits[row] = [], []
+        self.feed.begin(row, sequence)
+        missing = sequence + 1 - len(self.stats.rows)
+        self.stats.rows += [RowStats() for _ in range(missing)]
+
     def commit(self, verdict: Verdict) -> None:
         """Append each row's new tokens one by one until it ends."""
         host = verdict.tree.host
+        gained = []
         for row in self.unfinished:
             block = verdict.tokens(row)
             for index, token in enumerate(block):
@@ -195,21 +228,24 @@ class GenerationState:
                     self.logits[row].append(verdict.logits[row][index])
                 seen = tuple(s[None] for s in self.scores[row]) if self.keep_scores else None
                 frame = self.frames[row, : self.frame_length(row)]
-                if self.stop(row, frame, token, seen) and self._ends_now(row):
+                if self._stops[row](row, frame, token, seen) and self._ends_now(row):
                     self.finished[row] = True
                     block = block[: index + 1]
                     break
             accepted = min(len(verdict.accepted[row]), len(block))
-            self.stats.rows[row].count(host.num_drafted(row), host.height(row), accepted)
-            if self.streamer is not None:
-                self.streamer.put(torch.tensor(block))
-        if not self.stop.pads:
+            self.stats.rows[self.sequence[row]].count(
+                host.num_drafted(row), host.height(row), accepted, len(block)
+            )
+            gained.append(len(block))
+        self.stats.count_round(gained)
+        if self._end_at_once:
             self._end_together()
+        if self.streamer is not None:
+            self._stream()
 
     def finish(self) -> SpecGenerateOutput:
         """Close the streamer and return the sequences in the layout of plain `generate()`."""
-        if self.streamer is not None:
-            self.streamer.end()
+        self.feed.end()
         longest = max(self.generated)
         sequences = self.frames[:, : self.prompt_length + longest].clone()
         for row, count in enumerate(self.generated):
@@ -240,8 +276,27 @@ class GenerationState:
         """Note that a stop rule holds for `row`; False if it has to wait for the others."""
         if self._ends[row] is None:
             self._ends[row] = self.generated[row]
-        alone = self.stop.pads or self.num_rows == 1
-        return alone or self.frame_length(row) == self.stop.max_length
+        return not self._end_at_once or self.frame_length(row) == self.stop.max_length
+
+    @property
+    def _end_at_once(self) -> bool:
+        """Whether the rows wait for each other; see `StopRules.pads`."""
+        return not self.stop.pads and self.stop.num_rows > 1
+
+    def _stream(self) -> None:
+        """Hand on the tokens that are certain to stay."""
+        lengths = list(self.generated)
+        if self._end_at_once:
+            # All rows will be as long as the longest, and those that have not ended go on.
+            least = [
+                count + 1 if end is None else end
+                for count, end in zip(self.generated, self._ends, strict=True)
+            ]
+            lengths = [min(length, max(least)) for length in lengths]
+        for row, length in enumerate(lengths):
+            prompt = len(self.tokens[row]) - self.generated[row]
+            ended = self.finished[row] and length == self.generated[row]
+            self.feed.send(row, self.tokens[row][prompt : prompt + length], ended)
 
     def _end_together(self) -> None:
         """Cut every row to the place where the last one met a stop rule, once all have."""
@@ -253,6 +308,7 @@ class GenerationState:
             if surplus >= 0:
                 self.finished[row] = True
                 self.generated[row] -= surplus
+                self.stats.rows[row].new_tokens -= surplus
                 for held in (self.tokens[row], self.scores[row], self.logits[row]):
                     del held[len(held) - surplus :]
 

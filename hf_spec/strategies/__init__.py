@@ -1,5 +1,6 @@
 """The strategies that `spec_strategy=` can name, one file each."""
 
+from hf_spec.strategies.auto import AutoConfig
 from hf_spec.strategies.base import (
     StrategyConfig,
     known_strategies,
@@ -16,6 +17,7 @@ from hf_spec.strategies.none import NoneConfig
 from hf_spec.strategies.sdsat import SdsatConfig
 
 __all__ = [
+    "AutoConfig",
     "DiscoConfig",
     "DraftConfig",
     "FalconConfig",

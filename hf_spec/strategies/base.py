@@ -9,13 +9,14 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 from transformers import PreTrainedModel
 
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.length_policy import check_policy
+from hf_spec.decoding.row_work import BATCHING
 from hf_spec.errors import OptionError
 
 
@@ -26,10 +27,21 @@ class StrategyConfig:
     Attributes:
         strategy: the registered name, set by `register`.
         needs_assistant: whether `assistant=` must be given.
+        batching: what is padded in a batch: "unpadded", which is nothing; for comparison
+            "unpadded_kv", "unpadded_input" and "padded" (see `hf_spec.decoding.row_work`).
     """
 
     strategy: ClassVar[str] = ""
     needs_assistant: ClassVar[bool] = False
+
+    batching: str = field(default="unpadded", kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.batching not in list(BATCHING):
+            raise OptionError(
+                f"{type(self).__name__}(batching={self.batching!r}): batching must be one of "
+                f"{', '.join(BATCHING)}"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """The options and the strategy's name, as JSON values."""
@@ -77,6 +89,7 @@ class PolicyConfig(StrategyConfig):
     acceptance_threshold: float | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.max_draft_tokens is not None or self.length_policy != "disco":
             self.check("max_draft_tokens", 1)
         self.check_policy_options()

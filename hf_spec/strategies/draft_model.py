@@ -162,17 +162,27 @@ class DraftModelDrafter(Drafter):
         """Forward passes of the draft model."""
         return self._runner.forwards if self._runner is not None else 0
 
+    def start(self, state: GenerationState) -> None:
+        """Empty keys and values for every row."""
+        self._runner = ModelRunner(self.model, state.num_rows, batching=self.config.batching)
+        self.counters = dict.fromkeys(COUNTERS, 0)
+        self.policy.start(state.num_rows)
+        self.samples = state.do_sample and self.config.sample_drafts
+        self._processors = NodeProcessors(state.processors, state.num_rows, stateless_only=True)
+
+    def restart(self, row: int) -> None:
+        """Empty keys and values for one row, and a policy that knows nothing of it."""
+        assert self._runner is not None, "a row restarts after the generation has begun"
+        self._runner.restart(row)
+        self.policy.restart(row)
+
     @contextmanager
     def active(self, state: GenerationState) -> Iterator[None]:
         """Make the draft model ready; it is as it was found afterwards."""
-        if self._runner is None or len(self._runner.stored) != state.num_rows:
-            self._runner = ModelRunner(self.model, state.num_rows)
-            self.counters = dict.fromkeys(COUNTERS, 0)
-            self.policy.start(state.num_rows)
-        self.samples = state.do_sample and self.config.sample_drafts
-        self._processors = NodeProcessors(state.processors, state.num_rows, stateless_only=True)
-        with self._runner.active():
-            yield
+        with super().active(state):
+            assert self._runner is not None, "made at the start"
+            with self._runner.active():
+                yield
 
     def draft(self, state: GenerationState) -> DraftTree:
         """One tree per unfinished row, one draft forward per level."""

@@ -33,7 +33,7 @@ from hf_spec.models.assistant import resolve_falcon_head
 from hf_spec.models.falcon_head import METHOD, FalconHead, State
 from hf_spec.models.falcon_plan import DraftPass, DraftPlan, draft_plan
 from hf_spec.models.falcon_runner import HeadRunner, PairRow
-from hf_spec.strategies.base import PolicyConfig, register
+from hf_spec.strategies.base import PolicyConfig, StrategyConfig, register
 from hf_spec.strategies.falcon_tree import choose_tree, max_sent
 from hf_spec.strategies.published_trees import published_trees
 
@@ -76,6 +76,8 @@ class FalconConfig(PolicyConfig):
     max_nodes: int | None = None
 
     def __post_init__(self) -> None:
+        # Not that of `PolicyConfig`, which wants a number of draft tokens.
+        StrategyConfig.__post_init__(self)
         for name in ("max_draft_tokens", "max_nodes"):
             if getattr(self, name) is not None:
                 self.check(name, 1)
@@ -155,20 +157,26 @@ class FalconDrafter(Drafter):
         """Passes of the head."""
         return self._runner.forwards if self._runner is not None else 0
 
-    @contextmanager
-    def active(self, state: GenerationState) -> Iterator[None]:
-        """Make the head ready for one generation; it is as it was found afterwards."""
-        device = self.head.attention.device
+    def start(self, state: GenerationState) -> None:
+        """Rows without pairs."""
         self._runner = HeadRunner(self.head, state.num_rows)
-        self._pairs = [
-            PairRow(row, torch.zeros(0, self.head.hidden_size, device=device), -1)
-            for row in range(state.num_rows)
-        ]
+        self._pairs = [self._no_pairs(row) for row in range(state.num_rows)]
         self._roots = [0] * state.num_rows
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.policy.start(state.num_rows)
-        with self._runner.active():
-            yield
+
+    def restart(self, row: int) -> None:
+        """One row without pairs, and a policy that knows nothing of it."""
+        self._pairs[row] = self._no_pairs(row)
+        self.policy.restart(row)
+
+    @contextmanager
+    def active(self, state: GenerationState) -> Iterator[None]:
+        """Make the head ready; it is as it was found afterwards."""
+        with super().active(state):
+            assert self._runner is not None, "made at the start"
+            with self._runner.active():
+                yield
 
     def draft(self, state: GenerationState) -> DraftTree:
         """One tree per unfinished row, in one pass per k depths over all rows."""
@@ -217,6 +225,10 @@ class FalconDrafter(Drafter):
         features = hidden[index].to(self.head.attention.device)
         for row, mine in zip(counts, features.split(list(counts.values())), strict=True):
             self._pairs[row].extend(mine)
+
+    def _no_pairs(self, row: int) -> PairRow:
+        device = self.head.attention.device
+        return PairRow(row, torch.zeros(0, self.head.hidden_size, device=device), -1)
 
     def _run(self, state: GenerationState, limits: dict[int, int]) -> list[_Drawn]:
         """All passes; lowers the limits of rows whose policy says stop."""

@@ -9,8 +9,6 @@ sampling rule changes the distribution; it is there as `GsdConfig(lossy=True)`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -83,13 +81,11 @@ class GsdConfig(TreeConfig):
 class GsdDrafter(DraftModelDrafter):
     """Grows a graph per row, and brings the paper's sampling rule where `lossy` asks for it."""
 
-    @contextmanager
-    def active(self, state: GenerationState) -> Iterator[None]:
+    def start(self, state: GenerationState) -> None:
         """See `DraftModelDrafter`."""
+        super().start(state)
         lossy = isinstance(self.config, GsdConfig) and self.config.lossy
         self.rule = IndependentAcceptance if lossy and state.do_sample else None
-        with super().active(state):
-            yield
 
 
 class IndependentAcceptance(LongestPath):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 
@@ -51,6 +50,7 @@ class LookupConfig(StrategyConfig):
     max_draft_tokens: int = 15
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         # An index is kept per length, and a branch per match.
         for name in ("match_length", "min_match_length", "max_matches"):
             self.check(name, 1, 64)
@@ -70,13 +70,13 @@ class LookupDrafter(Drafter):
         self.config = config
         self._indexes: list[_NgramIndex] = []
 
-    @contextmanager
-    def active(self, state: GenerationState) -> Iterator[None]:
-        """Start an index per row, unless one is at hand already."""
-        if len(self._indexes) != state.num_rows:
-            lengths = range(self.config.min_match_length, self.config.match_length + 1)
-            self._indexes = [_NgramIndex(lengths) for _ in state.tokens]
-        yield
+    def start(self, state: GenerationState) -> None:
+        """An empty index per row."""
+        self._indexes = [self._new_index() for _ in state.tokens]
+
+    def restart(self, row: int) -> None:
+        """An empty index for one row."""
+        self._indexes[row] = self._new_index()
 
     def draft(self, state: GenerationState) -> DraftTree:
         """One trie of continuations per unfinished row."""
@@ -86,6 +86,9 @@ class LookupDrafter(Drafter):
             self._indexes[row].extend(sequence)
             rows[row] = self._trie(row, sequence, state.room(row) - 1)
         return DraftTree.from_rows(rows, device=state.frames.device)
+
+    def _new_index(self) -> _NgramIndex:
+        return _NgramIndex(range(self.config.min_match_length, self.config.match_length + 1))
 
     def _trie(self, row: int, sequence: list[int], room: int) -> tuple[list[int], list[int]]:
         tokens, parents = [sequence[-1]], [-1]

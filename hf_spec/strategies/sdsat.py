@@ -18,8 +18,7 @@ by changes the distribution; it is there as `SdsatConfig(lossy=True)`.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,6 +73,7 @@ class SdsatConfig(StrategyConfig):
     lossy: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("num_adaptive", "max_adaptive_nodes"):
             if getattr(self, name) is not None:
                 self.check(name, 1)
@@ -191,17 +191,16 @@ class SdsatDrafter(Drafter):
         self._heard: dict[int, Tensor] = {}
         self.counters: dict[str, int] = {}
 
-    @contextmanager
-    def active(self, state: GenerationState) -> Iterator[None]:
+    def start(self, state: GenerationState) -> None:
         """Forget what an earlier generation heard."""
         self._plans, self._heard = {}, {}
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.rule = PathSampling if self.config.lossy and state.do_sample else None
         self._processors = NodeProcessors(state.processors, state.num_rows, stateless_only=True)
-        try:
-            yield
-        finally:
-            self._heard = {}
+
+    def restart(self, row: int) -> None:
+        """Forget what was foretold to the sequence before."""
+        self._heard.pop(row, None)
 
     def draft(self, state: GenerationState) -> DraftTree:
         """Per unfinished row the drafts heard last, adaptive tokens, or both."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import TopKLogitsWarper
 
 from hf_spec.decoding.drafter import Drafter
+from hf_spec.decoding.state import GenerationState, StopRules
 from hf_spec.decoding.verification import NodeDraw, ResidualRejection
 from hf_spec.strategies.draft_model import DraftConfig, DraftModelDrafter
 from hf_spec.strategies.lookup import LookupConfig, LookupDrafter
@@ -95,3 +96,29 @@ def test_nothing_is_counted_by_default() -> None:
     assert LookupDrafter(LookupConfig()).counters == {}
     with pytest.raises(TypeError):
         Drafter.counters["shared"] = 1  # type: ignore[index]
+
+
+class Counted(LookupDrafter):
+    """Notes which generations it starts."""
+
+    def __init__(self) -> None:
+        super().__init__(LookupConfig())
+        self.started: list[GenerationState] = []
+
+    def start(self, state: GenerationState) -> None:
+        self.started.append(state)
+        super().start(state)
+
+
+def test_a_generation_starts_once_however_often_it_is_active() -> None:
+    drafter = Counted()
+    ids = tiny_models.repetitive_prompt()
+    first, second = (
+        GenerationState.create(ids, torch.ones_like(ids), StopRules([], 1)) for _ in range(2)
+    )
+    for state in (first, first, second, second):
+        with drafter.active(state):
+            drafter.draft(state)
+    assert len(drafter.started) == 2
+    assert drafter.started[0] is first
+    assert drafter.started[1] is second

@@ -51,6 +51,8 @@ def test_heuristic_adds_two_or_takes_one_per_row() -> None:
     for _ in range(4):
         heuristic.observe(1, drafted=2, accepted=0)
     assert heuristic.limit(1) == 1, "never fewer than one"
+    heuristic.restart(1)
+    assert [heuristic.limit(row) for row in range(3)] == [5, 3, 3], "a new sequence in one row"
     heuristic.start(3)
     assert [heuristic.limit(row) for row in range(3)] == [3, 3, 3]
 

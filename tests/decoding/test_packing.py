@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from hf_spec.decoding import runner as runner_module
-from hf_spec.decoding.packing import RowWork, align_right, pack
+from hf_spec.decoding.packing import align_right, pack
+from hf_spec.decoding.row_work import RowWork
 from hf_spec.decoding.runner import ForwardOutput, ModelRunner
 from hf_spec.decoding.tree import DraftTree
 from tests.tiny_models import build
@@ -48,6 +51,58 @@ def test_rectangle_is_aligned_on_the_right_and_pads_to_the_spare_place() -> None
     assert inputs.visible[0, 4].int().tolist() == [1, 1, 1, 1, 1, 1, 1, 0]
     assert inputs.key_positions[0].tolist() == [0, 1, 2, 3, 4, 5, 6, 6]
     assert inputs.nodes == [3, 4, 5, 17]
+
+
+# The same row 0 with gaps in its storage, and row 2 padded to four tokens.
+GAPS = replace(WORK[0], start=6, held=[1, 4])
+FILLED = replace(WORK[1], fill=3)
+
+
+def test_gaps_are_hidden_in_packed_segments() -> None:
+    inputs, unpadded = pack([GAPS, WORK[1]], TREE), pack(WORK, TREE)
+    assert inputs.tokens == unpadded.tokens
+    assert inputs.positions == unpadded.positions
+    assert inputs.writes[0] == (0, 0, 6, slice(6, 12))
+    chain, fork, _ = inputs.segments
+    stored = [0, 1, 0, 0, 1, 0]
+    assert chain.num_keys == 9
+    assert chain.visible is not None
+    assert chain.visible.int().tolist() == [
+        [*stored, 1, 0, 0],
+        [*stored, 1, 1, 0],
+        [*stored, 1, 1, 1],
+    ]
+    assert fork.visible is not None
+    assert fork.visible[:, :9].int().tolist() == [[*stored, 1, 1, 1]] * 3
+    assert fork.visible[:, 9:].int().tolist() == [[1, 0, 0], [1, 1, 0], [1, 0, 1]]
+    assert fork.key_position.tolist() == [-1, 0, -1, -1, 1, -1, 2, 3, 4, 5, 6, 6]
+
+
+def test_gaps_are_hidden_in_a_rectangle() -> None:
+    inputs, unpadded = (align_right([w, WORK[1]], TREE, 3, 63) for w in (GAPS, WORK[0]))
+    assert torch.equal(inputs.tokens, unpadded.tokens)
+    assert torch.equal(inputs.positions, unpadded.positions)
+    assert inputs.places[0].tolist() == [6, 7, 8, 9, 10, 11]
+    stored = [0, 1, 0, 0, 1, 0]
+    assert inputs.visible[0, 1].int().tolist() == [*stored, 1, 1, 0, 0, 0, 0]
+    assert inputs.visible[0, 5].int().tolist() == [*stored, 1, 1, 1, 1, 0, 1]
+    assert inputs.key_positions[0].tolist() == [0, 0, 0, 0, 1, 0, 2, 3, 4, 5, 6, 6]
+
+
+def test_padding_sees_as_the_root_and_is_seen_by_nobody() -> None:
+    idle = RowWork(row=1, stored=7, pending=[], start=7, fill=4)
+    inputs = pack([replace(WORK[0], fill=1), idle, FILLED], TREE)
+    assert inputs.tokens == [1, 2, 3, 5, 6, 7, 5, 0, 0, 0, 0, 8, 8, 8, 8]
+    assert inputs.nodes == [3, 4, 5, 11], "padding is no node"
+    # Three nodes in row 0: as many tokens of the others pass the head.
+    assert inputs.fill == [7, 8, 9, 12, 13]
+    assert inputs.writes[0] == (0, 0, 7, slice(2, 9))
+    _, fork, nothing, root = inputs.segments
+    assert fork.num_keys == 8
+    assert fork.visible is not None
+    assert fork.visible[3].int().tolist() == [1, 1, 1, 1, 1, 1, 0, 0]
+    assert (nothing.start, nothing.end, nothing.num_keys, nothing.visible) == (7, 11, 1, None)
+    assert (root.start, root.end, root.num_keys, root.visible) == (11, 15, 5, None)
 
 
 @pytest.mark.parametrize("name", ["llama", "bloom"])

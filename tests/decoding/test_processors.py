@@ -18,6 +18,7 @@ from transformers.generation import logits_process as hf
 
 from hf_spec import LookupConfig, OptionError, TreeConfig, UnsupportedError
 from hf_spec.decoding import processors
+from hf_spec.decoding.processors import NodeProcessors, RowProcessors
 from tests.tiny_models import VOCAB, build, ragged_batch, repetitive_prompt
 
 NEW_TOKENS = 14
@@ -383,3 +384,54 @@ def test_every_class_of_transformers_has_been_decided_on() -> None:
 @pytest.mark.parametrize("kind", processors.PREFIX_FREE)
 def test_prefix_free_classes_do_not_read_the_prefix(kind: type) -> None:
     assert "input_ids" not in {step.argval for step in dis.get_instructions(kind.__call__)}
+
+
+class TestRowProcessors:
+    """Rows with lists of their own, which change while the batch goes on."""
+
+    def test_each_row_has_the_processors_of_its_sequence(self) -> None:
+        lists = RowProcessors(2)
+        every = NodeProcessors([lists], 2)
+        assert not every.reads_prefix
+        lists.begin(0, [hf.TemperatureLogitsWarper(2.0)])
+        lists.begin(1, [hf.MinLengthLogitsProcessor(3, [4])])
+        assert every.reads_prefix, "what was made before knows of it"
+        scores = torch.ones(3, 6)
+        prefixes = [torch.tensor(prefix) for prefix in ([1, 2], [1], [1, 2, 3])]
+        found = every([0, 1, 1], prefixes, scores.clone())
+        assert found[0].tolist() == [0.5] * 6
+        assert found[1].tolist() == [1, 1, 1, 1, -torch.inf, 1]
+        assert found[2].tolist() == [1] * 6
+        lists.begin(1, [])
+        assert every([1], [prefixes[1]], scores[:1].clone()).tolist() == [[1] * 6]
+
+    def test_classes_that_remember_begin_anew(self) -> None:
+        class Counting(hf.LogitsProcessor):
+            calls = 0
+
+            def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+                self.calls += 1
+                return scores + self.calls
+
+        mine, lists = Counting(), RowProcessors(2)
+        every = NodeProcessors([lists], 2)
+        drafts = NodeProcessors([lists], 2, stateless_only=True)
+        for _ in range(2):
+            lists.begin(0, [mine])
+            lists.begin(1, [mine])
+            for call in (1.0, 2.0):
+                found = every([0, 1], [torch.tensor([3])] * 2, torch.zeros(2, 2))
+                assert found.tolist() == [[call, call]] * 2
+        assert mine.calls == 0
+        assert drafts([0], [torch.tensor([3])], torch.zeros(1, 2)).tolist() == [[0, 0]]
+
+    def test_what_cannot_be_copied_is_refused(self) -> None:
+        class Unique:
+            def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+                return scores
+
+            def __deepcopy__(self, memo: object) -> None:
+                raise TypeError("there is only one")
+
+        with pytest.raises(UnsupportedError, match=r"Unique cannot be copied.*several sequences"):
+            RowProcessors(1).begin(0, [Unique()])

@@ -17,6 +17,7 @@ import hf_spec
 from hf_spec.decoding import attention
 from hf_spec.decoding import runner as runner_module
 from hf_spec.decoding.kv_cache import MIN_CAPACITY, KVPool
+from hf_spec.decoding.row_work import BATCHING
 from hf_spec.decoding.runner import ForwardOutput, ModelRunner
 from hf_spec.decoding.tree import DraftTree
 from hf_spec.errors import UnsupportedError
@@ -99,14 +100,15 @@ def test_every_node_gets_the_logits_of_its_own_path(name: str) -> None:
     assert runner.stored == [len(row) - 1 for row in SEQUENCES] + [0]
 
 
+@pytest.mark.parametrize("batching", BATCHING)
 @pytest.mark.parametrize("name", MODELS)
-def test_growing_a_tree_node_by_node_is_one_forward(name: str) -> None:
+def test_growing_a_tree_node_by_node_is_one_forward(name: str, batching: str) -> None:
     model = tiny_models.build(name)
     tree = DraftTree.from_rows(TREE)
     levels = [[n for n in range(tree.num_nodes) if tree.host.depth[n] == d] for d in range(4)]
-    with ModelRunner(model, 4).active() as whole:
+    with ModelRunner(model, 4, batching=batching).active() as whole:
         together = whole.forward(tree, sequences()).logits
-    with ModelRunner(model, 4).active() as runner:
+    with ModelRunner(model, 4, batching=batching).active() as runner:
         for level in levels:
             output = runner.forward(tree, sequences(), level)
             close(output.logits, together[level])
@@ -116,11 +118,12 @@ def test_growing_a_tree_node_by_node_is_one_forward(name: str) -> None:
         assert runner.stored == whole.stored == [15, 2, 5, 0]
 
 
+@pytest.mark.parametrize("batching", BATCHING)
 @pytest.mark.parametrize("name", MODELS)
-def test_rounds_continue_from_the_accepted_path(name: str) -> None:
+def test_rounds_continue_from_the_accepted_path(name: str, batching: str) -> None:
     model = tiny_models.build(name)
     rows = sequences()
-    with ModelRunner(model, 4).active() as runner:
+    with ModelRunner(model, 4, batching=batching).active() as runner:
         runner.forward(DraftTree.from_rows(TREE), rows)
         runner.keep([[2, 4, 5], [2], [], []])
         rows[0] += [21, 23, 24, 60]
@@ -142,15 +145,25 @@ def test_rounds_continue_from_the_accepted_path(name: str) -> None:
         close(runner.forward(tree, rows).logits, expected_logits(model, tree, rows))
 
 
+@pytest.mark.parametrize("batching", BATCHING)
 @pytest.mark.parametrize("name", MODELS)
-def test_a_long_prompt_in_stretches_is_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_prompt_in_stretches_is_the_same(
+    name: str, batching: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = tiny_models.build(name)
     tree = DraftTree.from_rows(TREE)
     monkeypatch.setattr(runner_module, "PREFILL_CHUNK", 4)
-    with ModelRunner(model, 4).active() as runner:
-        output = runner.forward(tree, sequences())
-    close(output.logits, expected_logits(model, tree, sequences()))
-    assert runner.forwards == 3, "11 pending tokens: 4, 4, and 3 with the trees"
+    rows = sequences()
+    with ModelRunner(model, 4, batching=batching).active() as runner:
+        output = runner.forward(tree, rows)
+        close(output.logits, expected_logits(model, tree, rows))
+        assert runner.forwards == 3, "11 pending tokens: 4, 4, and 3 with the trees"
+        # Padding of rows that waited for the long one has not overwritten anything.
+        runner.keep([[2, 4, 5], [2], [], []])
+        for row, more in enumerate(([21, 23, 24, 60], [51, 61], [62])):
+            rows[row] += more
+        after = DraftTree.from_rows([*(([row[-1]], [-1]) for row in rows[:3]), ([], [])])
+        close(runner.forward(after, rows).logits, expected_logits(model, after, rows))
 
 
 def test_tokens_entering_the_linear_layers_are_pending_tokens_and_nodes() -> None:
@@ -172,6 +185,35 @@ def test_the_head_sees_nodes_only() -> None:
     with ModelRunner(model, 4).active() as runner, tokens_entering(model.lm_head) as counts:
         runner.forward(tree, sequences())
     assert counts == [tree.num_nodes]
+
+
+@pytest.mark.parametrize("batching", ["unpadded_kv", "padded"])
+def test_padded_inputs_have_one_length_for_all_rows(batching: str) -> None:
+    """Finished rows too, as in a rectangle; the head sees as many tokens of each row."""
+    model = tiny_models.build("llama")
+    projection, tree = model.model.layers[-1].self_attn.q_proj, DraftTree.from_rows(TREE)
+    runner = ModelRunner(model, 4, batching=batching)
+    with (
+        runner.active(),
+        tokens_entering(projection) as counts,
+        tokens_entering(model.lm_head) as head,
+    ):
+        runner.forward(tree, sequences())
+        runner.forward(tree, sequences())
+    # Row 0 has 11 pending tokens and 6 nodes.
+    assert counts == [4 * 17, 4 * 6]
+    # It left no room for padding in the head in the first forward.
+    assert head[1] == 4 * 6
+    assert runner.tokens_run == sum(counts)
+    assert runner.padding_run == 3 * 17 + 3 * 6 - (3 + 1 + 4) - (3 + 1)
+
+
+def test_a_rectangle_counts_its_padding() -> None:
+    model, tree = tiny_models.build("bloom"), DraftTree.from_rows(TREE)
+    with ModelRunner(model, 4).active() as runner:
+        runner.forward(tree, sequences())
+    assert runner.tokens_run == 4 * 17
+    assert runner.padding_run == 4 * 17 - 17 - 3 - 5
 
 
 @pytest.mark.parametrize("name", ["llama", "gptj"])

@@ -11,6 +11,7 @@ from transformers import MaxLengthCriteria, StoppingCriteria
 from transformers.generation import EosTokenCriteria, MaxTimeCriteria
 
 from hf_spec.decoding.state import GenerationState, StopRules
+from hf_spec.decoding.streaming import BatchStreamer
 from hf_spec.decoding.tree import DraftTree, Verdict
 
 PROMPT = torch.tensor([[0, 0, 5, 6], [7, 8, 9, 10]])
@@ -214,6 +215,101 @@ def test_the_streamer_gets_committed_blocks_once_and_in_order() -> None:
     state.finish()
     assert streamer.blocks == [[11, 12], [13], [14, 15]]
     assert streamer.ended == 1
+
+
+class RowRecorder(BatchStreamer):
+    """Keeps what comes of each sequence."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, list[int]] = {}
+        self.ended: list[int] = []
+        super().__init__(self.add, self.ended.append)
+
+    def add(self, row: int, tokens: list[int]) -> None:
+        assert row not in self.ended
+        self.rows.setdefault(row, []).extend(tokens)
+
+
+def test_a_batch_streamer_hears_of_every_row_and_of_its_end() -> None:
+    streamer = RowRecorder()
+    state = make_state(MaxLengthCriteria(20), EosTokenCriteria(12), streamer=streamer)
+    commit(state, [11, 12, 13], [14, 15])
+    assert streamer.rows == {0: [11, 12], 1: [14, 15]}
+    assert streamer.ended == [0]
+    commit(state, [], [16, 12])
+    assert streamer.rows == {0: [11, 12], 1: [14, 15, 16, 12]}
+    assert streamer.ended == [0, 1]
+
+
+def test_tokens_that_may_still_be_cut_are_held_back() -> None:
+    """Without an end of sequence the rows end where the last one does."""
+    streamer = RowRecorder()
+    state = make_state(MaxLengthCriteria(20), EndRowOn(12, 18), streamer=streamer)
+    commit(state, [11, 12, 13, 14, 15], [14, 15])
+    # Row 1 will have three tokens at least; whether more, nobody knows.
+    assert streamer.rows == {0: [11, 12, 13], 1: [14, 15]}
+    commit(state, [16], [17])
+    assert streamer.rows == {0: [11, 12, 13, 14], 1: [14, 15, 17]}
+    assert streamer.ended == []
+    commit(state, [17], [18])
+    assert streamer.rows == {0: [11, 12, 13, 14], 1: [14, 15, 17, 18]}
+    assert sorted(streamer.ended) == [0, 1]
+    assert [row.new_tokens for row in state.stats.rows] == [4, 4]
+    assert state.finish().sequences[:, 4:].tolist() == [streamer.rows[0], streamer.rows[1]]
+
+
+def test_a_row_begins_anew_with_rules_and_counts_of_its_own() -> None:
+    streamer = RowRecorder()
+    state = make_state(MaxLengthCriteria(20), EosTokenCriteria(12), streamer=streamer)
+    commit(state, [11, 12], [14, 15])
+    criterion = EndRowOn(30)
+    state.begin(0, 5, [40, 41, 42], StopRules([MaxLengthCriteria(6), criterion], 1))
+    assert state.unfinished == [0, 1]
+    assert state.tokens == [[40, 41, 42], [7, 8, 9, 10, 14, 15]]
+    assert state.prefix(0, [9]).tolist() == [40, 41, 42, 9]
+    assert [state.room(row) for row in (0, 1)] == [3, 14]
+    commit(state, [50, 51, 52, 53], [16, 30])
+    assert state.finished == [True, False], "of length 6; 30 ends only the other one"
+    assert state.tokens[0] == [40, 41, 42, 50, 51, 52]
+    # Called as for a batch of one, without the padding of the others.
+    assert [shape for shape, _ in criterion.shown] == [[1, 4], [1, 5]]
+    assert streamer.rows == {0: [11, 12], 1: [14, 15, 16, 30], 5: [50, 51, 52]}
+    assert streamer.ended == [0, 5]
+    rows = state.stats.rows
+    assert len(rows) == 6
+    assert [row.new_tokens for row in rows] == [2, 4, 0, 0, 0, 3]
+    state.begin(0, 2, list(range(60)), StopRules([EndRowOn(30)], 1))
+    assert state.prefix(0).tolist() == list(range(60)), "frames grow with the longest prompt"
+
+
+def test_rows_of_different_calls_do_not_wait_for_each_other() -> None:
+    state = make_state(MaxLengthCriteria(20), EosTokenCriteria(12))
+    commit(state, [12], [12])
+    for row in (0, 1):
+        state.begin(row, 2 + row, [5], StopRules([EndRowOn(30 + row)], 1))
+    commit(state, [30, 1, 2], [3, 4])
+    assert state.finished == [True, False]
+    assert state.generated == [1, 2]
+
+
+def test_statistics_of_the_batch_are_those_of_the_paper() -> None:
+    """Table 1: two samples gain 4 and 1 tokens, then 2 and 6; the rows that end count no more."""
+    state = make_state(MaxLengthCriteria(40), EosTokenCriteria(99))
+    commit(state, [20, 21, 22, 23], [20])
+    commit(state, [24, 25], [21, 22, 23, 24, 25, 26])
+    stats = state.stats
+    assert stats.uneven_tokens == 3 + 4
+    assert stats.new_tokens == 13
+    assert stats.padding_ratio == pytest.approx(7 / 13)
+    assert [row.accepted_length for row in stats.rows] == [3, 3.5]
+    assert stats.accepted_length_mean == 3.25
+    assert stats.accepted_length_min == 3
+    # Cut by an end of sequence: what is not in the output was not gained.
+    commit(state, [99, 1, 2], [27, 28])
+    assert stats.uneven_tokens == 7 + 1
+    commit(state, [], [29, 30, 31])
+    assert stats.uneven_tokens == 8
+    assert stats.new_tokens == 13 + 1 + 2 + 3
 
 
 def test_statistics_count_what_was_drafted_and_kept() -> None:

@@ -1,0 +1,87 @@
+"""`hf-spec verify`: its report, its file and its status."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from hf_spec import cli
+from hf_spec.decoding import drafter
+from tests.biased_rules import OneTooMany, RedrawnBonus
+
+SHORT = ["--new-tokens", "8", "--draws", "200"]
+
+
+@pytest.fixture
+def command(folder: Path, prompt_file: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("COLUMNS", "160")
+
+    def run(*arguments: str) -> Any:
+        given = ["verify", str(folder), "--prompts", str(prompt_file), *SHORT, *arguments]
+        return CliRunner().invoke(cli.build_app(), given)
+
+    return run
+
+
+def test_real_code_passes(command: Any, folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "verify.json"
+    tree = "tree:max_draft_tokens=2"
+    both = ["--strategy", "lookup", "--strategy", tree, "--assistant", str(folder)]
+    result = command(*both, "--sampled-prompts", "1", "--out", str(out))
+    assert result.exit_code == 0, result.output
+    assert "lookup" in result.output
+    assert result.output.count("2 of 2 outputs identical, 16 tokens") == 2
+    assert result.output.count("passed") == 2
+    assert "of the probability in every text is found" in result.output
+    report = json.loads(out.read_text())
+    assert report["passed"] is True
+    assert report["dtype"] == "float32"
+    assert [one["strategy"] for one in report["strategies"]] == ["lookup", tree]
+    assert report["strategies"][1]["sampling"]["texts"][0]["accepted"] > 0
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_a_wrong_token_fails(command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafter, "NodeDraw", OneTooMany)
+    out = tmp_path / "verify.json"
+    result = command("--strategy", "lookup", "--sampled-prompts", "0", "--out", str(out))
+    assert result.exit_code == 1
+    assert "differences from plain generate()" in result.output
+    assert "FAILED" in result.output
+    assert json.loads(out.read_text())["passed"] is False
+
+
+def test_a_wrong_distribution_fails(
+    command: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drafter, "NodeDraw", RedrawnBonus)
+    result = command("--strategy", "tree", "--assistant", str(folder))
+    assert result.exit_code == 1
+    assert "2 of 2 outputs identical" in result.output
+    assert "FAILED" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--strategy", "tre"], "unknown spec_strategy 'tre'"),
+        (["--strategy", "tree"], "needs --assistant"),
+        (["--strategy", "lookup", "--dtype", "int8"], "--dtype int8"),
+        (["--strategy", "lookup", "--draws", "3"], "--draws"),
+        ([], "--strategy"),
+    ],
+)
+def test_what_cannot_be_is_said(command: Any, arguments: list[str], message: str) -> None:
+    result = command(*arguments)
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_a_strategy_that_accepts_nothing_is_named(command: Any) -> None:
+    result = command("--strategy", "none", "--sampled-prompts", "1")
+    assert result.exit_code == 0, result.output
+    assert result.output.count("this says little about") == 2

@@ -1,0 +1,62 @@
+"""Verifiers that change the distribution, and one that changes greedy output: planted mistakes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_spec.decoding.tree import Verdict
+from hf_spec.decoding.verification import NodeDraw, ResidualRejection
+
+
+class NoResidual(ResidualRejection):
+    """After a rejection it draws from the target's distribution itself."""
+
+    @staticmethod
+    def _judge(tree: Any, node: int, target: Tensor) -> tuple[int, int | None]:
+        for child in tree.host.children[node]:
+            token = tree.host.tokens[child]
+            if float(torch.rand(()) * tree.draft_probs[node, token]) < float(target[token]):
+                return token, child
+        return int(torch.multinomial(target, 1)), None
+
+
+class SiblingsWithoutUpdate(ResidualRejection):
+    """Every sibling is held against the probabilities that were right for the first."""
+
+    @staticmethod
+    def _judge(tree: Any, node: int, target: Tensor) -> tuple[int, int | None]:
+        residual = target
+        for child in tree.host.children[node]:
+            token = tree.host.tokens[child]
+            if float(torch.rand(()) * tree.draft_probs[node, token]) < float(target[token]):
+                return token, child
+            residual = (target - tree.draft_probs[node]).clamp(min=0)
+        return int(torch.multinomial(residual, 1)), None
+
+
+class RedrawnBonus(NodeDraw):
+    """Draws again where no child carries the token that was drawn."""
+
+    def _step(self, tree: Any, walk: Any, here: Any, paths: Any) -> dict[int, Any]:
+        first = super()._step(tree, walk, here, paths)
+        second = super()._step(tree, walk, here, paths)
+        return {
+            row: (token, child) if child is not None else (second[row][0], None)
+            for row, (token, child) in first.items()
+        }
+
+
+class OneTooMany(NodeDraw):
+    """Accepts one more drafted token than the target agrees with."""
+
+    def verify(self, tree: Any, logits: Tensor, state: Any) -> Verdict:
+        verdict = super().verify(tree, logits, state)
+        accepted = [list(nodes) for nodes in verdict.accepted]
+        for row, nodes in enumerate(accepted):
+            if verdict.bonus[row] is not None:
+                last = nodes[-1] if nodes else tree.host.row_start[row]
+                nodes.extend(tree.host.proposals(last)[:1])
+        return Verdict(tree, accepted, verdict.bonus)
