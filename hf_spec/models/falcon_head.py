@@ -15,7 +15,7 @@ that a head knows every alignment that a generation may bring.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -95,11 +95,10 @@ class FalconHead(nn.Module):
         self.attention: Any = stack.base_model
         self.head = FewTokensHead(target.get_output_embeddings(), vocabulary)
         mixer: Any = _Recurrent if shape.recurrent else _PerPair
-        self.mixer = mixer(self.hidden_size, shape.dropout).to(target.device, target.dtype)
-        embedding: Any = target.get_input_embeddings()
-        like = embedding.weight.detach()
-        self.enter = nn.Parameter(like.new_ones(2 * self.hidden_size))
-        self.leave = nn.Parameter(like.new_ones(self.hidden_size))
+        own: Any = {"device": target.device, "dtype": target.dtype}
+        self.mixer = mixer(self.hidden_size, shape.dropout).to(**own)
+        self.enter = nn.Parameter(torch.ones(2 * self.hidden_size, **own))
+        self.leave = nn.Parameter(torch.ones(self.hidden_size, **own))
         self.requires_grad_(False)
         for parameter in self.trained().values():
             parameter.requires_grad_(True)
@@ -207,8 +206,19 @@ class FalconHead(nn.Module):
         return SpecAdapter(METHOD, self.base, {"shape": asdict(self.shape), **options}, tensors)
 
     @classmethod
-    def from_adapter(cls, adapter: SpecAdapter, target: PreTrainedModel) -> FalconHead:
+    def from_adapter(
+        cls,
+        adapter: SpecAdapter,
+        target: PreTrainedModel,
+        vocabulary: Tensor | Literal["stored"] | None = "stored",
+    ) -> FalconHead:
         """The head that `to_adapter` described, in the dtype and on the device of `target`.
+
+        Args:
+            adapter: of method "falcon".
+            target: the model it was trained for.
+            vocabulary: (R,) int64 tokens that it can propose, None for all; by default the
+                adapter's own.
 
         Raises:
             AssistantError: if the adapter belongs to another base or is damaged.
@@ -219,8 +229,10 @@ class FalconHead(nn.Module):
         except (KeyError, TypeError, OptionError) as error:
             raise AssistantError(f"the Falcon adapter's shape is of no use: {error}") from error
         tensors = dict(adapter.tensors)
-        vocabulary = tensors.pop(VOCABULARY, None)
-        head = cls(target, shape, None if vocabulary is None else vocabulary.long())
+        stored = tensors.pop(VOCABULARY, None)
+        if isinstance(vocabulary, str):
+            vocabulary = None if stored is None else stored.long()
+        head = cls(target, shape, vocabulary)
         head.options = adapter.options
         trained = head.trained()
         expected = {name: tuple(p.shape) for name, p in trained.items()}

@@ -70,7 +70,8 @@ def train_falcon(
         folder: receives the adapter; checkpoint and metrics go into its `training` folder.
         settings: what is trained.
         run: how.
-        start: a head to go on from, with its vocabulary; by default the target's last layers.
+        start: a head to go on from, by default the target's last layers. Its vocabulary, which is
+            not learned, is drawn anew.
 
     Raises:
         UnsupportedError: if the target changes its logits behind the head.
@@ -121,8 +122,10 @@ def _new_head(
     sizes: Tensor,
     start: SpecAdapter | None,
 ) -> FalconHead:
+    responses = (text.response for text in learned)
+    vocabulary = answer_vocabulary(model, responses, settings.vocabulary_size)
     if start is not None:
-        head = FalconHead.from_adapter(start, model)
+        head = FalconHead.from_adapter(start, model, vocabulary)
         if head.shape != settings.shape:
             raise OptionError(
                 f"the head to start from has the shape {asdict(head.shape)}, not "
@@ -131,8 +134,6 @@ def _new_head(
         for parameter in head.trained().values():
             parameter.requires_grad_(True)
         return head
-    responses = (text.response for text in learned)
-    vocabulary = answer_vocabulary(model, responses, settings.vocabulary_size)
     head = FalconHead(model, settings.shape, vocabulary)
     depth = model.config.get_text_config().num_hidden_layers
     entering = hidden_sizes(model, learned[:SAMPLE], depth - settings.shape.num_layers)

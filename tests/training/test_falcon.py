@@ -146,6 +146,9 @@ def test_starting_from_a_head(model: PreTrainedModel, texts: list[Text], tmp_pat
     assert same.options["training"]["start"] == str(tmp_path / "first")
     more = train_falcon(model, texts, tmp_path / "more", SETTINGS, replace(RUN, epochs=1), start)
     assert any(not torch.equal(more.tensors[n], t) for n, t in first.tensors.items())
+    fewer = replace(SETTINGS, vocabulary_size=20)
+    narrow = train_falcon(model, texts, tmp_path / "narrow", fewer, still, start)
+    assert len(narrow.tensors["vocabulary"]) == 20 < len(first.tensors["vocabulary"])
     longer = replace(SETTINGS, shape=FalconShape(3))
     with pytest.raises(OptionError, match="to start from has the shape"):
         train_falcon(model, texts, tmp_path / "x", longer, RUN, start)
