@@ -4,7 +4,9 @@ Importing this package lets `model.generate()` and `model.generate_batch()` unde
 `spec_strategy=` and `assistant=`.
 """
 
+from hf_spec.adapters.folder import SpecAdapter
 from hf_spec.decoding.cpu_linear import clear_cpu_packing, cpu_packing_bytes, set_cpu_packing
+from hf_spec.decoding.step_graphs import set_cuda_graphs
 from hf_spec.decoding.streaming import BatchStreamer, BatchTextStreamer
 from hf_spec.errors import AssistantError, OptionError, SpecError, UnsupportedError
 from hf_spec.hook import disable, enable
@@ -39,6 +41,7 @@ __all__ = [
     "NoneConfig",
     "OptionError",
     "SdsatConfig",
+    "SpecAdapter",
     "SpecBatchOutput",
     "SpecError",
     "SpecGenerateOutput",
@@ -53,6 +56,7 @@ __all__ = [
     "enable",
     "known_strategies",
     "set_cpu_packing",
+    "set_cuda_graphs",
     "truncated_draft",
 ]
 

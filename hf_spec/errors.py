@@ -1,6 +1,6 @@
 """The errors users meet.
 
-All are `ValueError`s, raised before the first forward pass, and each message names the value it
+Each is a `ValueError`, raised before the first forward pass, and its message names the value it
 refuses and the way out.
 """
 

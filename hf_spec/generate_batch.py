@@ -23,8 +23,10 @@ from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.processors import check_processors
 from hf_spec.decoding.row_work import BATCHING
 from hf_spec.decoding.state import StopRules
+from hf_spec.distributed_checks import check_ranks
 from hf_spec.errors import OptionError, UnsupportedError
 from hf_spec.outputs import SpecBatchOutput, SpecRequestOutput, SpecStats
+from hf_spec.placement import execution_device
 
 # Sequences at a time where the call does not say.
 MAX_BATCH = 8
@@ -114,9 +116,10 @@ def make_batch(
         drafter: proposes the drafts.
         call: with at least one request.
     """
+    device = execution_device(model.get_input_embeddings())
 
     def prepare(request: Request) -> Prepared:
-        input_ids = torch.tensor([request.prompt], device=model.device)
+        input_ids = torch.tensor([request.prompt], device=device)
         own = dict(call.arguments)
         if call.allowed is not None:
             own["prefix_allowed_tokens_fn"] = lambda _, ids: call.allowed(request.number, ids)
@@ -154,6 +157,7 @@ def _take(
     stop = StopRules(stopping_criteria, 1)
     check_inputs(model, input_ids, torch.ones_like(input_ids), model_kwargs, stop.max_length)
     check_processors(logits_processor, 1)
+    check_ranks(model, input_ids, bool(generation_config.do_sample))
     return Prepared(logits_processor, stop, bool(generation_config.do_sample))
 
 

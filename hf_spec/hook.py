@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation import StoppingCriteriaList, StopStringCriteria
 
+from hf_spec.adapters import peft_type
 from hf_spec.call_checks import Settings, check_arguments, check_settings, check_streamer
 from hf_spec.decoding import attention
 from hf_spec.decoding.batching import ContinuousBatch, as_they_finish
@@ -27,6 +28,7 @@ from hf_spec.decoding.engine import generate_with
 from hf_spec.errors import AssistantError, OptionError, UnsupportedError
 from hf_spec.generate_batch import BatchCall, make_batch, run_batch
 from hf_spec.model_checks import check_batching, check_evaluation, check_model
+from hf_spec.models.assistant import find_assistant
 from hf_spec.outputs import SpecRequestOutput
 from hf_spec.strategies import StrategyConfig, make_drafter, parse_strategy
 
@@ -70,6 +72,7 @@ def enable() -> None:
     if hasattr(generate, _WRAPPED):
         return
     attention.register()
+    peft_type.enable()
     for name, method in (
         ("generate", _wrap(generate)),
         ("generate_batch", _wrap_batch(generate, GenerationMixin.generate_batch)),
@@ -85,6 +88,7 @@ def disable() -> None:
     """Give `GenerationMixin` back as it was; twice is harmless."""
     if not hasattr(GenerationMixin.generate, _WRAPPED):
         return
+    peft_type.disable()
     for name in ("generate", "generate_batch", "generate_batch_iter"):
         original = getattr(vars(GenerationMixin)[name], _WRAPPED)
         if original is None:
@@ -260,6 +264,7 @@ def _settle(
 
 
 def _find_drafter(config: StrategyConfig, model: PreTrainedModel, assistant: Any) -> Drafter:
+    assistant = find_assistant(assistant, model, config.adapter_methods)
     if config.needs_assistant and assistant is None:
         raise AssistantError(
             f"spec_strategy={config.strategy!r} needs assistant=<model, folder or Hub id>, for "

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from hf_spec.decoding.alibi import uses_alibi
 from hf_spec.decoding.attention import takes_packed
 from hf_spec.decoding.row_work import BATCHING
+from hf_spec.distributed_checks import check_sharding
 from hf_spec.errors import UnsupportedError
 
 # Layers whose whole past is a set of keys and values, so that a token can be taken back.
@@ -49,6 +50,7 @@ def check_model(model: object) -> None:
     if not model.can_generate():
         raise UnsupportedError(f"{name} has no language-model head and cannot generate")
     _check_attention(model, name)
+    check_sharding(model)
     owner = getattr(model.prepare_inputs_for_generation, "__self__", model)
     if getattr(getattr(owner, "active_peft_config", None), "is_prompt_learning", False):
         raise UnsupportedError(

@@ -12,7 +12,8 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from hf_spec import cli, demo
+from hf_spec import demo
+from hf_spec.cli.app import build_app
 from hf_spec.demo import Comparison, Run, Subject
 
 DRAFT = Path(__file__).parents[1] / "examples" / "adapters" / "smollm2-135m-draft"
@@ -85,7 +86,7 @@ def test_demo_fails_if_an_output_differs(monkeypatch: pytest.MonkeyPatch) -> Non
     model = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32)
     monkeypatch.setattr(demo, "_load_model", lambda: (model, None))
     monkeypatch.setattr(demo, "compare", lambda *arguments: iter([different]))
-    result = CliRunner().invoke(cli.build_app(), ["demo"])
+    result = CliRunner().invoke(build_app(), ["demo"])
     assert result.exit_code == 1
     assert "differs" in result.output
 
@@ -97,7 +98,7 @@ def test_demo_with_the_real_model(
 ) -> None:
     monkeypatch.setattr(demo, "_load_model", lambda: smollm2)
     arguments = ["demo", *strategy, "--repeats", "1", "--max-new-tokens", "12"]
-    result = CliRunner().invoke(cli.build_app(), arguments)
+    result = CliRunner().invoke(build_app(), arguments)
     assert result.exit_code == 0, result.output
     # One row for each prompt and one for all of them.
     assert sum(line.rstrip().endswith("yes") for line in result.output.splitlines()) == 4

@@ -22,7 +22,8 @@ def packages_under(folder: Path) -> set[str]:
 
 def test_setup_cfg_names_every_package() -> None:
     named = set(read_setup_cfg()["options"]["packages"].split())
-    on_disk = packages_under(ROOT / "hf_spec") | packages_under(ROOT / "kernels/hf_spec_kernels")
+    roots = ("hf_spec", "kernels/hf_spec_kernels")
+    on_disk = {name for root in roots for name in packages_under(ROOT / root)}
     assert named == on_disk
 
 

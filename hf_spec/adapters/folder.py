@@ -8,25 +8,31 @@ another one is refused with a sentence.
 from __future__ import annotations
 
 import json
+import math
 import os
+import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_spec.adapters import hub
+from hf_spec.adapters.custom_code import write_custom_generate
+from hf_spec.adapters.reading import read_json, read_tensors, regular_file
 from hf_spec.errors import AssistantError
 from hf_spec.files import written_whole
+from hf_spec.placement import weight_rows
 
 PEFT_TYPE = "HF_SPEC"
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
+# The methods, and the strategy that an adapter of each is for where none is named.
+STRATEGIES = {"draft": "tree", "disco": "disco", "falcon": "falcon", "sdsat": "sdsat"}
 
 # Weights of the embedding that identify a base; evenly spread over the table.
 FINGERPRINT_SIZE = 32
@@ -51,13 +57,36 @@ class BaseModel:
     fingerprint: tuple[float, ...]
 
     @classmethod
+    def read(cls, values: Any, path: Path) -> BaseModel:
+        """The identity that the config at `path` holds.
+
+        Raises:
+            AssistantError: if it is incomplete, or a value is of no use.
+        """
+        try:
+            base = cls(**{**values, "fingerprint": tuple(values["fingerprint"])})
+        except (KeyError, TypeError) as error:
+            raise AssistantError(f"{path} is incomplete: {error!r}") from error
+        sizes = (base.hidden_size, base.num_layers, base.vocab_size)
+        known = isinstance(base.name, str) and all(type(s) is int and s > 0 for s in sizes)
+        if not known or not all(_is_finite(value) for value in base.fingerprint):
+            raise AssistantError(f"{path} does not say what its base model is: {base}"[:500])
+        if len(base.fingerprint) != FINGERPRINT_SIZE:
+            raise AssistantError(
+                f"{path} knows its base model by {len(base.fingerprint)} weights, not "
+                f"{FINGERPRINT_SIZE}: get the file anew, or train the adapter again"
+            )
+        return base
+
+    @classmethod
     def of(cls, model: PreTrainedModel) -> BaseModel:
         """The identity of `model`."""
         config: Any = model.config.get_text_config()
         embedding: Any = model.get_input_embeddings()
-        table = embedding.weight.detach().flatten()
-        places = torch.linspace(0, table.numel() - 1, FINGERPRINT_SIZE, dtype=torch.float64).long()
-        sample = table[places.to(table.device)].float().tolist()
+        size, width = embedding.weight.numel(), embedding.weight.shape[1]
+        places = torch.linspace(0, size - 1, FINGERPRINT_SIZE, dtype=torch.float64).long()
+        rows = weight_rows(embedding, places // width).float()
+        sample = rows.gather(1, (places % width)[:, None].to(rows.device))[:, 0].tolist()
         return cls(
             os.path.basename(os.path.normpath(model.config.name_or_path or type(model).__name__)),
             config.hidden_size,
@@ -89,27 +118,103 @@ class BaseModel:
             )
 
 
-@dataclass(frozen=True)
+# Compared by identity: weights are no values.
+@dataclass(frozen=True, eq=False)
 class SpecAdapter:
     """A trained part of a method.
 
     Attributes:
-        method: "draft", "disco", ...
+        method: "draft", "disco", "falcon" or "sdsat".
         base: the model it belongs to.
         options: JSON values; what the method needs to rebuild its module, and measured numbers.
         tensors: the weights.
         folder: where it was loaded from.
+        repo_id: its name on the Hub, if it comes from there.
     """
 
     method: str
     base: BaseModel
     options: dict[str, Any]
     tensors: dict[str, Tensor]
-    folder: Path | None = field(default=None, compare=False)
+    folder: Path | None = None
+    repo_id: str | None = None
+
+    @property
+    def strategy(self) -> str:
+        """The strategy that it is for, if no other is named.
+
+        Raises:
+            AssistantError: if its method is unknown.
+        """
+        self.check_method()
+        return STRATEGIES[self.method]
+
+    def check_method(self) -> None:
+        """Refuse a method that this version does not know.
+
+        Raises:
+            AssistantError: names it, and those that there are.
+        """
+        if self.method not in STRATEGIES:
+            raise AssistantError(
+                f"adapter {str(self.folder)!r} is one of method {self.method!r}; known methods: "
+                f"{', '.join(STRATEGIES)}"
+            )
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name: str | os.PathLike[str],
+        *,
+        revision: str | None = None,
+        token: str | bool | None = None,
+    ) -> SpecAdapter:
+        """Read an adapter from a folder or from the Hub; see `load_adapter`."""
+        return load_adapter(name, revision=revision, token=token)
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Write it to `folder`; see `save_adapter`."""
+        save_adapter(folder, self)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        private: bool = False,
+        token: str | None = None,
+        revision: str | None = None,
+    ) -> str:
+        """Put it on the Hub, with the card of its folder or a new one.
+
+        Args:
+            repo_id: "owner/name"; made if need be.
+            private: whether a repository that is made is private.
+            token: of the Hub; by default the stored one.
+            revision: branch; made if need be. The main one by default.
+
+        Returns:
+            The address of the commit.
+
+        Raises:
+            AssistantError: if the Hub refuses.
+        """
+        from hf_spec.adapters.card import CARD_NAME, write_card
+
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = Path(scratch) / repo_id.rpartition("/")[2]
+            save_adapter(folder, self)
+            if self.folder is not None and (self.folder / CARD_NAME).exists():
+                card = regular_file(self.folder, CARD_NAME).read_bytes()
+                (folder / CARD_NAME).write_bytes(card)
+            else:
+                write_card(folder)
+            return hub.push_adapter(
+                folder, repo_id, private=private, token=token, revision=revision
+            )
 
 
 def save_adapter(folder: str | os.PathLike[str], adapter: SpecAdapter) -> None:
-    """Write `adapter` to `folder`, the weights first, each file in one rename.
+    """Write `adapter` to `folder`, each file in one rename, the config last.
 
     Args:
         folder: created if need be; a model card in it stays.
@@ -125,6 +230,7 @@ def save_adapter(folder: str | os.PathLike[str], adapter: SpecAdapter) -> None:
         "options": adapter.options,
         "base": asdict(adapter.base),
     }
+    write_custom_generate(folder)
     with written_whole(folder / WEIGHTS_NAME) as part:
         save_file(tensors, part, metadata={"format": "pt"})
     with written_whole(folder / CONFIG_NAME) as part:
@@ -132,90 +238,102 @@ def save_adapter(folder: str | os.PathLike[str], adapter: SpecAdapter) -> None:
 
 
 def load_adapter(
-    name: str | os.PathLike[str], method: str | None = None, revision: str | None = None
+    name: str | os.PathLike[str],
+    method: str | None = None,
+    revision: str | None = None,
+    token: str | bool | None = None,
 ) -> SpecAdapter:
-    """Read an adapter.
+    """Read an adapter. Nothing in it is executed, `custom_generate/` not even looked at.
 
     Args:
-        name: a folder or a Hub id.
+        name: a folder, or a Hub id such as "org/name" or "org/name@revision".
         method: what it must be an adapter of; any by default.
         revision: branch, tag or commit on the Hub.
+        token: of the Hub; by default the stored one.
 
     Raises:
         AssistantError: if it is missing, damaged, or of another method.
     """
-    folder = _find(name, revision)
+    folder, repo_id = Path(name), None
+    if not folder.is_dir():
+        place = hub.Place.of(os.fspath(name), revision, token)
+        folder, repo_id = place.fetch((CONFIG_NAME, WEIGHTS_NAME, "README.md")), place.repo_id
     config = _read_config(folder)
-    weights = folder / WEIGHTS_NAME
-    if not weights.exists():
-        pickled = sorted(p.name for p in folder.iterdir() if p.suffix in {".bin", ".pt", ".pth"})
-        hint = f"; {pickled[0]} is a pickle file, which is never loaded" if pickled else ""
-        raise AssistantError(f"adapter {str(name)!r} has no {WEIGHTS_NAME}{hint}")
-    try:
-        tensors = load_file(weights)
-    except (SafetensorError, OSError) as error:
-        raise AssistantError(f"{weights} cannot be read: {error}; get the file anew") from error
     if method is not None and config["method"] != method:
         raise AssistantError(
-            f"adapter {str(name)!r} is one of method {config['method']!r}, not {method!r}"
+            f"adapter {os.fspath(name)!r} is one of method {config['method']!r}, not {method!r}"
         )
-    base = _read_base(config["base"], folder / CONFIG_NAME)
-    return SpecAdapter(config["method"], base, config["options"], tensors, folder)
+    base = BaseModel.read(config["base"], folder / CONFIG_NAME)
+    # Saved by transformers, an adapter's names have PEFT's prefix in front.
+    tensors = {
+        key.removeprefix("base_model.model."): tensor
+        for key, tensor in read_tensors(folder, WEIGHTS_NAME).items()
+    }
+    return SpecAdapter(config["method"], base, config["options"], tensors, folder, repo_id)
 
 
-def is_adapter(name: object) -> bool:
-    """Whether `name` is a local folder that holds an adapter of this library."""
+def is_adapter(name: object, revision: str | None = None, token: str | bool | None = None) -> bool:
+    """Whether `name` is a folder or a Hub id of an adapter of this library.
+
+    Args:
+        name: of any type; a Hub id that cannot be had is none.
+        revision: branch, tag or commit on the Hub.
+        token: of the Hub; by default the stored one.
+    """
     if not isinstance(name, (str, os.PathLike)):
         return False
     try:
-        config = json.loads((Path(name) / CONFIG_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        folder = Path(name)
+        if not folder.is_dir():
+            folder = hub.Place.of(os.fspath(name), revision, token).fetch((CONFIG_NAME,))
+        return read_json(regular_file(folder, CONFIG_NAME)).get("peft_type") == PEFT_TYPE
+    except AssistantError:
         return False
-    return isinstance(config, dict) and config.get("peft_type") == PEFT_TYPE
 
 
-def _find(name: str | os.PathLike[str], revision: str | None) -> Path:
-    folder = Path(name)
-    if folder.is_dir():
-        return folder
-    try:
-        allowed = [CONFIG_NAME, WEIGHTS_NAME, "README.md"]
-        return Path(snapshot_download(str(name), revision=revision, allow_patterns=allowed))
-    except Exception as error:
+def beside(adapter: SpecAdapter, name: str) -> str:
+    """What an adapter means by the name of another folder or repository.
+
+    Args:
+        adapter: which says so.
+        name: "../name", a folder beside its own or a repository of the same owner; "name", a
+            folder inside its own; or a Hub id.
+
+    Raises:
+        AssistantError: if the name leads anywhere else.
+    """
+    parts = PurePosixPath(name).parts
+    inner = parts[1:] if parts[:1] == ("..",) else parts
+    if not inner or ".." in inner or name.startswith(("/", "~")) or "\\" in name:
         raise AssistantError(
-            f"adapter {str(name)!r} is neither a folder nor to be had from the Hub: {error}"
-        ) from error
+            f"{adapter.folder or 'the adapter'} names {name!r}, which is neither a folder beside "
+            "it nor a Hub id"
+        )
+    if inner is not parts and adapter.repo_id is not None:
+        return "/".join((adapter.repo_id.rpartition("/")[0], *inner))
+    folder = (adapter.folder or Path()) / name
+    return str(folder) if folder.is_dir() else name
 
 
 def _read_config(folder: Path) -> Mapping[str, Any]:
-    path = folder / CONFIG_NAME
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise AssistantError(f"{folder} has no {CONFIG_NAME}, so it is no adapter") from error
-    except ValueError as error:
-        raise AssistantError(f"{path} is no JSON: {error}") from error
-    if not isinstance(config, dict) or "peft_type" not in config:
+    path = regular_file(folder, CONFIG_NAME)
+    config = read_json(path)
+    if "peft_type" not in config:
         raise AssistantError(f"{path} names no peft_type, so it is no adapter")
     if config["peft_type"] != PEFT_TYPE:
         raise AssistantError(
             f"{path} is a PEFT adapter of type {config['peft_type']!r}; one of type "
             f"{PEFT_TYPE!r} is needed (a LoRA belongs to its own model: load it with PEFT)"
         )
-    missing = {"method", "options", "base"} - set(config)
-    if missing:
-        raise AssistantError(f"{path} lacks {', '.join(sorted(missing))}")
+    for key, kind in (("method", str), ("options", dict), ("base", dict)):
+        if key not in config:
+            raise AssistantError(f"{path} lacks {key}")
+        if not isinstance(config[key], kind):
+            raise AssistantError(
+                f"{path} has {key} of type {type(config[key]).__name__}, not {kind.__name__}"
+            )
     return config
 
 
-def _read_base(values: Mapping[str, Any], path: Path) -> BaseModel:
-    try:
-        base = BaseModel(**{**values, "fingerprint": tuple(values["fingerprint"])})
-    except (KeyError, TypeError) as error:
-        raise AssistantError(f"{path} is incomplete: {error!r}") from error
-    if len(base.fingerprint) != FINGERPRINT_SIZE:
-        raise AssistantError(
-            f"{path} knows its base model by {len(base.fingerprint)} weights, not "
-            f"{FINGERPRINT_SIZE}: get the file anew, or train the adapter again"
-        )
-    return base
+def _is_finite(value: object) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)

@@ -19,12 +19,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_spec.bench.batch_report import markdown, plot, summary
-from hf_spec.bench.prompts import Prompt, load_prompts
+from hf_spec.bench.prompts import Prompt, left_padded, load_prompts
 from hf_spec.bench.runner import environment, synchronize
 from hf_spec.decoding.cpu_linear import MODES, set_cpu_packing
 from hf_spec.files import written_whole
@@ -153,14 +152,6 @@ def measure(
                         progress()
                     found += _records(method.name, runs, batch, number, repeat)
                 yield found
-
-
-def left_padded(rows: Sequence[Tensor]) -> dict[str, Tensor]:
-    """`input_ids` and `attention_mask` of prompts (L,), padded on the left."""
-    width = max(len(row) for row in rows)
-    ids = torch.stack([F.pad(row, (width - len(row), 0)) for row in rows])
-    mask = torch.stack([F.pad(torch.ones_like(row), (width - len(row), 0)) for row in rows])
-    return {"input_ids": ids, "attention_mask": mask}
 
 
 def _run(

@@ -1,21 +1,29 @@
-"""What can be measured: plain generate, the lookups of others, and our strategies."""
+"""What can be measured: plain generate, what others offer, and our strategies."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.generation import CompileConfig
 
+from hf_spec.errors import AssistantError, UnsupportedError
 from hf_spec.outputs import SpecStats
 from hf_spec.strategies import StrategyConfig, parse_strategy
 
 # How a command line names a strategy; see `parse_entry`.
 ENTRY = "NAME[:OPTION=JSON,...][@ASSISTANT]"
+
+# What generate() is told beside the prompt.
+Settings = Mapping[str, Any]
+GREEDY: Settings = MappingProxyType({"do_sample": False})
 
 
 @dataclass(frozen=True)
@@ -23,14 +31,25 @@ class Run:
     """Outcome of one generation.
 
     Attributes:
-        sequence: (L,) int64, prompt included.
+        sequences: (B, L) int64, prompts included.
         target_forwards: forward passes of the target model; None where they cannot be counted.
         stats: our own statistics, for our own strategies.
     """
 
-    sequence: Tensor
+    sequences: Tensor
     target_forwards: int | None = None
     stats: SpecStats | None = None
+
+    @property
+    def sequence(self) -> Tensor:
+        """(L,) int64, the first row."""
+        return self.sequences[0]
+
+
+class Generate(Protocol):
+    """Generates from (B, L) ids, padded on the left where the (B, L) mask is 0."""
+
+    def __call__(self, ids: Tensor, new_tokens: int, mask: Tensor | None = None) -> Run: ...  # noqa: D102
 
 
 @dataclass(frozen=True)
@@ -39,46 +58,80 @@ class Contender:
 
     Attributes:
         name: as it appears in tables.
-        run: called with (1, L) ids and a number of new tokens.
-        count: like `run`, untimed, when counting forwards needs another call; None otherwise.
+        run: generates at most so many new tokens.
+        prepare: called with the same, untimed, before the first run; the target forwards, if
+            counting them needs a call of its own.
+        batches: whether it takes more than one row.
+        compiles: whether new shapes take minutes, so that it is warmed up at full length.
     """
 
     name: str
-    run: Callable[[Tensor, int], Run]
-    count: Callable[[Tensor, int], int] | None = None
+    run: Generate
+    prepare: Callable[[Tensor, int, Tensor | None], int | None] | None = None
+    batches: bool = True
+    compiles: bool = False
 
 
-def plain(model: PreTrainedModel) -> Contender:
-    """`generate()` itself, greedy."""
-    return Contender("plain", lambda ids, new: _counted(model, ids, max_new_tokens=new))
+def plain(model: PreTrainedModel, settings: Settings = GREEDY) -> Contender:
+    """`generate()` itself."""
+    return _transformers("plain", model, settings)
 
 
-def transformers_lookup(model: PreTrainedModel, match_length: int, copy_length: int) -> Contender:
+def compiled(model: PreTrainedModel, settings: Settings = GREEDY) -> Contender:
+    """`generate()` with a static cache and a compiled forward pass, which is transformers' own.
+
+    Raises:
+        UnsupportedError: if it does not work for this model here.
+    """
+    config = CompileConfig()
+    # transformers compiles on a GPU by itself; on a CPU this is the switch.
+    config._compile_all_devices = True  # type: ignore[assignment]
+    if model.device.type == "cpu":
+        config.mode = "default"
+    given = {**settings, "cache_implementation": "static", "compile_config": config}
+
+    def run(ids: Tensor, new_tokens: int, mask: Tensor | None = None) -> Run:
+        # Counting forwards by a hook would compile the model anew.
+        sequences = _generate(model, ids, new_tokens, mask, **given)
+        return Run(sequences, sequences.shape[1] - ids.shape[1])
+
+    try:
+        run(torch.zeros(1, 2, dtype=torch.long), 3, torch.ones(1, 2, dtype=torch.long))
+    except Exception as error:
+        raise UnsupportedError(
+            f"--compiled: {type(model).__name__} cannot be compiled here; leave --compiled out "
+            f"({type(error).__name__}: {str(error).strip().splitlines()[0]:.200})"
+        ) from error
+    if not hasattr(model, "_compiled_call"):
+        raise UnsupportedError(
+            f"--compiled: transformers does not compile {type(model).__name__} on "
+            f"{model.device.type}; leave --compiled out"
+        )
+    return Contender("plain, static cache, compiled", run, compiles=True)
+
+
+def transformers_lookup(
+    model: PreTrainedModel, match_length: int, copy_length: int, settings: Settings = GREEDY
+) -> Contender:
     """The prompt lookup of transformers."""
-    return Contender(
-        "transformers lookup",
-        lambda ids, new: _counted(
-            model,
-            ids,
-            max_new_tokens=new,
-            prompt_lookup_num_tokens=copy_length,
-            max_matching_ngram_size=match_length,
-        ),
-    )
+    given = {"prompt_lookup_num_tokens": copy_length, "max_matching_ngram_size": match_length}
+    return _transformers("transformers lookup", model, {**settings, **given}, batches=False)
 
 
-def transformers_assistant(model: PreTrainedModel, assistant: PreTrainedModel) -> Contender:
+def transformers_assistant(
+    model: PreTrainedModel,
+    assistant: PreTrainedModel,
+    settings: Settings = GREEDY,
+    name: str = "transformers assistant",
+) -> Contender:
     """The assisted decoding of transformers."""
-    return Contender(
-        "transformers assistant",
-        lambda ids, new: _counted(model, ids, max_new_tokens=new, assistant_model=assistant),
-    )
+    return _transformers(name, model, {**settings, "assistant_model": assistant}, batches=False)
 
 
 def economize_lookup(
     model: PreTrainedModel, match_length: int, copy_length: int
 ) -> Contender | None:
-    """The lookup of the package `economize`; None if it is not installed."""
+    """The lookup of the package `economize`, greedy; None if it is not installed."""
     if importlib.util.find_spec("economize") is None:
         return None
     import economize
@@ -90,44 +143,84 @@ def economize_lookup(
         decoding=economize.DecodeConfig(cycle_length=copy_length + 1),
     )
 
-    def run(ids: Tensor, new_tokens: int) -> Run:
-        return Run(wrapped.generate(ids, max_new_tokens=new_tokens, do_sample=False)[0])
+    def run(ids: Tensor, new_tokens: int, mask: Tensor | None = None) -> Run:
+        ids = ids.to(model.device)
+        return Run(wrapped.generate(ids, max_new_tokens=new_tokens, do_sample=False))
 
-    def count(ids: Tensor, new_tokens: int) -> int:
-        return int(wrapped.decode(ids[0], new_tokens).cost_summary()["exact_calls"])
+    def count(ids: Tensor, new_tokens: int, mask: Tensor | None = None) -> int:
+        # Decoding that tells its calls does not stop where the sequence ends.
+        length = run(ids, new_tokens).sequences.shape[1] - ids.shape[1]
+        result = wrapped.decode(ids[0].to(model.device), length)
+        return int(result.cost_summary()["exact_calls"])
 
-    return Contender("economize lookup", run, count)
+    return Contender("economize lookup", run, count, batches=False)
 
 
 def strategy(
-    model: Any, config: StrategyConfig, assistant: Any = None, name: str | None = None
+    model: Any,
+    config: StrategyConfig,
+    assistant: Any = None,
+    name: str | None = None,
+    settings: Settings = GREEDY,
 ) -> Contender:
     """One of our strategies."""
 
-    def run(ids: Tensor, new_tokens: int) -> Run:
-        return speculative(model, ids, new_tokens, spec_strategy=config, assistant=assistant)
+    def run(ids: Tensor, new_tokens: int, mask: Tensor | None = None) -> Run:
+        method = {"spec_strategy": config, "assistant": assistant}
+        return speculative(model, ids, new_tokens, mask, settings, **method)
 
     return Contender(name or config.strategy, run)
 
 
-def speculative(model: Any, ids: Tensor, new_tokens: int, **method: Any) -> Run:
-    """One greedy generation by our engine.
+def speculative(
+    model: Any,
+    ids: Tensor,
+    new_tokens: int,
+    mask: Tensor | None = None,
+    settings: Settings = GREEDY,
+    **method: Any,
+) -> Run:
+    """One generation by our engine.
 
     Args:
         model: the target.
-        ids: (1, L) int64.
+        ids: (B, L) int64.
         new_tokens: most tokens generated.
+        mask: (B, L), 0 for padding; no padding by default.
+        settings: of `generate()`.
         **method: what makes `generate()` speculate.
     """
-    output = model.generate(
-        ids.to(model.device),
-        max_new_tokens=new_tokens,
-        do_sample=False,
-        return_dict_in_generate=True,
-        **method,
-    )
+    given = {**settings, **method, "return_dict_in_generate": True}
+    output = _generate(model, ids, new_tokens, mask, **given)
     stats = output.spec_stats
-    return Run(output.sequences[0], stats.target_forwards, stats)
+    return Run(output.sequences, stats.target_forwards, stats)
+
+
+class PlainAnswers:
+    """What plain greedy `generate()` says to a prompt, each recorded once.
+
+    Args:
+        model: the target.
+        settings: of `generate()`.
+    """
+
+    def __init__(self, model: PreTrainedModel, settings: Settings = GREEDY):
+        self._plain = plain(model, settings)
+        self._known: dict[tuple[tuple[int, ...], int], list[int]] = {}
+
+    def __call__(self, ids: Tensor, new_tokens: int, mask: Tensor | None = None) -> list[list[int]]:
+        """Per row of (B, L) ids the tokens that follow, each row run alone, without padding."""
+        mask = torch.ones_like(ids) if mask is None else mask
+        answers = []
+        for row, seen in zip(ids, mask.bool(), strict=True):
+            prompt = row[seen]
+            key = tuple(prompt.tolist()), new_tokens
+            if key not in self._known:
+                alone = prompt[None]
+                run = self._plain.run(alone, new_tokens, torch.ones_like(alone))
+                self._known[key] = run.sequence[len(prompt) :].tolist()
+            answers.append(self._known[key])
+        return answers
 
 
 def parse_entry(text: str) -> tuple[str, StrategyConfig, str | None]:
@@ -148,6 +241,27 @@ def parse_entry(text: str) -> tuple[str, StrategyConfig, str | None]:
     return text, parse_strategy(options), assistant or None
 
 
+def with_assistants(
+    entries: Sequence[tuple[str, StrategyConfig, str | None]], assistants: Sequence[str]
+) -> Iterator[tuple[str, StrategyConfig, Any]]:
+    """Give `assistants` to the strategies that name none and take some.
+
+    Args:
+        entries: of `parse_entry`.
+        assistants: one serves every strategy; several, as a list, "auto" alone.
+
+    Raises:
+        AssistantError: if a strategy lacks one.
+    """
+    given: Any = assistants[0] if len(assistants) == 1 else list(assistants) or None
+    for name, config, named in entries:
+        takes = config.needs_assistant or config.strategy == "auto"
+        own = named or (given if takes else None)
+        if config.needs_assistant and own is None:
+            raise AssistantError(f"--strategy {name} needs --assistant, a folder or a Hub id")
+        yield name, config, own
+
+
 def _split(text: str) -> list[str]:
     """The parts between commas that stand in no brackets."""
     parts, depth = [""], 0
@@ -160,16 +274,27 @@ def _split(text: str) -> list[str]:
     return parts
 
 
-def _counted(model: Any, ids: Tensor, **options: Any) -> Run:
-    forwards = 0
+def _transformers(name: str, model: Any, given: Settings, batches: bool = True) -> Contender:
+    """A way of transformers' own, whose forwards a hook counts."""
 
-    def count(*_: Any) -> None:
-        nonlocal forwards
-        forwards += 1
+    def run(ids: Tensor, new_tokens: int, mask: Tensor | None = None) -> Run:
+        forwards = 0
 
-    handle = model.register_forward_pre_hook(count)
-    try:
-        sequence = model.generate(ids.to(model.device), do_sample=False, **options)[0]
-    finally:
-        handle.remove()
-    return Run(sequence, forwards)
+        def count(*_: Any) -> None:
+            nonlocal forwards
+            forwards += 1
+
+        handle = model.register_forward_pre_hook(count)
+        try:
+            sequences = _generate(model, ids, new_tokens, mask, **given)
+        finally:
+            handle.remove()
+        return Run(sequences, forwards)
+
+    return Contender(name, run, batches=batches)
+
+
+def _generate(model: Any, ids: Tensor, new_tokens: int, mask: Tensor | None, **given: Any) -> Any:
+    if mask is not None:
+        given["attention_mask"] = mask.to(model.device)
+    return model.generate(ids.to(model.device), max_new_tokens=new_tokens, **given)

@@ -27,8 +27,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_spec.bench.runner import environment
 from hf_spec.decoding.packing import RowWork, pack
-from hf_spec.decoding.ragged_layout import ragged_layout
+from hf_spec.decoding.ragged_layout import ragged_layout, tensors_of, with_tensors
 from hf_spec.decoding.runner import ModelRunner
+from hf_spec.decoding.step_graphs import cuda_graphs
+from hf_spec.decoding.transfer import send
 from hf_spec.decoding.tree import DraftTree
 from hf_spec.files import written_whole
 
@@ -72,35 +74,34 @@ class Problem:
         return sum(tensor.nelement() * tensor.element_size() for tensor in tensors)
 
 
-def tree_of(nodes: int, tokens: Sequence[int], device: torch.device | str = "cpu") -> DraftTree:
+def tree_of(nodes: int, tokens: Sequence[int]) -> DraftTree:
     """A root with chains of up to eight tokens below it.
 
     Args:
         nodes: how many, the root included.
         tokens: repeated over them, the first is the root's.
-        device: of the tree.
     """
     parents = [-1, *(0 if node % 8 == 0 else node for node in range(nodes - 1))]
     row = [tokens[node % len(tokens)] for node in range(nodes)], parents
-    return DraftTree.from_rows([row], device)
+    return DraftTree.from_rows([row])
 
 
 def make_problem(nodes: int, context: int, shape: Heads, device: torch.device) -> Problem:
     """Random states of a tree of `nodes` behind `context` committed tokens."""
-    tree = tree_of(nodes, [0], device)
+    tree = tree_of(nodes, [0])
     every = list(range(nodes))
     (segment,) = pack([RowWork(0, context, [], every, every, nodes)], tree).segments
     visible = segment.visible
     if visible is None:
-        visible = torch.ones(nodes, context + nodes, dtype=torch.bool, device=device)
-    dtype = getattr(torch, shape.dtype)
+        visible = torch.ones(nodes, context + nodes, dtype=torch.bool)
+    layout, dtype = ragged_layout([segment]), getattr(torch, shape.dtype)
     stored = (1, shape.kv_heads, context + nodes, shape.head_size)
     return Problem(
         torch.randn(nodes, shape.heads, shape.head_size, device=device).to(dtype),
         torch.randn(stored, device=device).to(dtype),
         torch.randn(stored, device=device).to(dtype),
-        ragged_layout([segment], device),
-        visible,
+        with_tensors(layout, send(tensors_of(layout), device)),
+        visible.to(device),
     )
 
 
@@ -184,7 +185,7 @@ def measure_attention(
                 "bytes": problem.num_bytes,
                 "floor_seconds": problem.num_bytes / fastest,
                 "seconds": {
-                    name: _spread(seconds_of(call, repeats, device)) for name, call in calls.items()
+                    name: spread(seconds_of(call, repeats, device)) for name, call in calls.items()
                 },
             }
 
@@ -207,8 +208,8 @@ def measure_steps(
         for count in nodes:
             seconds = {}
             for name, impl in (("kernels", "auto"), ("torch", "torch")):
-                with using(impl), torch.no_grad():
-                    seconds[name] = _spread(_steps(model, text, count, repeats))
+                with using(impl), cuda_graphs("off"), torch.no_grad():
+                    seconds[name] = spread(_steps(model, text, count, repeats))
             yield {"nodes": count, "context": context, "seconds": seconds}
 
 
@@ -217,11 +218,11 @@ def _steps(model: PreTrainedModel, text: list[int], count: int, repeats: int) ->
     with runner.active():
         # The first step runs the context, the second compiles and warms up.
         for _ in range(repeats + 2):
-            tree = tree_of(count, [sequence[-1], *text], model.device)
+            tree = tree_of(count, [sequence[-1], *text])
             start = time.perf_counter()
             runner.forward(tree, [sequence])
             runner.keep([[]])
-            found.append(_until_done(start))
+            found.append(until_done(start))
             sequence.append(text[0])
     return found[2:]
 
@@ -229,17 +230,18 @@ def _steps(model: PreTrainedModel, text: list[int], count: int, repeats: int) ->
 def _host_seconds(call: Callable[[], object]) -> float:
     start = time.perf_counter()
     call()
-    return _until_done(start)
+    return until_done(start)
 
 
-def _until_done(start: float) -> float:
+def until_done(start: float) -> float:
     """Seconds since `start` once the device has finished."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter() - start
 
 
-def _spread(seconds: Sequence[float]) -> dict[str, float]:
+def spread(seconds: Sequence[float]) -> dict[str, float]:
+    """Median and the outer fifths, in seconds."""
     fifths = quantiles(seconds, n=5) if len(seconds) > 1 else [*seconds] * 4
     return {"median": median(seconds), "p20": fifths[0], "p80": fifths[3]}
 

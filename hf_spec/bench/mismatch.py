@@ -165,14 +165,14 @@ def _packed_logits(
         runner = ModelRunner(model, 1)
         with runner.active():
             if stored and len(tokens) > 1:
-                runner.forward(_chain([tokens[-2]], model), [tokens[:-1]])
+                runner.forward(_chain([tokens[-2]]), [tokens[:-1]])
                 runner.keep([[]])
-            found.append(runner.forward(_chain(nodes, model), [tokens]).logits[0])
+            found.append(runner.forward(_chain(nodes), [tokens]).logits[0])
     return found
 
 
-def _chain(nodes: Sequence[int], model: PreTrainedModel) -> DraftTree:
-    return DraftTree.from_rows([(list(nodes), list(range(-1, len(nodes) - 1)))], model.device)
+def _chain(nodes: Sequence[int]) -> DraftTree:
+    return DraftTree.from_rows([(list(nodes), list(range(-1, len(nodes) - 1)))])
 
 
 def _plain(model: Any, text: Tensor, new_tokens: int) -> Any:

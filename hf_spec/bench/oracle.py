@@ -7,14 +7,15 @@ The upper bound of what a length policy can reach with a draft model (Mamou et a
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_spec.bench.contenders import Contender, Run, speculative
+from hf_spec.bench.contenders import Contender, PlainAnswers, Run, speculative
+from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.engine import generate_with
 from hf_spec.decoding.length_policy import DraftedToken, LengthPolicy
 from hf_spec.strategies.draft_model import DraftConfig, DraftModelDrafter
@@ -44,30 +45,35 @@ class OraclePolicy(LengthPolicy):
 def oracle(model: Any, draft: PreTrainedModel, name: str = "oracle") -> Contender:
     """A chain of `draft` under the oracle's policy.
 
-    The answer of a prompt is recorded by plain greedy `generate()` the first time it is met;
-    `count` does so untimed, and `measure` calls it before the clock starts.
-
     Args:
         model: the target.
         draft: shares its vocabulary.
         name: as it appears in tables.
     """
-    recorded: dict[tuple[tuple[int, ...], int], list[int]] = {}
 
-    def answer(ids: Tensor, new_tokens: int) -> list[int]:
-        key = tuple(ids[0].tolist()), new_tokens
-        if key not in recorded:
-            prompt = ids.to(model.device)
-            sequence = model.generate(prompt, max_new_tokens=new_tokens, do_sample=False)[0]
-            recorded[key] = sequence[ids.shape[1] :].tolist()
-        return recorded[key]
+    def drafter(answers: list[list[int]]) -> Drafter:
+        return DraftModelDrafter(DraftConfig(), draft, OraclePolicy(answers))
 
-    def run(ids: Tensor, new_tokens: int) -> Run:
-        policy = OraclePolicy([answer(ids, new_tokens)])
-        drafter = DraftModelDrafter(DraftConfig(), draft, policy)
-        return speculative(model, ids, new_tokens, custom_generate=partial(generate_with, drafter))
+    return knowing(model, drafter, name)
 
-    def count(ids: Tensor, new_tokens: int) -> int:
-        return run(ids, new_tokens).target_forwards or 0
 
-    return Contender(name, run, count)
+def knowing(model: Any, make_drafter: Callable[[list[list[int]]], Drafter], name: str) -> Contender:
+    """A contender whose drafter is given the plain greedy answers.
+
+    They are recorded the first time a prompt is met, which `prepare` does untimed.
+
+    Args:
+        model: the target.
+        make_drafter: called with the answer of each row, for every generation.
+        name: as it appears in tables.
+    """
+    answers = PlainAnswers(model)
+
+    def run(ids: Tensor, new_tokens: int, mask: Tensor | None = None) -> Run:
+        decode = partial(generate_with, make_drafter(answers(ids, new_tokens, mask)))
+        return speculative(model, ids, new_tokens, mask, custom_generate=decode)
+
+    def prepare(ids: Tensor, new_tokens: int, mask: Tensor | None = None) -> None:
+        answers(ids, new_tokens, mask)
+
+    return Contender(name, run, prepare)

@@ -13,9 +13,23 @@ from pathlib import Path
 from typing import Any
 
 Series = Mapping[str, tuple[Sequence[float], Sequence[float]]]
+# Per point of a series the lower and the upper end of its spread.
+Spreads = Mapping[str, tuple[Sequence[float], Sequence[float]]]
+# A name and its low, middle and high value.
+Ranges = Mapping[str, tuple[float, float, float]]
+
+# More lines than this have their legend beside the plot, not in it.
+LEGEND_INSIDE = 4
+MARKERS = "os^Dvp*Xh<>P"
 
 
-def lines(series: Series, labels: tuple[str, str], path: Path, title: str = "") -> None:
+def lines(
+    series: Series,
+    labels: tuple[str, str],
+    path: Path,
+    title: str = "",
+    spreads: Spreads | None = None,
+) -> None:
     """Draw lines with a mark at every measured point.
 
     Args:
@@ -23,20 +37,65 @@ def lines(series: Series, labels: tuple[str, str], path: Path, title: str = "") 
         labels: of the axes, with units.
         path: file to write; its ending names the format.
         title: above the plot.
+        spreads: drawn as bars, for the series that it names.
     """
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(6.4, 4.0), layout="constrained")
+    inside = len(series) <= LEGEND_INSIDE
+    figure = Figure(figsize=(6.4 if inside else 9.6, 4.0), layout="constrained")
     axes = figure.add_subplot()
-    for name, (x, y) in series.items():
-        axes.plot(x, y, marker="o", markersize=4, label=name)
+    for index, (name, (x, y)) in enumerate(series.items()):
+        color = f"C{index}" if len(series) <= 10 else colormaps["tab20"](index % 20)
+        marker = MARKERS[index % len(MARKERS)]
+        axes.plot(x, y, marker=marker, color=color, markersize=4, label=name)
+        if spreads and name in spreads:
+            low, high = spreads[name]
+            axes.vlines(x, low, high, color=color, alpha=0.4)
     axes.set_xlabel(labels[0])
     axes.set_ylabel(labels[1])
     axes.set_title(title, fontsize="medium")
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
+    if all(isinstance(value, int) for x, _ in series.values() for value in x):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if len(series) > 1:
-        axes.legend(frameon=False, fontsize="small")
+        legend = axes.legend(frameon=False, fontsize="small")
+        if not inside:
+            legend.set_loc("center left")
+            legend.set_bbox_to_anchor((1.0, 0.5))
+    figure.savefig(path, dpi=150)
+
+
+def ranges(panels: Mapping[str, Ranges], label: str, path: Path, title: str = "") -> None:
+    """Draw panels side by side, each with a dot and a bar per name; a grey line stands at 1.
+
+    Args:
+        panels: title -> values; the names of the first panel stand at the left.
+        label: of the values, with units.
+        path: file to write; its ending names the format.
+        title: above all panels.
+    """
+    from matplotlib.figure import Figure
+
+    names = list(dict.fromkeys(name for panel in panels.values() for name in panel))
+    size = (3.0 + 1.7 * len(panels), 1.4 + 0.26 * len(names))
+    figure = Figure(figsize=size, layout="constrained")
+    row = figure.subplots(1, len(panels), sharex=True, sharey=True, squeeze=False)[0]
+    for axes, (heading, panel) in zip(row, panels.items(), strict=True):
+        for name, (low, middle, high) in panel.items():
+            place = len(names) - 1 - names.index(name)
+            axes.hlines(place, low, high, color="C0", alpha=0.5, linewidth=2)
+            axes.plot(middle, place, "o", color="C0", markersize=5)
+        axes.axvline(1.0, color="grey", linewidth=1)
+        axes.set_title(heading, fontsize="small")
+        axes.set_yticks(range(len(names)), reversed(names), fontsize="small")
+        axes.grid(alpha=0.3)
+    # Shared by all panels, so only when all are drawn.
+    row[0].set_xlim(left=0)
+    figure.supxlabel(label, fontsize="small")
+    figure.suptitle(title, fontsize="medium")
     figure.savefig(path, dpi=150)
 
 

@@ -1,21 +1,34 @@
-"""Tables from benchmark records: median ratios with spread, never a single run."""
+"""Tables from benchmark records: medians with spread, never a single run.
+
+Run as `python -m hf_spec.bench.report RESULTS.json` to print the tables of a file that
+`hf-spec bench --out` wrote; with `--plots FOLDER` its plots are drawn too.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from hf_spec.bench.runner import Record, StrategyStats
+from hf_spec.bench.profiling import PARTS
+from hf_spec.bench.runner import Record, Row, StrategyStats
+
+ALL = "all"
+# Positions of a draft whose acceptance tables show; plots show all.
+SHOWN_POSITIONS = 5
+Summary = dict[str, Any]
 
 
-def per_prompt(records: Iterable[Record]) -> dict[str, float]:
-    """Prompt id -> median ratio over its repetitions."""
-    ratios: dict[str, list[float]] = defaultdict(list)
+def per_prompt(records: Iterable[Record], figure: str = "ratio") -> dict[str, float]:
+    """Prompt id -> median of a figure of the records over its repetitions."""
+    values: dict[str, list[float]] = defaultdict(list)
     for record in records:
-        ratios[record.prompt].append(record.ratio)
-    return {prompt: median(values) for prompt, values in ratios.items()}
+        values[record.prompt].append(getattr(record, figure))
+    return {prompt: median(found) for prompt, found in values.items()}
 
 
 def spread(values: Sequence[float]) -> tuple[float, float, float]:
@@ -26,31 +39,39 @@ def spread(values: Sequence[float]) -> tuple[float, float, float]:
     return fifths[0], median(values), fifths[3]
 
 
-def summary(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """One row per contender and task, and one per contender over all tasks (`task` is "all")."""
-    groups: dict[tuple[str, str], list[Record]] = defaultdict(list)
+def summary(records: Sequence[Record]) -> list[Summary]:
+    """One row per batch size, contender and task, and one for all tasks (`task` is "all").
+
+    A batch of prompts of several tasks counts for "all" and "mixed"; its outputs are still counted
+    by task in `identical_by_task`.
+    """
+    groups: dict[tuple[int, str, str], list[Record]] = defaultdict(list)
     for record in records:
-        groups[record.contender, record.task].append(record)
-        groups[record.contender, "all"].append(record)
-    return [_row(name, task, group) for (name, task), group in groups.items()]
+        for task in (record.task, ALL):
+            groups[record.batch_size, record.contender, task].append(record)
+    return [_row(*key, group) for key, group in groups.items()]
 
 
-def _row(contender: str, task: str, group: Sequence[Record]) -> dict[str, Any]:
-    low, middle, high = spread(list(per_prompt(group).values()))
+def _row(batch_size: int, contender: str, task: str, group: Sequence[Record]) -> Summary:
+    by_task = _identical(group)
     first = [record for record in group if record.repeat == 0]
     tokens = sum(record.new_tokens for record in first)
     forwards = [record.target_forwards for record in first if record.target_forwards is not None]
-    row: dict[str, Any] = {
+    counted = len(forwards) == len(first)
+    peaks = [record.peak_bytes for record in group if record.peak_bytes is not None]
+    row: Summary = {
+        "batch_size": batch_size,
         "contender": contender,
         "task": task,
-        "prompts": len(first),
-        "ratio_p20": low,
-        "ratio": middle,
-        "ratio_p80": high,
+        "batches": len(first),
+        **_spread_of(group, "ratio"),
+        **_spread_of(group, "tokens_per_second"),
         "total_ratio": sum(r.plain_seconds for r in group) / sum(r.seconds for r in group),
-        "tokens_per_second": median(r.new_tokens / r.seconds for r in group),
-        "tokens_per_forward": tokens / sum(forwards) if len(forwards) == len(first) else None,
-        "identical": sum(record.identical for record in first),
+        "tokens_per_forward": tokens / sum(forwards) / batch_size if counted else None,
+        "peak_bytes": max(peaks, default=None),
+        "identical": None if by_task is None else sum(same for same, _ in by_task.values()),
+        "outputs": sum(len(record.rows) for record in first),
+        "identical_by_task": by_task,
     }
     spent = [(r.seconds, r.stats) for r in group if r.stats is not None]
     if spent:
@@ -58,13 +79,38 @@ def _row(contender: str, task: str, group: Sequence[Record]) -> dict[str, Any]:
     return row
 
 
-def _drafting(stats: Sequence[StrategyStats], seconds: float) -> dict[str, Any]:
+def _spread_of(group: Sequence[Record], figure: str) -> Summary:
+    low, middle, high = spread(list(per_prompt(group, figure).values()))
+    return {f"{figure}_p20": low, figure: middle, f"{figure}_p80": high}
+
+
+def _identical(group: Sequence[Record]) -> dict[str, tuple[int, int]] | None:
+    """Task -> outputs identical in every repetition, and all outputs; None if they are sampled."""
+    outputs: dict[tuple[str, int], list[Row]] = defaultdict(list)
+    for record in group:
+        for place, row in enumerate(record.rows):
+            outputs[record.prompt, place].append(row)
+    if any(row.identical is None for rows in outputs.values() for row in rows):
+        return None
+    found: dict[str, tuple[int, int]] = {}
+    for rows in outputs.values():
+        same, number = found.get(rows[0].task, (0, 0))
+        found[rows[0].task] = same + all(row.identical for row in rows), number + 1
+    return found
+
+
+def _drafting(stats: Sequence[StrategyStats], seconds: float) -> Summary:
     """What only our own strategies tell: acceptance, drafts, where the time went."""
     count = len(stats)
     rounds = sum(s.counters.get("rounds", 0) for s in stats)
     merged = sum(s.counters.get("rounds_with_merged_accepted", 0) for s in stats)
+    drafted = _add_up([s.drafted_by_position for s in stats])
+    accepted = _add_up([s.accepted_by_position for s in stats])
     return {
         "tau": sum(s.tau for s in stats) / count,
+        "acceptance_by_position": [
+            taken / sent for taken, sent in zip(accepted, drafted, strict=False)
+        ],
         "drafted_tokens": sum(s.drafted_tokens for s in stats) / count,
         "draft_nodes": sum(s.counters.get("draft_nodes", s.drafted_tokens) for s in stats) / count,
         "draft_forwards": sum(s.draft_forwards for s in stats) / count,
@@ -75,46 +121,155 @@ def _drafting(stats: Sequence[StrategyStats], seconds: float) -> dict[str, Any]:
     }
 
 
-def markdown(records: Sequence[Record]) -> str:
-    """Tables of overall figures, of ratios by task and of what was drafted."""
-    rows = summary(records)
-    tasks = sorted({str(row["task"]) for row in rows} - {"all"})
-    lines = [
-        "| | ratio to plain, median (p20 - p80) | total time ratio | tokens / s | "
-        "tokens / target forward | identical |",
-        "|---|---|---|---|---|---|",
-    ]
-    by_task = [
-        "| ratio by task, median | " + " | ".join(tasks) + " |",
-        "|---|" + "---|" * len(tasks),
-    ]
-    names = list(dict.fromkeys(str(row["contender"]) for row in rows))
-    table = {(row["contender"], row["task"]): row for row in rows}
-    for name in names:
-        row = table[name, "all"]
-        per_forward = row["tokens_per_forward"]
-        lines.append(
-            f"| {name} | {row['ratio']:.2f} ({row['ratio_p20']:.2f} - {row['ratio_p80']:.2f}) | "
-            f"{row['total_ratio']:.2f} | {row['tokens_per_second']:.1f} | "
-            f"{'-' if per_forward is None else format(per_forward, '.2f')} | "
-            f"{row['identical']} of {row['prompts']} |"
-        )
-        cells = [f"{table[name, task]['ratio']:.2f}" for task in tasks]
-        by_task.append(f"| {name} | " + " | ".join(cells) + " |")
-    drafting = [
-        "| per generation | tau | drafted | drafted, not sent included | draft forwards | "
-        "rounds with a merged token accepted | draft / verify / other time |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for name in names:
-        row = table[name, "all"]
-        if row.get("drafted_tokens"):
-            shares = [row["draft_share"], row["verify_share"]]
-            drafting.append(
-                f"| {name} | {row['tau']:.2f} | {row['drafted_tokens']:.1f} | "
-                f"{row['draft_nodes']:.1f} | {row['draft_forwards']:.1f} | "
-                f"{row['rounds_with_merged_accepted']:.1%} | "
-                + " / ".join(f"{100 * share:.0f}" for share in (*shares, 1 - sum(shares)))
-                + " % |"
-            )
-    return "\n".join([*lines, "", *by_task, *(["", *drafting] if len(drafting) > 2 else [])])
+def _add_up(counts: Sequence[Sequence[int]]) -> list[int]:
+    totals = [0] * max(map(len, counts), default=0)
+    for row in counts:
+        for position, number in enumerate(row):
+            totals[position] += number
+    return totals
+
+
+def notice(results: Mapping[str, Any]) -> str:
+    """What stands above tables and plots of drafts that no drafter made; empty otherwise."""
+    acceptance = results.get("synthetic_acceptance")
+    return "" if acceptance is None else f"SYNTHETIC acceptance {acceptance:g}"
+
+
+def markdown(results: Mapping[str, Any]) -> str:
+    """Tables of what `hf_spec.bench.suite` measured: speeds, tasks, drafts and parts of a step."""
+    parts = []
+    if said := notice(results):
+        parts += [
+            f"**{said}**: the drafts of the contenders called synthetic are plain answers with "
+            "errors, which no drafter made and whose drafting takes no time."
+        ]
+    sizes = dict.fromkeys(row["batch_size"] for row in results["summary"])
+    for size in sizes:
+        rows = [row for row in results["summary"] if row["batch_size"] == size]
+        overall = [row for row in rows if row["task"] == ALL]
+        profiles = [p for p in results.get("profiles", []) if p["batch_size"] == size]
+        tables = (_speeds(overall), _by_task(rows), _drafts(overall), _profile(profiles))
+        parts += [f"### batch size {size}", *(table for table in tables if table)]
+    return "\n\n".join(parts)
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def _speeds(rows: Sequence[Summary]) -> str:
+    head = ["", "ratio to plain, median (p20 - p80)", "total time ratio"]
+    head += ["tokens/s, median (p20 - p80)", "tau", "tokens / target forward", "peak memory, MiB"]
+    return _table(
+        [*head, "identical"],
+        (
+            [
+                row["contender"],
+                _with_spread(row, "ratio", 2),
+                f"{row['total_ratio']:.2f}",
+                _with_spread(row, "tokens_per_second", 1),
+                _number(row.get("tau"), 2),
+                _number(row["tokens_per_forward"], 2),
+                _number(row["peak_bytes"] and row["peak_bytes"] / 2**20, 0),
+                _count(row["identical"], row["outputs"]),
+            ]
+            for row in rows
+        ),
+    )
+
+
+def _by_task(rows: Sequence[Summary]) -> str:
+    """Ratios and identical outputs by task; of batches that mix tasks the outputs alone."""
+    found = {(row["contender"], row["task"]): row for row in rows}
+    overall = [row for row in rows if row["task"] == ALL]
+    tasks = sorted({task for row in overall for task in row["identical_by_task"] or []})
+    tasks = tasks or sorted({row["task"] for row in rows} - {ALL})
+
+    def cell(row: Summary, task: str) -> str:
+        own = found.get((row["contender"], task))
+        ratio = [f"{own['ratio']:.2f}"] if own else []
+        counts = row["identical_by_task"]
+        return " ".join([*ratio, *([f"({_count(*counts[task])})"] if counts else [])])
+
+    head = ["ratio (identical outputs) by task", *tasks]
+    return _table(head, ([row["contender"], *(cell(row, t) for t in tasks)] for row in overall))
+
+
+def _drafts(rows: Sequence[Summary]) -> str:
+    drafting = [row for row in rows if row.get("drafted_tokens")]
+    if not drafting:
+        return ""
+    head = ["per generation", f"acceptance at position 1 to {SHOWN_POSITIONS}", "drafted"]
+    head += ["drafted, not sent included", "draft forwards", "rounds with a merged token accepted"]
+    return _table(
+        [*head, "draft / verify / other time"],
+        (
+            [
+                row["contender"],
+                " ".join(f"{a:.2f}" for a in row["acceptance_by_position"][:SHOWN_POSITIONS]),
+                f"{row['drafted_tokens']:.1f}",
+                f"{row['draft_nodes']:.1f}",
+                f"{row['draft_forwards']:.1f}",
+                f"{row['rounds_with_merged_accepted']:.1%}",
+                _shares([row["draft_share"], row["verify_share"], 1]),
+            ]
+            for row in drafting
+        ),
+    )
+
+
+def _shares(shares: Sequence[float]) -> str:
+    draft, verify, whole = shares
+    return (
+        " / ".join(f"{100 * part:.0f}" for part in (draft, verify, whole - draft - verify)) + " %"
+    )
+
+
+def _profile(profiles: Sequence[Mapping[str, Any]]) -> str:
+    seconds = [profile["seconds"] for profile in profiles]
+    parts = [part for part in PARTS if any(part in found for found in seconds)]
+    if not parts:
+        return ""
+    return _table(
+        ["share of the time, %", *parts],
+        (
+            [p["contender"], *(_percent(p["seconds"].get(part, 0.0), p) for part in parts)]
+            for p in profiles
+        ),
+    )
+
+
+def _percent(seconds: float, profile: Mapping[str, Any]) -> str:
+    return f"{100 * seconds / sum(profile['seconds'].values()):.1f}"
+
+
+def _with_spread(row: Summary, figure: str, digits: int) -> str:
+    low, middle, high = (row[f"{figure}{end}"] for end in ("_p20", "", "_p80"))
+    return f"{middle:.{digits}f} ({low:.{digits}f} - {high:.{digits}f})"
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _count(same: int | None, outputs: int) -> str:
+    return "-" if same is None else f"{same} of {outputs}"
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Command line; prints the tables of a results file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("results", type=Path, help="JSON file of hf-spec bench --out")
+    parser.add_argument("--plots", type=Path, help="folder to draw its plots into")
+    options = parser.parse_args(argv)
+    results = json.loads(options.results.read_text(encoding="utf-8"))
+    print(markdown(results))  # noqa: T201 - the command's result
+    if options.plots:
+        from hf_spec.bench.result_plots import draw
+
+        draw(results, options.plots)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,20 +1,28 @@
-"""Interleaved timing: for every prompt and repetition all contenders run, one after the other."""
+"""Interleaved timing: for every batch and repetition all contenders run, one after the other."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import platform
+import re
+import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
 
 from hf_spec.bench.contenders import Contender, Run
-from hf_spec.bench.prompts import Prompt
+from hf_spec.bench.memory import forget_peak, peak_bytes
+from hf_spec.bench.prompts import Batch, Prompt, make_batches
 from hf_spec.outputs import SpecStats
+
+CPU = torch.device("cpu")
+WARM_UP_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -29,12 +37,30 @@ class StrategyStats:
     other_seconds: float
     accepted_by_position: tuple[int, ...]
     counters: dict[str, int]
+    drafted_by_position: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, stats: SpecStats) -> StrategyStats:
         """The part of `stats` that is kept."""
         kept = {field.name: getattr(stats, field.name) for field in fields(cls)}
-        return cls(**{**kept, "accepted_by_position": tuple(stats.accepted_by_position)})
+        for name in ("accepted_by_position", "drafted_by_position"):
+            kept[name] = tuple(kept[name])
+        return cls(**kept)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One output of a batch.
+
+    Attributes:
+        prompt, task: which one.
+        identical: whether it is what the reference says to this prompt alone; None if outputs are
+            sampled.
+    """
+
+    prompt: str
+    task: str
+    identical: bool | None
 
 
 @dataclass(frozen=True)
@@ -42,13 +68,19 @@ class Record:
     """One timed generation.
 
     Attributes:
-        prompt, task, contender, repeat: which one.
+        prompt: its id; those of a batch joined by "+".
+        task: of all rows, or "mixed".
+        contender, repeat: which one.
         seconds: wall-clock time of the call.
-        plain_seconds: of plain generate on the same prompt in the same repetition.
-        new_tokens: tokens generated.
+        plain_seconds: what plain generate took on the same batch in the same repetition, times the
+            share of its tokens that this one made: 1 where outputs are equal.
+        new_tokens: generated, all rows together, without the padding behind their ends.
         target_forwards: None where they cannot be counted.
-        identical: whether the output equals plain generate's.
+        identical: whether every output is what it should be; None if outputs are sampled.
         stats: those of our own strategies, None for others.
+        batch_size: rows.
+        rows: what became of each.
+        peak_bytes: see `hf_spec.bench.memory`.
     """
 
     prompt: str
@@ -59,8 +91,11 @@ class Record:
     plain_seconds: float
     new_tokens: int
     target_forwards: int | None
-    identical: bool
+    identical: bool | None
     stats: StrategyStats | None = None
+    batch_size: int = 1
+    rows: tuple[Row, ...] = ()
+    peak_bytes: int | None = None
 
     @property
     def ratio(self) -> float:
@@ -68,97 +103,229 @@ class Record:
         return self.plain_seconds / self.seconds
 
     @property
+    def tokens_per_second(self) -> float:
+        """New tokens of all rows together over the time of the call."""
+        return self.new_tokens / self.seconds
+
+    @property
     def tau(self) -> float | None:
         """Accepted draft tokens per target forward, for our own strategies."""
         return None if self.stats is None else self.stats.tau
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much is measured.
+
+    Attributes:
+        new_tokens: most tokens generated per row.
+        repeats: timed repetitions; the order of the contenders rotates from one to the next.
+        batch_size: rows of a batch.
+        seed: of sampled outputs, which are not compared; None for greedy ones.
+        ends: tokens that end a sequence; what is behind is padding.
+        device: whose memory is watched.
+    """
+
+    new_tokens: int
+    repeats: int
+    batch_size: int = 1
+    seed: int | None = None
+    ends: frozenset[int] = frozenset()
+    device: torch.device = CPU
 
 
 def measure(
     contenders: Sequence[Contender],
     prompts: Sequence[Prompt],
     tokenizer: Any,
-    new_tokens: int,
-    repeats: int,
-    progress: Callable[[], None] = lambda: None,
+    plan: Plan,
+    progress: Callable[[], object] = lambda: None,
 ) -> Iterator[list[Record]]:
-    """Time every contender on every prompt.
+    """Time every contender on every batch of prompts.
+
+    Outputs are compared with those of the first contender: in the same repetition, or, if there
+    are several rows, with what it says to each prompt alone.
 
     Args:
         contenders: the first one is the reference (plain generate).
         prompts: what to generate from.
         tokenizer: the model's.
-        new_tokens: most tokens generated.
-        repeats: timed repetitions; the order of the contenders rotates from one to the next.
+        plan: how much.
         progress: called after every generation.
 
     Yields:
-        Prompt by prompt, one record per contender and repetition; a warm-up on the first prompt is
+        Batch by batch, one record per contender and repetition; a warm-up on the widest batch is
         not timed.
+
+    Raises:
+        OptionError: if there are fewer prompts than rows of a batch.
     """
-    warm_up = prompts[0].encode(tokenizer)
+    batches = make_batches(prompts, tokenizer, plan.batch_size)
+    widest = max(batches, key=lambda batch: batch.ids.shape[1])
     for contender in contenders:
-        contender.run(warm_up, min(new_tokens, 16))
-    for prompt in prompts:
-        ids = prompt.encode(tokenizer)
-        counts = {c.name: c.count(ids, new_tokens) for c in contenders if c.count is not None}
+        length = plan.new_tokens
+        contender.run(
+            widest.ids, length if contender.compiles else min(length, WARM_UP_TOKENS), widest.mask
+        )
+    for batch in batches:
+        call = batch.ids, plan.new_tokens, batch.mask
+        counts = {c.name: c.prepare(*call) for c in contenders if c.prepare is not None}
+        alone = _alone(contenders[0], batch, plan) if plan.batch_size > 1 else None
         records: list[Record] = []
-        for repeat in range(repeats):
-            runs = _timed(contenders, repeat, ids, new_tokens, progress)
-            expected, plain_seconds = runs[contenders[0].name]
-            for name, (run, seconds) in runs.items():
+        for repeat in range(plan.repeats):
+            timed = _timed(contenders, repeat, batch, plan, progress)
+            reference = timed[contenders[0].name]
+            expected = alone or reference.outputs
+            for name, run in timed.items():
+                rows = tuple(
+                    Row(p.id, p.task, None if plan.seed is not None else output == right)
+                    for p, output, right in zip(batch.prompts, run.outputs, expected, strict=True)
+                )
                 records.append(
                     Record(
-                        prompt.id,
-                        prompt.task,
+                        batch.name,
+                        batch.task,
                         name,
                         repeat,
-                        seconds,
-                        plain_seconds,
-                        run.sequence.shape[0] - ids.shape[1],
-                        counts.get(name, run.target_forwards),
-                        torch.equal(run.sequence, expected.sequence),
-                        None if run.stats is None else StrategyStats.of(run.stats),
+                        run.seconds,
+                        reference.seconds * run.new_tokens / reference.new_tokens,
+                        run.new_tokens,
+                        counts.get(name) or run.target_forwards,
+                        None if plan.seed is not None else all(row.identical for row in rows),
+                        run.stats,
+                        plan.batch_size,
+                        rows,
+                        run.peak_bytes,
                     )
                 )
         yield records
 
 
+@dataclass(frozen=True)
+class _Timed:
+    """A run and what it took; `outputs` are the new tokens of each row."""
+
+    outputs: list[list[int]]
+    seconds: float
+    target_forwards: int | None
+    stats: StrategyStats | None
+    peak_bytes: int | None
+
+    @property
+    def new_tokens(self) -> int:
+        return sum(map(len, self.outputs))
+
+
 def _timed(
     contenders: Sequence[Contender],
     repeat: int,
-    ids: Tensor,
-    new_tokens: int,
-    progress: Callable[[], None],
-) -> dict[str, tuple[Run, float]]:
-    """One run of every contender with its seconds, in the order of this repetition."""
+    batch: Batch,
+    plan: Plan,
+    progress: Callable[[], object],
+) -> dict[str, _Timed]:
+    """One run of every contender, in the order of this repetition."""
     turn = repeat % len(contenders)
-    runs = {}
+    found = {}
     for contender in [*contenders[turn:], *contenders[:turn]]:
+        if plan.seed is not None:
+            torch.manual_seed(plan.seed + repeat)
+        forget_peak(plan.device)
         synchronize()
         start = time.perf_counter()
-        run = contender.run(ids, new_tokens)
+        run = contender.run(batch.ids, plan.new_tokens, batch.mask)
         synchronize()
-        runs[contender.name] = run, time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        found[contender.name] = _Timed(
+            _outputs(run, batch.ids.shape[1], plan.ends),
+            seconds,
+            run.target_forwards,
+            None if run.stats is None else StrategyStats.of(run.stats),
+            peak_bytes(plan.device),
+        )
         progress()
-    return runs
+    return found
 
 
-def environment() -> dict[str, Any]:
-    """What a reader needs to judge the numbers: device, threads and versions."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
+def _outputs(run: Run, width: int, ends: frozenset[int]) -> list[list[int]]:
+    """The new tokens of each row, up to its end."""
+    rows = []
+    for tokens in run.sequences[:, width:].tolist():
+        end = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
+        rows.append(tokens[: end + 1])
+    return rows
+
+
+def _alone(contender: Contender, batch: Batch, plan: Plan) -> list[list[int]]:
+    """What the contender says to every row of a batch without the others; untimed."""
+    if plan.seed is not None:
+        return [[] for _ in batch.prompts]
+    outputs = []
+    for row, seen in zip(batch.ids, batch.mask.bool(), strict=True):
+        ids = row[seen][None]
+        run = contender.run(ids, plan.new_tokens, torch.ones_like(ids))
+        outputs += _outputs(run, ids.shape[1], plan.ends)
+    return outputs
+
+
+def environment(device: torch.device | None = None) -> dict[str, Any]:
+    """What a reader needs to judge the numbers.
+
+    Args:
+        device: that was measured; the GPU if there is one by default.
+
+    Returns:
+        Device, processor, threads, versions, and the commit, if the package lies in a git checkout.
+    """
+    on_gpu = torch.cuda.is_available() if device is None else device.type == "cuda"
     return {
-        "device": device or platform.machine(),
+        "device": torch.cuda.get_device_name(device) if on_gpu else _processor(),
+        "cpu": _processor(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
+        **_versions(),
+        **_commit(),
     }
 
 
-def to_json(records: Sequence[Record], **facts: Any) -> dict[str, Any]:
-    """Everything measured, with the environment and whatever else is given."""
-    return {**facts, "environment": environment(), "records": [asdict(r) for r in records]}
+def _versions() -> dict[str, str]:
+    """Of what is installed as a distribution, ours and the peer's."""
+    names = {"hf_spec": "hf-spec", "economize": "economize"}
+    found = {}
+    for name, distribution in names.items():
+        try:
+            found[name] = importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _processor() -> str:
+    """The processor's own name where Linux tells it."""
+    told = Path("/proc/cpuinfo")
+    named = re.search(r"model name\s*: (.+)", told.read_text()) if told.exists() else None
+    return named[1] if named else platform.processor() or platform.machine()
+
+
+@cache
+def _commit() -> dict[str, Any]:
+    """The commit of the checkout and whether files differ from it; nothing without a checkout."""
+    here = Path(__file__)
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(here.parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+    try:
+        # An environment may lie in the checkout of another project.
+        if not git("ls-files", here.name):
+            return {}
+        changed = bool(git("status", "--short", "--untracked-files=no"))
+        return {"commit": git("rev-parse", "HEAD"), "commit_changed": changed}
+    except OSError:
+        return {}
 
 
 def synchronize() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-from hf_spec.bench.runner import environment
+from hf_spec.bench.runner import environment, synchronize
 from hf_spec.decoding.cpu_linear import set_cpu_packing
 from hf_spec.decoding.runner import ModelRunner
 from hf_spec.decoding.tree import DraftTree
@@ -38,13 +38,15 @@ def measure_step_cost(
     Returns:
         form -> node count -> seconds of each repetition. Forms: "transformers" runs as many tokens
         behind a `DynamicCache`, as `generate()` and its assisted decoding do; "off" and "auto" are
-        our tree forward without and with packed weights on the CPU (`set_cpu_packing`).
+        our tree forward without and with packed weights on the CPU (`set_cpu_packing`), where that
+        makes a difference: elsewhere "auto" alone.
     """
+    modes = ("off", "auto") if model.device.type == "cpu" else ("auto",)
     seconds: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     with torch.no_grad():
         for repeat in range(repeats + 1):
             rounds = [("transformers", n, _plain_step(model, context, n)) for n in counts]
-            for mode in ("off", "auto"):
+            for mode in modes:
                 set_cpu_packing(mode)
                 rounds += [(mode, n, _tree_step(model, context, n)) for n in counts]
             if repeat:  # The first round packs weights and warms caches.
@@ -63,17 +65,22 @@ def _tree_step(model: PreTrainedModel, context: list[int], count: int) -> float:
         runner.forward(DraftTree.from_rows([([context[-1]], [-1])]), [context])
         runner.keep([[]])
         sequence = [*context, tokens[0]]
+        synchronize()
         start = time.perf_counter()
         runner.forward(tree, [sequence])
+        synchronize()
         return time.perf_counter() - start
 
 
 def _plain_step(model: PreTrainedModel, context: list[int], count: int) -> float:
     cache = DynamicCache(config=model.config)
-    model(torch.tensor([context]), past_key_values=cache, use_cache=True, logits_to_keep=1)
-    tokens = torch.tensor([context[:count]])
+    prompt = torch.tensor([context], device=model.device)
+    model(prompt, past_key_values=cache, use_cache=True)
+    tokens = prompt[:, :count]
+    synchronize()
     start = time.perf_counter()
     model(tokens, past_key_values=cache, use_cache=True)
+    synchronize()
     return time.perf_counter() - start
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,16 +14,15 @@ from rich.table import Table
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
-from hf_spec.bench.contenders import ENTRY, parse_entry
+from hf_spec.bench.contenders import ENTRY, parse_entry, with_assistants
 from hf_spec.bench.mismatch import TIE
 from hf_spec.bench.prompts import load_prompts
 from hf_spec.bench.runner import environment
 from hf_spec.bench.sampling import SamplingPlan, SamplingResult
 from hf_spec.bench.verify import Subject, Verification, VerificationPlan
 from hf_spec.bench.verify import verify as run_verification
-from hf_spec.errors import AssistantError
 from hf_spec.files import written_whole
-from hf_spec.training.cli_common import Dtype, in_one_sentence, load_target
+from hf_spec.training.cli_common import Dtype, load_target
 
 
 def verify(  # noqa: PLR0913 - one parameter an option
@@ -54,16 +52,18 @@ def verify(  # noqa: PLR0913 - one parameter an option
     Greedy outputs are compared with plain generate(), in the dtype in use; each difference is
     traced to its first token and found to be a tie of two logits or a mistake. Samples are compared
     with the model's own distribution. Ends with status 0 only if nothing but ties was found.
+
+        hf-spec verify MODEL --strategy lookup --strategy tree@DRAFT --out report.json
     """
-    with in_one_sentence():
-        subjects = _subjects(strategy, assistant or [])
-        texts = load_prompts(prompts, per_task)
-        target, tokenizer = load_target(model, dtype), AutoTokenizer.from_pretrained(model)
-        sampling = SamplingPlan(draws=draws, temperature=temperature, seed=seed)
-        plan = VerificationPlan(new_tokens, sampled_prompts, sampling)
-        runs = len(subjects) * (len(texts) + bool(sampled_prompts))
-        with tqdm(total=runs, desc="checks", disable=None) as bar:
-            found = run_verification(target, tokenizer, texts, subjects, plan, bar.update)
+    entries = with_assistants([parse_entry(text) for text in strategy], assistant or [])
+    subjects = [Subject(*entry) for entry in entries]
+    texts = load_prompts(prompts, per_task)
+    target, tokenizer = load_target(model, dtype), AutoTokenizer.from_pretrained(model)
+    sampling = SamplingPlan(draws=draws, temperature=temperature, seed=seed)
+    plan = VerificationPlan(new_tokens, sampled_prompts, sampling)
+    runs = len(subjects) * (len(texts) + bool(sampled_prompts))
+    with tqdm(total=runs, desc="checks", disable=None) as bar:
+        found = run_verification(target, tokenizer, texts, subjects, plan, bar.update)
     console = Console()
     for verification in found:
         _show(console, verification, tokenizer)
@@ -81,18 +81,6 @@ def verify(  # noqa: PLR0913 - one parameter an option
         with written_whole(out) as part:
             part.write_text(json.dumps(report, indent=1), encoding="utf-8")
     raise typer.Exit(0 if passed else 1)
-
-
-def _subjects(entries: Sequence[str], assistants: Sequence[str]) -> list[Subject]:
-    subjects = []
-    for name, config, named in map(parse_entry, entries):
-        given: Any = assistants[0] if len(assistants) == 1 else list(assistants) or None
-        takes = config.needs_assistant or config.strategy == "auto"
-        own = named or (given if takes else None)
-        if config.needs_assistant and own is None:
-            raise AssistantError(f"--strategy {name} needs --assistant, a folder or a Hub id")
-        subjects.append(Subject(name, config, own))
-    return subjects
 
 
 def _show(console: Console, verification: Verification, tokenizer: Any) -> None:

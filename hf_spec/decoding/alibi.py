@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.models.bloom.modeling_bloom import _get_alibi_slopes
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.falcon import modeling_falcon
 
 
@@ -39,7 +39,9 @@ def tree_alibi(model: PreTrainedModel, key_positions: Tensor) -> Iterator[None]:
     bloom = model.config.model_type == "bloom"
 
     def build(mask: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
-        slopes = _get_alibi_slopes(num_heads, key_positions.device)
+        # The bias of position 1 is the slope of each head.
+        pair = key_positions.new_ones(1, 2)
+        slopes = build_alibi_tensor(pair, num_heads, torch.float32)[:, 0, 1]
         # Falcon multiplies in bfloat16, which rounds behind position 256; its own tokens need that.
         slopes = slopes if bloom else slopes.bfloat16()
         bias = slopes[None, :, None] * key_positions[:, None, :]

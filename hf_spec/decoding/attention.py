@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,7 +29,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from hf_spec.decoding.kv_cache import KVPool
-from hf_spec.decoding.ragged_layout import ragged_layout, write_places
+from hf_spec.decoding.ragged_layout import ragged_layout, tensors_of, with_tensors, write_places
+from hf_spec.decoding.transfer import send
 from hf_spec.errors import UnsupportedError
 
 NAME = "hf_spec"
@@ -96,7 +98,8 @@ class PackedStep:
     Attributes:
         pool: where keys and values live.
         writes: per row (slot, start, end, places): packed tokens [start, end) go to `places`.
-        segments: what each stretch of tokens attends to.
+        segments: what each stretch of tokens attends to; none where the step is told by its layout
+            alone (see `of_layout`).
         written: layers that have stored their keys and values in this step.
     """
 
@@ -106,13 +109,35 @@ class PackedStep:
     written: set[int] = field(default_factory=set)
     _layouts: dict[torch.device, tuple[RaggedLayout, Tensor]] = field(default_factory=dict)
 
+    @classmethod
+    def of_layout(
+        cls, pool: KVPool, layout: RaggedLayout, places: Tensor, device: torch.device
+    ) -> PackedStep:
+        """A step that is on its device already, and in no other form than the kernels'."""
+        return cls(pool, (), (), _layouts={device: (layout, places)})
+
+    @cached_property
+    def on_host(self) -> tuple[RaggedLayout, Tensor]:
+        """What the kernels read: the layout, and (2, T) where each token is stored."""
+        return ragged_layout(self.segments), write_places(self.writes, self.segments[-1].end)
+
     def layout(self, device: torch.device) -> tuple[RaggedLayout, Tensor]:
-        """What the kernels read on a device: the layout, and (2, T) where each token is stored."""
+        """The same on a device."""
         if device not in self._layouts:
-            layout = ragged_layout(self.segments, device)
-            places = write_places(self.writes, self.segments[-1].end, device)
-            self._layouts[device] = layout, places
+            self.send(device)
         return self._layouts[device]
+
+    def send(self, device: torch.device, *others: Tensor) -> list[Tensor]:
+        """Put the layout on a device, and other tensors of the host with it, in one transfer.
+
+        Returns:
+            The others.
+        """
+        layout, places = self.on_host
+        sent = send([*others, places, *tensors_of(layout)], device)
+        behind = len(others)
+        self._layouts[device] = with_tensors(layout, sent[behind + 1 :]), sent[behind]
+        return sent[:behind]
 
     def check(self, model: PreTrainedModel, num_layers: int) -> None:
         """Refuse a model that did not run its tree through `tree_attention`.
@@ -179,13 +204,14 @@ def tree_attention(  # noqa: PLR0913 - the signature that transformers calls
     spec_step.written.add(layer_index)
     keys, values = spec_step.pool.layer(layer_index, key, value)
     window = kwargs["sliding_window"] if "sliding_window" in kwargs else _mask_window(module)
-    if max(query.shape[-1], value.shape[-1]) <= MAX_HEAD_SIZE and serves(query):
+    impl = "auto" if _kernels_serve(query, value) else "torch"
+    if impl == "auto" or not spec_step.segments:
         sinks = None if s_aux is None else s_aux.float()
         scoring = Scoring(scaling, window, softcap, sinks=sinks)
         layout, where = spec_step.layout(query.device)
         query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
         kv_write(key, value, keys, values, where)
-        return ragged_tree_attention(query, keys, values, layout, scoring)[None], None
+        return ragged_tree_attention(query, keys, values, layout, scoring, impl)[None], None
     for slot, start, end, places in spec_step.writes:
         keys[slot, :, places] = key[0, :, start:end]
         values[slot, :, places] = value[0, :, start:end]
@@ -209,6 +235,10 @@ def tree_attention(  # noqa: PLR0913 - the signature that transformers calls
         attended = attended.reshape(num_heads, length, width)
         out[0, segment.start : segment.end] = attended.transpose(0, 1)
     return out, None
+
+
+def _kernels_serve(query: Tensor, value: Tensor) -> bool:
+    return max(query.shape[-1], value.shape[-1]) <= MAX_HEAD_SIZE and serves(query)
 
 
 def _mask_window(module: nn.Module) -> int | None:

@@ -26,6 +26,7 @@ from hf_spec.decoding.runner import ModelRunner
 from hf_spec.decoding.state import GenerationState, StopRules
 from hf_spec.decoding.verification import Verifier
 from hf_spec.outputs import SpecRequestOutput, SpecStats
+from hf_spec.placement import execution_device
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,8 @@ class ContinuousBatch:
         # Whatever is refused for its length is refused here, before anything runs.
         sample = prepare(max(requests, key=lambda request: len(request.prompt)))
         self._processors = RowProcessors(num_slots)
-        empty = torch.zeros(num_slots, 0, dtype=torch.long, device=model.device)
+        device = execution_device(model.get_input_embeddings())
+        empty = torch.zeros(num_slots, 0, dtype=torch.long, device=device)
         self._state = GenerationState.create(
             empty,
             empty,

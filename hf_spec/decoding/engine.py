@@ -16,6 +16,7 @@ from hf_spec.decoding.processors import check_processors
 from hf_spec.decoding.runner import ModelRunner
 from hf_spec.decoding.state import GenerationState, StopRules
 from hf_spec.decoding.tree import DraftTree
+from hf_spec.distributed_checks import check_ranks
 from hf_spec.outputs import SpecGenerateOutput
 
 
@@ -57,6 +58,7 @@ def generate_with(  # noqa: PLR0913 - the signature that generate() calls
     check_inputs(model, input_ids, attention_mask, model_kwargs, stop.max_length)
     check_processors(logits_processor, num_rows)
     check_streamer(streamer, num_rows)
+    check_ranks(model, input_ids, bool(generation_config.do_sample))
     pad = getattr(generation_config, "_pad_token_tensor", None)
     as_dict = bool(generation_config.return_dict_in_generate)
     state = GenerationState.create(
@@ -107,7 +109,7 @@ def _run_to_the_end(target: ModelRunner, state: GenerationState) -> None:
         target.shorten(row, min(len(tokens), len(text)))
         rows.append(([text[-1]], [-1]) if target.stored[row] < len(text) else ([], []))
         texts.append(text)
-    tree = DraftTree.from_rows(rows, state.frames.device)
+    tree = DraftTree.from_rows(rows)
     if tree.num_nodes:
         target.forward(tree, texts)
         target.keep([[] for _ in rows])

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
+from hf_spec.decoding.transfer import send
 from hf_spec.errors import UnsupportedError
 
 MIN_CAPACITY = 256
@@ -138,8 +139,8 @@ def _on_device(moves: Sequence[tuple[int, Sequence[int], int]], device: torch.de
     slots, sources, starts = zip(*moves, strict=True)
     ends = list(accumulate(len(source) for source in sources))
     columns = (slots, starts, [place for source in sources for place in source], [0, *ends])
-    packed = torch.tensor([n for column in columns for n in column], dtype=torch.int32).to(device)
-    slot, target, source, source_start = packed.split([len(column) for column in columns])
+    tensors = [torch.tensor(column, dtype=torch.int32) for column in columns]
+    slot, target, source, source_start = send(tensors, device)
     return Moves(slot, target, source, source_start, max(len(source) for source in sources))
 
 

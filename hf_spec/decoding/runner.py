@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.utils import output_capturing
 
 from hf_spec.decoding.alibi import tree_alibi
 from hf_spec.decoding.attention import PackedStep, packed_attention
@@ -25,16 +26,22 @@ from hf_spec.decoding.kv_cache import PoolCache
 from hf_spec.decoding.packing import PackedInputs, RectangularInputs, align_right, pack
 from hf_spec.decoding.row_storage import RowStorage
 from hf_spec.decoding.row_work import BATCHING, RowWork, fill_up
+from hf_spec.decoding.step_graphs import StepGraphs
 from hf_spec.decoding.tree import DraftTree
 from hf_spec.decoding.virtual_tokens import VirtualTokens
+from hf_spec.placement import execution_device
 
 # A long prompt is run in stretches of this many tokens per row; bounds masks and activations.
 PREFILL_CHUNK = 1024
+# Older transformers count the layers of a list otherwise, and not from the end; they return all.
+SELECTS_LAYERS = hasattr(output_capturing, "selected_hidden_states")
 
 
 @dataclass
 class ForwardOutput:
     """Result of a forward.
+
+    What the model gave may be overwritten by the next forward.
 
     Attributes:
         logits: (M, V) in the model's dtype, one row per node that was run, in tree order.
@@ -75,7 +82,8 @@ class ModelRunner(RowStorage):
 
     Attributes:
         forwards: forward passes so far.
-        tokens_run: tokens that went through the linear layers, padding included.
+        tokens_run: tokens that went through the linear layers, padding included (but for the
+            padding of CUDA graphs).
         padding_run: how many of them were padding.
     """
 
@@ -95,6 +103,7 @@ class ModelRunner(RowStorage):
         self._hidden_layers = list(hidden_layers)
         self._virtual_tokens = virtual_tokens
         self._packed = False
+        self._graphs: StepGraphs | None = None
         self._cache = PoolCache(self.pool, model.config.get_text_config().num_hidden_layers)
         parameters = inspect.signature(model.forward).parameters
         self._keeps_logits = "logits_to_keep" in parameters
@@ -103,13 +112,17 @@ class ModelRunner(RowStorage):
     @property
     def device(self) -> torch.device:
         """Where token ids go."""
-        return self.model.device
+        embedding: Any = self.model.get_input_embeddings()
+        return execution_device(embedding)
 
     @contextmanager
     def active(self) -> Iterator[ModelRunner]:
         """Prepare the model for tree forwards; it is as it was found when the block ends."""
         with ExitStack() as stack:
             self._packed = stack.enter_context(packed_attention(self.model))
+            if self._packed:
+                self._graphs = StepGraphs(self.model, self.pool, self.device)
+                stack.callback(self._graphs.clear)
             stack.enter_context(fast_cpu_linears(self.model))
             if self._virtual_tokens is not None:
                 stack.enter_context(self._virtual_tokens.active(self.model))
@@ -167,17 +180,35 @@ class ModelRunner(RowStorage):
         inputs = pack(work, tree)
         step = PackedStep(self.pool, inputs.writes, inputs.segments)
         # Padding passes the head too, as it does wherever inputs are padded.
-        kept = [*inputs.nodes, *inputs.fill]
-        nodes = torch.tensor(kept, dtype=torch.long, device=self.device)
+        kept = torch.tensor([*inputs.nodes, *inputs.fill], dtype=torch.long)
+        tokens = torch.tensor(inputs.tokens)
+        tensors = [tokens, torch.tensor(inputs.positions), kept]
+        self.tokens_run += len(tokens)
+        assert self._graphs is not None, "forwards happen while active"
+        with self._embedded(tokens[None]) as embeddings:
+            if embeddings is None:
+                logits, *hidden = self._graphs.run(self._compute, tensors, step)
+            else:
+                # Python decides there what the layers compute.
+                given = self._graphs.put(tensors, step)
+                logits, *hidden = self._compute(given, step, embeddings)
+        # Behind the results of a graph come those of its padding.
+        hidden = [states[: len(tokens)] for states in hidden]
+        return self._output(logits[: len(inputs.nodes)], hidden, inputs)
+
+    def _compute(
+        self, tensors: list[Tensor], step: PackedStep, embeddings: Tensor | None = None
+    ) -> list[Tensor]:
+        """Logits of the tokens to keep and hidden states of all, from tensors on the device."""
+        tokens, positions, kept = tensors
         # A 4D mask of one element is passed through as it is: no model builds a mask of its own.
         mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
-        positions = torch.tensor([inputs.positions])
         result = self._call(
-            torch.tensor([inputs.tokens]), positions, mask, nodes, spec_step=step, use_cache=False
+            tokens[None], embeddings, positions[None], mask, kept, spec_step=step, use_cache=False
         )
         step.check(self.model, len(self._cache.layers))
-        logits = result.logits[0] if self._keeps_logits else result.logits[0, nodes]
-        return self._output(logits[: len(inputs.nodes)], result, inputs)
+        logits = result.logits[0] if self._keeps_logits else result.logits[0, kept]
+        return [logits, *self._hidden(result)]
 
     def _run_rectangular(self, work: list[RowWork], tree: DraftTree) -> ForwardOutput:
         """The same for models without the attention interface."""
@@ -189,10 +220,15 @@ class ModelRunner(RowStorage):
             additive = torch.zeros(mask.shape, dtype=self.model.dtype, device=self.device)
             mask = additive.masked_fill_(~mask, torch.finfo(self.model.dtype).min)
         last = max(1, *(len(w.nodes) for w in work))
-        with tree_alibi(self.model, inputs.key_positions.to(self.device)):
+        self.tokens_run += inputs.tokens.numel()
+        with (
+            tree_alibi(self.model, inputs.key_positions.to(self.device)),
+            self._embedded(inputs.tokens) as embeddings,
+        ):
             result = self._call(
-                inputs.tokens,
-                inputs.positions,
+                inputs.tokens.to(self.device),
+                embeddings,
+                inputs.positions.to(self.device),
                 mask,
                 last,
                 past_key_values=self._cache,
@@ -201,32 +237,43 @@ class ModelRunner(RowStorage):
         # The nodes of a row are its last columns, with or without `logits_to_keep`.
         lines = [result.logits[w.row, -len(w.nodes) :] for w in work if w.nodes]
         logits = torch.cat(lines) if lines else result.logits[0, :0]
-        return self._output(logits, result, inputs)
+        return self._output(logits, self._hidden(result), inputs)
+
+    @contextmanager
+    def _embedded(self, tokens: Tensor) -> Iterator[Tensor | None]:
+        """Embeddings of (B, T) tokens on the host for one forward, if some of them are virtual."""
+        if self._virtual_tokens is None or int(tokens.min()) >= 0:
+            yield None
+            return
+        with self._virtual_tokens.embedded(self.model, tokens) as embeddings:
+            yield embeddings
 
     def _call(
         self,
         tokens: Tensor,
+        embeddings: Tensor | None,
         positions: Tensor,
         mask: Tensor,
         logits_to_keep: Tensor | int,
         **kwargs: Any,
     ) -> Any:
-        self.tokens_run += tokens.numel()
         if self._takes_positions:
-            kwargs["position_ids"] = positions.to(self.device)
+            kwargs["position_ids"] = positions
         if self._keeps_logits:
             kwargs["logits_to_keep"] = logits_to_keep
         if self._hidden_layers:
-            kwargs["output_hidden_states"] = self._hidden_layers
+            kwargs["output_hidden_states"] = self._hidden_layers if SELECTS_LAYERS else True
         kwargs |= {"attention_mask": mask, "return_dict": True}
-        if self._virtual_tokens is None or int(tokens.min()) >= 0:
-            return self.model(input_ids=tokens.to(self.device), **kwargs)
-        with self._virtual_tokens.embedded(self.model, tokens) as embeddings:
+        if embeddings is not None:
             return self.model(inputs_embeds=embeddings, **kwargs)
+        return self.model(input_ids=tokens, **kwargs)
+
+    def _hidden(self, result: Any) -> list[Tensor]:
+        return [result.hidden_states[layer].flatten(0, 1) for layer in self._hidden_layers]
 
     def _output(
-        self, logits: Tensor, result: Any, inputs: PackedInputs | RectangularInputs
+        self, logits: Tensor, states: Sequence[Tensor], inputs: PackedInputs | RectangularInputs
     ) -> ForwardOutput:
-        hidden = {layer: result.hidden_states[layer].flatten(0, 1) for layer in self._hidden_layers}
+        hidden = dict(zip(self._hidden_layers, states, strict=True))
         pending = {row: list(places) for row, places in inputs.pending.items()}
         return ForwardOutput(logits, hidden, pending, inputs.nodes)

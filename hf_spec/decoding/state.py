@@ -49,6 +49,11 @@ class StopRules:
             else:
                 self._others.append(criterion)
 
+    @property
+    def reads_frames(self) -> bool:
+        """Whether any criterion looks at more of a frame than its length."""
+        return bool(self._others)
+
     def ends_sequence(self, token: int) -> bool:
         """Whether `token` ends any sequence; processors and drafters need not look behind it."""
         return token in self._eos
@@ -58,7 +63,8 @@ class StopRules:
 
         Args:
             row: index of the sequence.
-            frame: (L,) int64, the row as plain `generate()` holds it, newest token included.
+            frame: (L,) int64, the row as plain `generate()` holds it, newest token included;
+                on the host unless it is read.
             token: the newest token.
             scores: what plain `generate()` would pass: a tuple of (1, V) tensors, or None.
         """
@@ -80,9 +86,10 @@ class GenerationState:
     """Everything a round of decoding reads and changes, apart from models.
 
     Attributes:
-        frames: (B, capacity) int64; row r up to `frame_length(r)` is what plain `generate()` would
-            call its `input_ids`: the prompt with its left padding, then the generated tokens.
-        frame_mask: (B, L) bool over the prompt, False where it is padding.
+        frames: (B, capacity) int64 on the host; row r up to `frame_length(r)` is what plain
+            `generate()` would call its `input_ids`: the prompt with its left padding, then the
+            generated tokens.
+        frame_mask: (B, L) bool over the prompt on the host, False where it is padding.
         tokens: per row the committed tokens without padding.
         stop: the stop rules.
         processors: the prepared logits processors of `generate()`, for drafters that want them.
@@ -91,6 +98,7 @@ class GenerationState:
         streamer: receives the tokens of each round: one of transformers for a single row, else a
             `BatchStreamer`.
         keep_scores, keep_logits: whether the output wants them.
+        device: of the user's `input_ids`; processors, stop rules and the output are there.
         finished: per row whether it has ended; such a row may `begin` anew.
         generated: per row how many tokens it has gained.
         sequence: per row which sequence of the call it holds; `stats.rows` is in that order.
@@ -107,6 +115,7 @@ class GenerationState:
     streamer: Any = None
     keep_scores: bool = False
     keep_logits: bool = False
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     stats: SpecStats = field(init=False)
     finished: list[bool] = field(init=False)
     generated: list[int] = field(init=False)
@@ -142,11 +151,11 @@ class GenerationState:
         """
         num_rows, width = input_ids.shape
         capacity = stop.max_length or 2 * width
-        frames = input_ids.new_zeros(num_rows, max(capacity, width + 1) + 1)
+        frames = torch.zeros(num_rows, max(capacity, width + 1) + 1, dtype=torch.long)
         frames[:, :width] = input_ids
-        mask = attention_mask.bool()
-        tokens = [input_ids[row][mask[row]].tolist() for row in range(num_rows)]
-        return cls(frames, mask, tokens, stop, **options)
+        mask = attention_mask.bool().cpu()
+        tokens = [frames[row, :width][mask[row]].tolist() for row in range(num_rows)]
+        return cls(frames, mask, tokens, stop, device=input_ids.device, **options)
 
     @property
     def num_rows(self) -> int:
@@ -173,16 +182,19 @@ class GenerationState:
         return self.frames.shape[1] - 1 if longest is None else longest - self.frame_length(row)
 
     def prefix(self, row: int, path: Sequence[int] = ()) -> Tensor:
-        """(L,) int64: the frame of `row` followed by the tokens of `path`.
+        """(L,) int64 on `device`: the frame of `row` followed by the tokens of `path`.
 
         The path is written behind the committed frame, where the next call overwrites it.
         """
+        return self._write(row, path).to(self.device)
+
+    def _write(self, row: int, path: Sequence[int]) -> Tensor:
         start = self.frame_length(row)
         end = start + len(path)
         while end > self.frames.shape[1]:
             self.frames = torch.cat([self.frames, torch.zeros_like(self.frames)], dim=1)
         if path:
-            self.frames[row, start:end] = torch.tensor(path, device=self.frames.device)
+            self.frames[row, start:end] = torch.tensor(path)
         return self.frames[row, :end]
 
     @contextmanager
@@ -203,7 +215,7 @@ class GenerationState:
             stop: the stop rules, made for a batch of one.
         """
         self._prompt_lengths[row] = self.generated[row] = 0
-        self.prefix(row, prompt)
+        self._write(row, prompt)
         self._prompt_lengths[row] = len(prompt)
         self.tokens[row] = list(prompt)
         self.sequence[row] = sequence
@@ -227,8 +239,11 @@ class GenerationState:
                 if verdict.logits is not None:
                     self.logits[row].append(verdict.logits[row][index])
                 seen = tuple(s[None] for s in self.scores[row]) if self.keep_scores else None
+                stop = self._stops[row]
                 frame = self.frames[row, : self.frame_length(row)]
-                if self._stops[row](row, frame, token, seen) and self._ends_now(row):
+                if stop.reads_frames:
+                    frame = frame.to(self.device)
+                if stop(row, frame, token, seen) and self._ends_now(row):
                     self.finished[row] = True
                     block = block[: index + 1]
                     break
@@ -255,7 +270,7 @@ class GenerationState:
         stats.other_seconds = total - stats.draft_seconds - stats.verify_seconds
         # The annotations of transformers say LongTensor and tuple[Tensor]; it fills in the same.
         fields: dict[str, Any] = {
-            "sequences": sequences,
+            "sequences": sequences.to(self.device),
             "scores": self._per_step(self.scores, longest) if self.keep_scores else None,
             "logits": self._per_step(self.logits, longest) if self.keep_logits else None,
         }
@@ -264,11 +279,11 @@ class GenerationState:
     def output_masks(self, width: int) -> list[Tensor]:
         """Per row (width,) bool over the output frame, False for the padding of the prompt."""
         generated = torch.ones(width - self.prompt_length, dtype=torch.bool)
-        return [torch.cat([mask, generated]) for mask in self.frame_mask.cpu()]
+        return [torch.cat([mask, generated]) for mask in self.frame_mask]
 
     def append(self, row: int, token: int) -> None:
         """Commit one token to `row`."""
-        self.prefix(row, [token])
+        self._write(row, [token])
         self.generated[row] += 1
         self.tokens[row].append(token)
 

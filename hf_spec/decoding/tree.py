@@ -10,9 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from hf_spec.decoding.transfer import send
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class DraftTree:
         Args:
             rows: per row the node tokens and, of the same length, the index of each node's parent
                 within the row, -1 for the root. Both empty for a finished row.
-            device: where the tensors live.
+            device: where the tensors live; the host is where they are read.
             draft_probs: see the class.
             node_probs: see the class.
 
@@ -105,6 +108,13 @@ class DraftTree:
         packed = torch.cat([self.token_ids, self.parent, self.depth, self.row_start]).tolist()
         n = self.num_nodes
         return HostTree(packed[:n], packed[n : 2 * n], packed[2 * n : 3 * n], packed[3 * n :])
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """`token_ids`, `parent` and `row_start` on a device, sent there once."""
+        copies: dict[torch.device, Any] = self.__dict__.setdefault("_copies", {})
+        if device not in copies:
+            copies[device] = send([self.token_ids, self.parent, self.row_start], device)
+        return copies[device]
 
     @cached_property
     def ancestor_mask(self) -> Tensor:

@@ -3,15 +3,19 @@
 Both walk each row's tree from its root. At a node, p is the target's distribution for the next
 token there, after every processor of the user, evaluated with that node's own prefix.
 
-==================  =============================================================================
-`NodeDraw`          draw x ~ p (greedy: the argmax). If a child carries x, go there; otherwise emit
-                    x and stop. Exact for every draft that does not depend on these draws.
-`ResidualRejection` for children drawn from q without replacement: accept a child x when
-                    u q(x) < p(x), u uniform; otherwise p <- norm(max(p - q, 0)), q <- norm(q
-                    without x) and on to its sibling; if none is left, emit a draw from p.
-                    (Leviathan et al. 2023, arXiv 2211.17192, Alg. 1; siblings as in Miao et al.
-                    2024, arXiv 2305.09781, with sampling without replacement.)
-==================  =============================================================================
+===================  ============================================================================
+`NodeDraw`           draw x ~ p (greedy: the argmax). If a child carries x, go there; otherwise
+                     emit x and stop. Exact for every draft that does not depend on these draws.
+`ResidualRejection`  for children drawn from q without replacement: accept a child x when
+                     u q(x) < p(x), u uniform; otherwise p <- norm(max(p - q, 0)), q <- norm(q
+                     without x) and on to its sibling; if none is left, emit a draw from p.
+                     (Leviathan et al. 2023, arXiv 2211.17192, Alg. 1; siblings as in Miao et al.
+                     2024, arXiv 2305.09781, with sampling without replacement.)
+===================  ============================================================================
+
+On a CPU nodes are looked at one level after the other, and none that the walk does not reach. On a
+GPU every level would wait for the one before, so all nodes are judged at once and the host hears
+the outcome in one transfer, unless a processor reads prefixes or the scores are wanted.
 """
 
 from __future__ import annotations
@@ -25,8 +29,10 @@ from hf_spec_kernels import serves, verify_tree
 from torch import Tensor
 from transformers import LogitsProcessor
 
+from hf_spec.decoding.drawing import draw
 from hf_spec.decoding.processors import NodeProcessors
 from hf_spec.decoding.state import GenerationState
+from hf_spec.decoding.transfer import fetch, send
 from hf_spec.decoding.tree import DraftTree, Verdict
 
 
@@ -85,6 +91,11 @@ class Verifier(LogitsProcessor):
     def _begin(self, tree: DraftTree, walk: Walk) -> None:
         """Prepare what can be computed for all nodes at once."""
 
+    def _at_once(self, logits: Tensor, state: GenerationState) -> bool:
+        """Whether all nodes are judged together, on a GPU."""
+        by_level = self.processors.reads_prefix or state.keep_scores or state.keep_logits
+        return serves(logits) and not by_level
+
     @abstractmethod
     def _step(
         self, tree: DraftTree, walk: Walk, here: dict[int, int], paths: dict[int, list[int]]
@@ -122,7 +133,7 @@ class Walk:
         Returns:
             (M, V) float32.
         """
-        raw = self.raw[nodes].to(self.state.frames.device, torch.float32, copy=True)
+        raw = self.raw[nodes].to(self.state.device, torch.float32, copy=True)
         prefixes = None
         if self.processors.reads_prefix:
             # A copy each: prefixes of one row share the space behind its committed tokens.
@@ -131,11 +142,26 @@ class Walk:
             ]
         return self.processors(rows, prefixes, raw)
 
+    def look_at_all(self, tree: DraftTree) -> Tensor:
+        """(N, V) processed scores of all nodes, where no processor reads a prefix."""
+        if not len(self.processors):
+            return self.raw
+        host = tree.host
+        rows = [row for row in range(tree.num_rows) for _ in host.nodes(row)]
+        raw = self.raw.to(self.state.device, torch.float32, copy=True)
+        return self.processors(rows, None, raw)
+
+    def follow(self, tree: DraftTree, here: dict[int, int]) -> dict[int, tuple[int, int | None]]:
+        """Per row what was chosen at its current node, and the child that carries it."""
+        assert self.choice is not None, "asked for where all nodes were judged"
+        chosen = {row: (self.choice[node], node) for row, node in here.items()}
+        return {row: (token, tree.host.child(node, token)) for row, (token, node) in chosen.items()}
+
     def visit(self, here: dict[int, int], paths: dict[int, list[int]]) -> Tensor:
         """(len(here), V) float32 processed scores of the current nodes, kept if anybody asked."""
         rows, nodes = list(here), list(here.values())
         if self.state.keep_logits:
-            raw = self.raw[nodes].to(self.state.frames.device, torch.float32, copy=True)
+            raw = self.raw[nodes].to(self.state.device, torch.float32, copy=True)
             for row, logits in zip(rows, raw, strict=True):
                 self.logits[row].append(logits)
         scores = self.look(rows, nodes, [paths[row] for row in rows])
@@ -149,10 +175,11 @@ class NodeDraw(Verifier):
     """One draw per node; see the module. Greedy decoding is the case where the draw is certain."""
 
     def verify(self, tree: DraftTree, logits: Tensor, state: GenerationState) -> Verdict:
-        """See `Verifier`; where only the largest logits count, a GPU walks the trees by itself."""
-        if serves(logits) and self._only_argmax(state):
-            return _walk_on_device(tree, logits, state)
-        return super().verify(tree, logits, state)
+        """See `Verifier`; a GPU draws and walks by itself where it can."""
+        if not self._at_once(logits, state):
+            return super().verify(tree, logits, state)
+        scores = Walk(self.processors, logits, state).look_at_all(tree)
+        return _walk_on_device(tree, scores, state)
 
     def _only_argmax(self, state: GenerationState) -> bool:
         wanted = state.do_sample or state.keep_scores or state.keep_logits
@@ -166,31 +193,31 @@ class NodeDraw(Verifier):
         self, tree: DraftTree, walk: Walk, here: dict[int, int], paths: dict[int, list[int]]
     ) -> dict[int, tuple[int, int | None]]:
         if walk.choice is not None:
-            tokens = [walk.choice[node] for node in here.values()]
+            return walk.follow(tree, here)
+        scores = walk.visit(here, paths)
+        if walk.state.do_sample:
+            tokens = torch.multinomial(scores.softmax(dim=-1), 1)[:, 0].tolist()
         else:
-            scores = walk.visit(here, paths)
-            if walk.state.do_sample:
-                tokens = torch.multinomial(scores.softmax(dim=-1), 1)[:, 0].tolist()
-            else:
-                tokens = scores.argmax(dim=-1).tolist()
+            tokens = scores.argmax(dim=-1).tolist()
         return {
             row: (token, tree.host.child(node, token))
             for (row, node), token in zip(here.items(), tokens, strict=True)
         }
 
 
-def _walk_on_device(tree: DraftTree, logits: Tensor, state: GenerationState) -> Verdict:
-    """The greedy verdict by `verify_tree`, in one transfer."""
-    host = tree.host
-    tokens, parent, row_start = (
-        field.to(logits.device) for field in (tree.token_ids, tree.parent, tree.row_start)
-    )
+def _walk_on_device(tree: DraftTree, scores: Tensor, state: GenerationState) -> Verdict:
+    """The verdict by `verify_tree`, in one transfer."""
+    host, uniforms = tree.host, None
+    if state.do_sample:
+        uniforms = torch.rand(len(scores), device=scores.device)
     most = max(len(host.nodes(row)) for row in range(tree.num_rows))
-    found = verify_tree(logits, tokens, parent, row_start, most)
+    found = verify_tree(scores, *tree.on(scores.device), most, uniforms)
     columns = (found.num_accepted[:, None], found.bonus[:, None], found.accepted)
     accepted: list[list[int]] = []
     bonus: list[int | None] = []
-    for count, last, *path in torch.cat(columns, dim=1).tolist():
+    for row, (count, last, *path) in enumerate(fetch(torch.cat(columns, dim=1))):
+        if last < 0 and host.nodes(row):
+            raise RuntimeError(f"row {row}: no token has a probability above 0, so none is drawn")
         drafted = [host.tokens[node] for node in path[:count]]
         # What lies behind the end of a sequence is cut off by the stop rule, here as in `verify`.
         end = next((i for i, token in enumerate(drafted) if state.stop.ends_sequence(token)), None)
@@ -202,9 +229,16 @@ def _walk_on_device(tree: DraftTree, logits: Tensor, state: GenerationState) -> 
 class ResidualRejection(Verifier):
     """Leviathan's rule on chains, its extension to siblings on trees; see the module."""
 
+    def _begin(self, tree: DraftTree, walk: Walk) -> None:
+        if self._at_once(walk.raw, walk.state):
+            probs = walk.look_at_all(tree).softmax(dim=-1, dtype=torch.float32)
+            walk.choice = fetch(_judge_all(tree, probs))
+
     def _step(
         self, tree: DraftTree, walk: Walk, here: dict[int, int], paths: dict[int, list[int]]
     ) -> dict[int, tuple[int, int | None]]:
+        if walk.choice is not None:
+            return walk.follow(tree, here)
         target_probs = walk.visit(here, paths).softmax(dim=-1)
         return {
             row: self._judge(tree, node, probs)
@@ -229,3 +263,42 @@ class ResidualRejection(Verifier):
             rest = draft.sum()
             draft = draft / rest if rest > 0 else draft
         return int(torch.multinomial(target, 1)), None
+
+
+def _judge_all(tree: DraftTree, target: Tensor) -> Tensor:
+    """`ResidualRejection` at every node, reached or not, without waiting for the device.
+
+    Args:
+        tree: with the distributions that its nodes were drawn from.
+        target: (N, V) float32, the target's distributions.
+
+    Returns:
+        (N,) int64, the token that follows each node: that of an accepted child, or a draw.
+    """
+    host = tree.host
+    siblings = [[host.tokens[c] for c in host.proposals(node)] for node in range(tree.num_nodes)]
+    most = max(map(len, siblings))
+    padded = [[*tokens, *[-1] * (most - len(tokens))] for tokens in siblings]
+    (table,) = send([torch.tensor(padded, dtype=torch.long)], target.device)
+    chosen = torch.full((tree.num_nodes,), -1, device=target.device)
+    if most:
+        assert tree.draft_probs is not None, "sampled drafts carry their distributions"
+        draft = tree.draft_probs.to(target.device)
+    for tokens in table.unbind(dim=1):
+        undecided = (chosen < 0) & (tokens >= 0)
+        place = tokens.clamp(min=0)[:, None]
+        uniforms = torch.rand(place.shape, device=target.device)
+        fits = (uniforms * draft.gather(1, place) < target.gather(1, place))[:, 0]
+        chosen = torch.where(undecided & fits, tokens, chosen)
+        rejected = (undecided & ~fits)[:, None]
+        residual = (target - draft).clamp_(min=0)
+        target = torch.where(rejected, _normalised(residual, target), target)
+        others = draft.scatter(1, place, 0.0)
+        draft = torch.where(rejected, _normalised(others, others), draft)
+    return torch.where(chosen < 0, draw(target)[:, 0], chosen)
+
+
+def _normalised(weights: Tensor, otherwise: Tensor) -> Tensor:
+    """Lines divided by their sums; those of `otherwise` where there is nothing to divide."""
+    total = weights.sum(dim=-1, keepdim=True)
+    return torch.where(total > 0, weights / total, otherwise)

@@ -33,13 +33,19 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_spec.adapters.folder import BaseModel, SpecAdapter, load_adapter
+from hf_spec.adapters.reading import check_tensors, whole_number
+from hf_spec.distributed_checks import tensor_parallel_size
 from hf_spec.errors import AssistantError, UnsupportedError
 from hf_spec.models.gated_lora import GatedLora, LoraWeights, Rows, merge_lora_inplace
+from hf_spec.placement import execution_device
 
 METHOD = "sdsat"
 MODES = ("gated", "embeddings", "lora", "full")
 EMBEDDINGS = "embeddings"
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
+
+# Chains are a few tokens long; what an adapter says of its own is held to this.
+LONGEST_WINDOW = 1024
 
 # Entries of a model's config: that of a fine-tuned model, and the LoRA that was merged into it.
 CONFIG_ENTRY = "sdsat"
@@ -104,8 +110,7 @@ class AdaptiveTokens:
         """See `VirtualTokens.embedded`."""
         virtual = token_ids < 0
         table: Any = model.get_input_embeddings()
-        device = table.weight.device
-        own = table(token_ids.clamp_min(0).to(device))
+        own = table(token_ids.clamp_min(0).to(execution_device(table)))
         kinds = (-1 - token_ids[virtual]).to(self.embeddings.device)
         rows = virtual.flatten().nonzero()[:, 0]
         places = rows.to(own.device)
@@ -171,12 +176,10 @@ def from_adapter(model: PreTrainedModel, adapter: SpecAdapter) -> AdaptiveTokens
     adapter.base.check(model)
     shape = _read_shape(adapter.options)
     tensors = dict(adapter.tensors)
-    embeddings = tensors.pop(EMBEDDINGS, None)
+    found = {name: tensors.pop(name) for name in (EMBEDDINGS,) if name in tensors}
     table: Any = model.get_input_embeddings()
     wanted = (shape.window if shape.diverse else 1, table.weight.shape[1])
-    if embeddings is None or tuple(embeddings.shape) != wanted:
-        found = "missing" if embeddings is None else str(tuple(embeddings.shape))
-        raise AssistantError(f"the SDSAT adapter is damaged: embeddings are {found}, not {wanted}")
+    check_tensors("the SDSAT adapter", found, {EMBEDDINGS: wanted})
     lora = _read_lora(tensors)
     if shape.mode == "embeddings" and lora:
         raise AssistantError("the SDSAT adapter is damaged: mode 'embeddings' with a LoRA")
@@ -184,12 +187,17 @@ def from_adapter(model: PreTrainedModel, adapter: SpecAdapter) -> AdaptiveTokens
     if shape.mode == "lora":
         _check_merged(model, lora)
         lora = {}
+    if lora and tensor_parallel_size(model) > 1:
+        raise UnsupportedError(
+            "a gated LoRA adds to whole outputs of the target's layers, which tensor parallelism "
+            "cuts up; use an SDSAT adapter of mode 'embeddings'"
+        )
     layers = dict(model.named_modules())
     placed = {
-        name: tuple(part.to(next(layers[name].parameters()).device, model.dtype) for part in pair)
+        name: tuple(part.to(execution_device(layers[name]), model.dtype) for part in pair)
         for name, pair in lora.items()
     }
-    return AdaptiveTokens(shape, embeddings.to(table.weight.device, model.dtype), placed)  # type: ignore[arg-type]
+    return AdaptiveTokens(shape, found[EMBEDDINGS].to(execution_device(table), model.dtype), placed)  # type: ignore[arg-type]
 
 
 def merge_lora(model: PreTrainedModel, assistant: object) -> PreTrainedModel:
@@ -234,7 +242,7 @@ def _own_tokens(model: PreTrainedModel) -> tuple[AdaptiveTokens, dict[str, Any]]
             f"config.{CONFIG_ENTRY} names the tokens {ids}; the model has {table.weight.shape[0]}"
         )
     with torch.no_grad():
-        embeddings = table(torch.tensor(ids, device=table.weight.device))
+        embeddings = table(torch.tensor(ids, device=execution_device(table)))
     return AdaptiveTokens(shape, embeddings), entry
 
 
@@ -243,9 +251,12 @@ def _read_shape(options: dict[str, Any]) -> AdaptiveShape:
         shape = AdaptiveShape(options["mode"], options["diverse"], options["window"])
     except KeyError as error:
         raise AssistantError(f"the SDSAT adapter's options lack {error}") from error
-    kinds = type(shape.diverse), type(shape.window)
-    if shape.mode not in MODES[:3] or kinds != (bool, int) or shape.window < 1:
+    if shape.mode not in MODES[:3] or not isinstance(shape.diverse, bool):
         raise AssistantError(f"the SDSAT adapter's options cannot be used: {shape}")
+    what = "the SDSAT adapter"
+    whole_number(what, options, "window", 1, LONGEST_WINDOW)
+    if options.get("num_adaptive") is not None:
+        whole_number(what, options, "num_adaptive", 1, LONGEST_WINDOW)
     return shape
 
 

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
+from peft import PeftModel
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hf_spec.adapters.folder import WEIGHTS_NAME, is_adapter, load_adapter
-from hf_spec.errors import AssistantError, SpecError
+from hf_spec.adapters.folder import (
+    PEFT_TYPE,
+    WEIGHTS_NAME,
+    SpecAdapter,
+    is_adapter,
+    load_adapter,
+)
+from hf_spec.adapters.hub import Place
+from hf_spec.adapters.layer import active_adapters
+from hf_spec.errors import AssistantError, OptionError, SpecError, UnsupportedError
 from hf_spec.model_checks import check_model
+from hf_spec.models.adaptive_tokens import METHOD as SDSAT
+from hf_spec.models.adaptive_tokens import from_adapter as tokens_from_adapter
+from hf_spec.models.disco_classifier import METHOD as DISCO
+from hf_spec.models.disco_classifier import DiscoClassifier
 from hf_spec.models.falcon_head import METHOD as FALCON
 from hf_spec.models.falcon_head import FalconHead
 from hf_spec.models.trained_draft import METHOD, draft_from_adapter
@@ -20,6 +33,14 @@ from hf_spec.models.trained_draft import METHOD, draft_from_adapter
 Made = TypeVar("Made")
 
 _MADE: WeakKeyDictionary[PreTrainedModel, dict[Hashable, Any]] = WeakKeyDictionary()
+
+# Method -> what makes its module of an adapter and a target.
+BUILDERS: dict[str, Callable[[SpecAdapter, PreTrainedModel], Any]] = {
+    METHOD: draft_from_adapter,
+    DISCO: lambda adapter, target: DiscoClassifier.from_adapter(adapter),
+    FALCON: FalconHead.from_adapter,
+    SDSAT: lambda adapter, target: tokens_from_adapter(target, adapter),
+}
 
 
 def resolve_draft_model(
@@ -29,7 +50,8 @@ def resolve_draft_model(
 
     Args:
         strategy: name used in messages.
-        assistant: a model, a PEFT model, a folder or a Hub id, of a model or of a draft adapter.
+        assistant: a model, a PEFT model, a `SpecAdapter`, or a folder or Hub id of a model or of a
+            draft adapter.
         target: the model that generates.
 
     Raises:
@@ -42,6 +64,8 @@ def resolve_draft_model(
         )
     if isinstance(assistant, (str, os.PathLike)):
         assistant = _load(os.fspath(assistant), target)
+    elif isinstance(assistant, SpecAdapter):
+        assistant = build(_of_method(assistant, METHOD), target)
     unwrap = getattr(assistant, "get_base_model", None)
     model = unwrap() if callable(unwrap) else assistant
     if not isinstance(model, PreTrainedModel):
@@ -66,20 +90,15 @@ def resolve_falcon_head(assistant: object, target: PreTrainedModel) -> FalconHea
     """The Falcon head that `assistant` stands for, checked against the target.
 
     Args:
-        assistant: a head, or a folder or Hub id of a Falcon adapter.
+        assistant: a head, or a Falcon adapter, its folder or Hub id.
         target: the model that generates.
 
     Raises:
         AssistantError: if it is none, cannot be loaded, or belongs to another model.
     """
-    if isinstance(assistant, (str, os.PathLike)):
-        name = os.fspath(assistant)
-        return read_once(
-            target,
-            FALCON,
-            name,
-            lambda: FalconHead.from_adapter(load_adapter(name, FALCON), target),
-        )
+    if isinstance(assistant, (str, os.PathLike, SpecAdapter)):
+        head: FalconHead = adapter_module(assistant, FALCON, target)
+        return head
     if not isinstance(assistant, FalconHead):
         raise AssistantError(
             f"assistant of type {type(assistant).__name__} is no Falcon head; pass the folder or "
@@ -124,21 +143,119 @@ def read_once(target: PreTrainedModel, method: str, name: str, read: Callable[[]
     return made_once(target, (method, name, stamp, target.device, target.dtype), read)
 
 
+def adapter_module(
+    assistant: str | os.PathLike[str] | SpecAdapter, method: str, target: PreTrainedModel
+) -> Any:
+    """What an adapter of `method` adds to `target`, made once.
+
+    Args:
+        assistant: the adapter, its folder or Hub id.
+        method: what it must be of.
+        target: the model that generates.
+
+    Raises:
+        AssistantError: if it is of another method, is damaged, or belongs to another model.
+    """
+    if isinstance(assistant, SpecAdapter):
+        return build(_of_method(assistant, method), target)
+    name = os.fspath(assistant)
+    return read_once(target, method, name, lambda: _build(load_adapter(name, method), target))
+
+
+def build(adapter: SpecAdapter, target: PreTrainedModel) -> Any:
+    """What `adapter` adds to `target`: a draft model, a classifier, a head or adaptive tokens.
+
+    Made once, and anew where the target has another device or dtype.
+
+    Raises:
+        AssistantError: if the adapter is damaged, or belongs to another model.
+        UnsupportedError: if the method cannot serve such a target.
+    """
+    key = (adapter, target.device, target.dtype)
+    return made_once(target, key, lambda: _build(adapter, target))
+
+
+def find_assistant(assistant: Any, target: PreTrainedModel, methods: Collection[str]) -> Any:
+    """What a strategy is given for `assistant=`.
+
+    Args:
+        assistant: as it stands in the call.
+        target: the model that generates.
+        methods: of the adapters that the strategy can use.
+
+    Returns:
+        The adapter of a PEFT model that carries one; for None the adapter that hangs on the target,
+        several as a list, or None; everything else as it is.
+
+    Raises:
+        AssistantError: if several adapters hang on the target and the strategy uses one.
+    """
+    if isinstance(assistant, (list, tuple)):
+        return [None if one is None else find_assistant(one, target, methods) for one in assistant]
+    if isinstance(assistant, PeftModel):
+        mine = active_adapters(assistant.get_base_model())
+        return mine[0] if mine and assistant.peft_type == PEFT_TYPE else assistant
+    if assistant is not None:
+        return assistant
+    fitting = [adapter for adapter in active_adapters(target) if adapter.method in methods]
+    if len(fitting) > 1 and len(methods) == 1:
+        raise AssistantError(
+            f"{len(fitting)} adapters of method {fitting[0].method!r} are active on the model; "
+            "choose one: model.set_adapter(name), or assistant="
+        )
+    return fitting if len(fitting) > 1 else next(iter(fitting), None)
+
+
+def _build(adapter: SpecAdapter, target: PreTrainedModel) -> Any:
+    adapter.check_method()
+    adapter.base.check(target)
+    needs_gradient = [(weight, weight.requires_grad) for weight in target.parameters()]
+    # An adapter's options and weights go into code that expects right ones.
+    try:
+        return BUILDERS[adapter.method](adapter, target)
+    except (AssistantError, UnsupportedError):
+        raise
+    except (
+        OptionError,
+        ArithmeticError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
+        raise AssistantError(
+            f"the {adapter.method} adapter {str(adapter.folder or '')!r} is damaged: {error}"
+        ) from error
+    finally:
+        # Modules freeze what they share with the target.
+        for weight, needed in needs_gradient:
+            weight.requires_grad_(needed)
+
+
+def _of_method(adapter: SpecAdapter, method: str) -> SpecAdapter:
+    if adapter.method != method:
+        raise AssistantError(f"the adapter is one of method {adapter.method!r}, not {method!r}")
+    return adapter
+
+
 def _load(name: str, target: PreTrainedModel) -> PreTrainedModel:
     def make() -> PreTrainedModel:
-        return _from_adapter(name, target) if is_adapter(name) else _model(name, target)
+        if is_adapter(name):
+            return _build(load_adapter(name, METHOD), target)
+        return _model(name, target)
 
     return read_once(target, METHOD, name, make)
 
 
-def _from_adapter(name: str, target: PreTrainedModel) -> PreTrainedModel:
-    return draft_from_adapter(load_adapter(name, METHOD), target)
-
-
 def _model(name: str, target: PreTrainedModel) -> PreTrainedModel:
+    place = Place(name) if Path(name).exists() else Place.of(name)
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            name, dtype=target.dtype, use_safetensors=True, device_map={"": target.device}
+            place.repo_id,
+            revision=place.revision or "main",
+            dtype=target.dtype,
+            use_safetensors=True,
+            device_map={"": target.device},
         )
     except Exception as error:
         raise AssistantError(f"assistant={name!r} cannot be loaded: {error}") from error

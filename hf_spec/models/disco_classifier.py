@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_spec.adapters.folder import BaseModel, SpecAdapter
+from hf_spec.adapters.reading import check_tensors, whole_number
 from hf_spec.errors import AssistantError, OptionError
 
 METHOD = "disco"
@@ -102,12 +103,19 @@ class DiscoClassifier(nn.Module):
         Raises:
             AssistantError: if the adapter's options and tensors do not make one.
         """
+        what, options = "the DISCO adapter", adapter.options
+        most = max((tensor.numel() for tensor in adapter.tensors.values()), default=1)
+        hidden_size = whole_number(what, options, "hidden_size", 1, most)
         try:
-            classifier = cls(adapter.options["hidden_size"], adapter.options["features"])
-            classifier.load_state_dict(adapter.tensors)
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            classifier = cls(hidden_size, options["features"])
+        except (KeyError, TypeError, OptionError) as error:
             raise AssistantError(
                 f"{adapter.folder or 'the adapter'} holds no DISCO classifier ({error}); train it "
                 "anew: hf-spec train disco"
             ) from error
+        shapes = {name: tensor.shape for name, tensor in classifier.state_dict().items()}
+        check_tensors(what, adapter.tensors, shapes)
+        if not bool((adapter.tensors["std"] > 0).all()):
+            raise AssistantError(f"{what} is damaged: a feature has no spread; train it anew")
+        classifier.load_state_dict(adapter.tensors)
         return classifier.eval().requires_grad_(False)

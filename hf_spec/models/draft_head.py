@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_spec.errors import UnsupportedError
+from hf_spec.placement import weight_rows
 
 
 class FewTokensHead(nn.Module):
@@ -39,18 +40,18 @@ class FewTokensHead(nn.Module):
 
     def __init__(self, head: Any, vocabulary: Tensor | None):
         super().__init__()
-        weight: Tensor = head.weight.detach()
-        self.full_size, width = weight.shape
+        self.full_size, width = head.weight.shape
         self.size = self.full_size
         self.scores = head
         if vocabulary is not None:
+            weight = weight_rows(head, vocabulary)
             vocabulary = vocabulary.to(weight.device)
             self.size = len(vocabulary)
             bias = getattr(head, "bias", None)
             self.scores = nn.Linear(
                 width, self.size, bias=bias is not None, device=weight.device, dtype=weight.dtype
             )
-            self.scores.requires_grad_(False).weight.copy_(weight[vocabulary])
+            self.scores.requires_grad_(False).weight.copy_(weight)
             if bias is not None:
                 self.scores.bias.copy_(bias.detach()[vocabulary])
         self.register_buffer("vocabulary", vocabulary, persistent=False)

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from hf_spec.adapters.folder import BaseModel, SpecAdapter
+from hf_spec.adapters.reading import check_tensors, read_vocabulary
 from hf_spec.errors import AssistantError, OptionError
 from hf_spec.models.draft_head import FewTokensHead
 from hf_spec.models.truncated import own_copy, with_layers
@@ -53,12 +54,16 @@ class FalconShape:
     dropout: float = 0.1
 
     def __post_init__(self) -> None:
-        if self.block_size not in BLOCK_SIZES:
+        if type(self.block_size) is not int or self.block_size not in BLOCK_SIZES:
             raise OptionError(f"block_size={self.block_size!r}: a head drafts 1, 2, 3 or 4 at once")
-        if not isinstance(self.num_layers, int) or self.num_layers < 1:
+        if type(self.num_layers) is not int or self.num_layers < 1:
             raise OptionError(
                 f"num_layers={self.num_layers!r} must be a whole number of at least 1"
             )
+        if not isinstance(self.recurrent, bool):
+            raise OptionError(f"recurrent={self.recurrent!r} must be True or False")
+        if not isinstance(self.dropout, (int, float)) or not 0 <= self.dropout < 1:
+            raise OptionError(f"dropout={self.dropout!r} must be a number from 0 to below 1")
 
 
 class FalconHead(nn.Module):
@@ -228,21 +233,14 @@ class FalconHead(nn.Module):
             shape = FalconShape(**adapter.options["shape"])
         except (KeyError, TypeError, OptionError) as error:
             raise AssistantError(f"the Falcon adapter's shape is of no use: {error}") from error
+        what = "the Falcon adapter"
         tensors = dict(adapter.tensors)
-        stored = tensors.pop(VOCABULARY, None)
-        if isinstance(vocabulary, str):
-            vocabulary = None if stored is None else stored.long()
-        head = cls(target, shape, vocabulary)
+        stored = read_vocabulary(what, tensors, VOCABULARY, adapter.base.vocab_size)
+        tensors.pop(VOCABULARY, None)
+        head = cls(target, shape, stored if isinstance(vocabulary, str) else vocabulary)
         head.options = adapter.options
         trained = head.trained()
-        expected = {name: tuple(p.shape) for name, p in trained.items()}
-        found = {name: tuple(t.shape) for name, t in tensors.items()}
-        for name in sorted({*expected, *found}):
-            if found.get(name) != expected.get(name):
-                raise AssistantError(
-                    f"the Falcon adapter does not fit its own shape: {name} is "
-                    f"{found.get(name, 'missing')}, not {expected.get(name, 'there')}"
-                )
+        check_tensors(what, tensors, {name: p.shape for name, p in trained.items()})
         with torch.no_grad():
             for name, parameter in trained.items():
                 parameter.copy_(tensors[name])

@@ -21,6 +21,7 @@ from torch import Tensor
 from hf_spec.decoding.attention import PackedStep, Segment, packed_attention
 from hf_spec.decoding.cpu_linear import fast_cpu_linears
 from hf_spec.decoding.kv_cache import KVPool
+from hf_spec.decoding.step_graphs import StepGraphs
 from hf_spec.errors import UnsupportedError
 from hf_spec.models.falcon_head import FalconHead, State
 
@@ -101,6 +102,7 @@ class HeadRunner:
         self.pool = KVPool(num_slots)
         self.forwards = 0
         self._size = head.shape.block_size
+        self._graphs: StepGraphs | None = None
         self._mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=head.attention.device)
 
     @contextmanager
@@ -117,6 +119,8 @@ class HeadRunner:
                     "blocks of a Falcon head need; use spec_strategy='draft' or 'tree'"
                 )
             stack.enter_context(fast_cpu_linears(self.head))
+            self._graphs = StepGraphs(self.head.attention, self.pool, self._mask.device)
+            stack.callback(self._graphs.clear)
             yield self
 
     def feed(
@@ -175,30 +179,25 @@ class HeadRunner:
             (A, n, k, H), the features they foretell, and the LSTM's state behind each block.
         """
         size, length = self._size, blocks.count * self._size
-        mixed, state = self.head.mix(tokens.flatten(0, 1), features.flatten(0, 1), state)
         segments, writes = [], []
         for index, row in enumerate(rows):
             start, base = index * length, row.num_pairs
             place = base + blocks.begin * size
             writes.append((row.slot, start, start + length, slice(place, place + length)))
             segments.append(self._block_segment(row, blocks, start))
-        outputs = self.attend(mixed.reshape(-1, mixed.shape[-1]), writes, segments)
+        if self.head.shape.recurrent:
+            mixed, state = self.head.mix(tokens.flatten(0, 1), features.flatten(0, 1), state)
+            outputs = self.attend(mixed.flatten(0, 1), writes, segments)
+        else:
+            outputs = self._run(tokens.flatten(), features.flatten(0, 2), writes, segments)
         return outputs.view(len(rows), blocks.count, size, -1), state
 
     def attend(self, mixed: Tensor, writes: Sequence[Any], segments: Sequence[Segment]) -> Tensor:
         """One packed pass over (T, H) mixed pairs -> (T, H) foretold features."""
-        self.forwards += 1
-        self.pool.reserve(max(segment.num_keys for segment in segments))
-        step = PackedStep(self.pool, writes, segments)
-        positions = torch.cat([segment.position for segment in segments])[None]
-        outputs = self.head.attend(
-            mixed[None],
-            attention_mask=self._mask,
-            position_ids=positions.to(mixed.device),
-            spec_step=step,
-        )
-        step.check(self.head.attention, self.head.shape.num_layers)
-        return outputs[0]
+        step, positions = self._begin(writes, segments)
+        assert self._graphs is not None, "passes happen while active"
+        (positions,) = self._graphs.put([positions], step)
+        return self._attend(mixed, positions, step)
 
     def lists(self, outputs: Tensor, num_ranks: int) -> tuple[Tensor, Tensor, Tensor]:
         """The likeliest tokens behind (M, H) foretold features.
@@ -211,31 +210,54 @@ class HeadRunner:
         likely, places = probs.topk(num_ranks, dim=-1)
         return self.head.head.tokens(places), likely, probs
 
+    def _begin(
+        self, writes: Sequence[Any], segments: Sequence[Segment]
+    ) -> tuple[PackedStep, Tensor]:
+        self.forwards += 1
+        self.pool.reserve(max(segment.num_keys for segment in segments))
+        positions = torch.cat([segment.position for segment in segments])
+        return PackedStep(self.pool, writes, segments), positions
+
+    def _attend(self, mixed: Tensor, positions: Tensor, step: PackedStep) -> Tensor:
+        outputs = self.head.attend(
+            mixed[None], attention_mask=self._mask, position_ids=positions[None], spec_step=step
+        )
+        step.check(self.head.attention, self.head.shape.num_layers)
+        return outputs[0]
+
+    def _run(
+        self, tokens: Tensor, features: Tensor, writes: Sequence[Any], segments: Sequence[Segment]
+    ) -> Tensor:
+        """One packed pass over pairs that carry no state: (T,) and (T, H) -> (T, H)."""
+        step, positions = self._begin(writes, segments)
+        assert self._graphs is not None, "passes happen while active"
+        (outputs,) = self._graphs.run(self._compute, [tokens, positions, features], step)
+        return outputs[: len(tokens)]
+
+    def _compute(self, tensors: list[Tensor], step: PackedStep) -> list[Tensor]:
+        tokens, positions, features = tensors
+        mixed, _ = self.head.mix(tokens[None], features[None])
+        return [self._attend(mixed[0], positions, step)]
+
     def _stretch(
         self, spans: Sequence[Span], texts: Sequence[Sequence[int]]
     ) -> tuple[Tensor, State | None]:
-        mixed, state = self._mix(spans, texts)
         segments, writes, start = [], [], 0
         for row, begin, end in spans:
             segments.append(self.pair_segment(row, begin, end, start))
             writes.append((row.slot, start, segments[-1].end, slice(begin, end)))
             row.stored, start = end, segments[-1].end
-        return self.attend(mixed, writes, segments), state
+        if self.head.shape.recurrent:
+            mixed, state = self._mix(spans, texts)
+            return self.attend(mixed, writes, segments), state
+        tokens = torch.tensor([t for span in spans for t in _tokens(texts, *span)])
+        features = [row.slice(begin, end) for row, begin, end in spans]
+        joined = features[0] if len(features) == 1 else torch.cat(features)
+        return self._run(tokens, joined, writes, segments), None
 
-    def _mix(
-        self, spans: Sequence[Span], texts: Sequence[Sequence[int]]
-    ) -> tuple[Tensor, State | None]:
+    def _mix(self, spans: Sequence[Span], texts: Sequence[Sequence[int]]) -> tuple[Tensor, State]:
         """(T, H) mixed pairs of the spans, and the states behind them."""
-
-        def tokens(row: PairRow, begin: int, end: int) -> list[int]:
-            return list(texts[row.slot][row.first + begin + 1 : row.first + end + 1])
-
         device = self.head.attention.device
-        if not self.head.shape.recurrent:
-            ids = torch.tensor([[t for span in spans for t in tokens(*span)]])
-            features = [row.slice(begin, end) for row, begin, end in spans]
-            joined = features[0] if len(features) == 1 else torch.cat(features)
-            return self.head.mix(ids.to(device), joined[None])[0][0], None
         parts: list[Tensor] = []
         states: list[State] = []
         for row, begin, end in spans:
@@ -244,7 +266,7 @@ class HeadRunner:
             for first, last in ((before, middle), (middle, end)):
                 if first == last:
                     continue
-                ids = torch.tensor([tokens(row, first, last)]).to(device)
+                ids = torch.tensor([_tokens(texts, row, first, last)]).to(device)
                 state = row.state if first == before else states.pop()
                 mixed, state = self.head.mix(ids, row.slice(first, last)[None], state)
                 assert state is not None, "a recurrent head carries its state"
@@ -295,3 +317,8 @@ class HeadRunner:
             visible=visible,
             prefix=pairs,
         )
+
+
+def _tokens(texts: Sequence[Sequence[int]], row: PairRow, begin: int, end: int) -> list[int]:
+    """The tokens of pairs [begin, end)."""
+    return list(texts[row.slot][row.first + begin + 1 : row.first + end + 1])

@@ -108,11 +108,12 @@ class GatedLora:
         """
         layers = dict(model.named_modules())
         for name, (down, up) in self.weights.items():
-            if name not in layers:
+            if not _is_linear(layers.get(name)):
                 raise AssistantError(f"the adapter changes the layer {name}, which the model lacks")
             inputs, outputs = layer_sizes(layers[name])
             rank = down.shape[0] if down.ndim == 2 else 0
-            if down.shape != (rank, inputs) or up.shape != (outputs, rank):
+            whole = not (down.is_floating_point() and up.is_floating_point())
+            if whole or down.shape != (rank, inputs) or up.shape != (outputs, rank):
                 raise AssistantError(
                     f"the adapter's LoRA of {name} has the shapes {tuple(down.shape)} and "
                     f"{tuple(up.shape)}, which do not fit {inputs} inputs and {outputs} outputs"
@@ -187,6 +188,10 @@ def merge_lora_inplace(model: PreTrainedModel, weights: LoraWeights) -> None:
             change = up.float() @ down.float()
             change = change.T if isinstance(layer, Conv1D) else change
             layer.weight += change.to(layer.weight)
+
+
+def _is_linear(layer: Any) -> bool:
+    return isinstance(layer, Conv1D) or hasattr(layer, "in_features")
 
 
 def _is_routed(name: str) -> bool:

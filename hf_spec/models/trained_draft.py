@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_spec.adapters.folder import BaseModel, SpecAdapter
-from hf_spec.errors import AssistantError
+from hf_spec.adapters.reading import check_tensors, read_vocabulary, whole_number
 from hf_spec.models.draft_head import DraftHead
 from hf_spec.models.truncated import own_copy, truncated_draft
 
@@ -72,13 +72,8 @@ class TrainableDraft:
         others = self._others()
         expected = {LORA_PREFIX + name: t.shape for name, t in known.items()}
         expected |= {name: t.shape for name, t in others.items()}
-        found = {name: t.shape for name, t in tensors.items() if name != VOCABULARY}
-        if found != expected:
-            differing = sorted(n for n in {*found, *expected} if found.get(n) != expected.get(n))
-            raise AssistantError(
-                f"the draft adapter does not fit its own config: {differing[0]} is "
-                f"{_shape(found.get(differing[0]))}, not {_shape(expected.get(differing[0]))}"
-            )
+        found = {name: t for name, t in tensors.items() if name != VOCABULARY}
+        check_tensors("the draft adapter", found, expected)
         lora = {n.removeprefix(LORA_PREFIX): tensors[n] for n in found if n.startswith(LORA_PREFIX)}
         set_peft_model_state_dict(self._tuner, lora, adapter_name="default")
         with torch.no_grad():
@@ -110,13 +105,12 @@ def draft_from_adapter(adapter: SpecAdapter, target: PreTrainedModel) -> PreTrai
         AssistantError: if the adapter belongs to another base or is damaged.
     """
     adapter.base.check(target)
-    try:
-        num_layers, rank = adapter.options["num_layers"], adapter.options["rank"]
-    except KeyError as error:
-        raise AssistantError(f"the draft adapter's options lack {error}") from error
-    vocabulary = adapter.tensors.get(VOCABULARY)
-    if vocabulary is not None:
-        vocabulary = vocabulary.long()
+    what, options = "the draft adapter", adapter.options
+    num_layers = whole_number(what, options, "num_layers", 1, adapter.base.num_layers - 1)
+    # No weight of a LoRA is of a higher rank than the file has numbers.
+    most = max((tensor.numel() for tensor in adapter.tensors.values()), default=1)
+    rank = whole_number(what, options, "rank", 1, most)
+    vocabulary = read_vocabulary(what, adapter.tensors, VOCABULARY, adapter.base.vocab_size)
     draft = TrainableDraft(target, num_layers, rank, vocabulary)
     draft.load(adapter.tensors)
     return draft.merge()
@@ -125,7 +119,3 @@ def draft_from_adapter(adapter: SpecAdapter, target: PreTrainedModel) -> PreTrai
 def _is_product(module: nn.Module, ends: tuple[nn.Module, ...]) -> bool:
     """Whether the LoRA belongs to `module`: a linear layer, but neither embedding nor head."""
     return isinstance(module, nn.Linear) and module not in ends
-
-
-def _shape(shape: Any) -> str:
-    return "missing" if shape is None else str(tuple(shape))

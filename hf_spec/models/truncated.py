@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_spec.errors import OptionError
+from hf_spec.adapters.layer import LAYER_NAME
+from hf_spec.errors import OptionError, UnsupportedError
+from hf_spec.placement import dense_copy
 
 
 def truncated_draft(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
@@ -65,20 +68,32 @@ def with_layers(model: PreTrainedModel, kept: range) -> PreTrainedModel:
 
 
 def own_copy(part: PreTrainedModel) -> PreTrainedModel:
-    """Give a cut model its own copy of everything but embeddings and head; returns the model."""
-    shared = {id(part.get_input_embeddings()), id(part.get_output_embeddings())}
-    _copy_unshared(part, shared)
+    """Give a cut model its own dense copy of all but embeddings and head; returns the model.
+
+    Raises:
+        UnsupportedError: if parts of it are offloaded or cut up among processes.
+    """
+    table: Any = part.get_input_embeddings()
+    shared = {id(table), id(part.get_output_embeddings())}
+    weights = list(part.parameters())
+    if any(w.device.type == "meta" or hasattr(w, "device_mesh") for w in weights):
+        raise UnsupportedError(
+            "this assistant shares the target's embedding and head and copies some of its layers; "
+            "some of these are offloaded or cut up among processes: load the target without, or "
+            "use a strategy with a draft model of its own, or none"
+        )
+    _copy_unshared(part, shared, table.weight.dtype)
     return part
 
 
-def _copy_unshared(module: nn.Module, shared: set[int]) -> None:
+def _copy_unshared(module: nn.Module, shared: set[int], dtype: torch.dtype) -> None:
     for name, child in list(module.named_children()):
         if id(child) in shared:
             continue
         if any(id(inner) in shared for inner in child.modules()):
-            _copy_unshared(child, shared)
+            _copy_unshared(child, shared, dtype)
         else:
-            setattr(module, name, copy.deepcopy(child))
+            setattr(module, name, dense_copy(child, dtype))
 
 
 def _share(source: nn.Module, copied: nn.Module, stack: nn.ModuleList, kept: range) -> None:
@@ -86,6 +101,9 @@ def _share(source: nn.Module, copied: nn.Module, stack: nn.ModuleList, kept: ran
     copied._parameters.update(source._parameters)
     copied._buffers.update(source._buffers)
     for name, child in source.named_children():
+        if name == LAYER_NAME:
+            # Adapters of the whole model.
+            continue
         if child is stack:
             setattr(copied, name, nn.ModuleList(stack[index] for index in kept))
         elif any(module is stack for module in child.modules()):

@@ -17,17 +17,17 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from hf_spec.adapters.folder import SpecAdapter, is_adapter, load_adapter
+from hf_spec.adapters.folder import STRATEGIES, SpecAdapter, is_adapter, load_adapter
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.runner import ForwardOutput
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.tree import DraftTree, Verdict
-from hf_spec.errors import AssistantError, OptionError
+from hf_spec.distributed_checks import tensor_parallel_size
+from hf_spec.errors import AssistantError, OptionError, UnsupportedError
 from hf_spec.models.assistant import read_once
 from hf_spec.models.falcon_head import FalconHead
 from hf_spec.strategies.auto_choice import choose_nodes, choose_sources
@@ -46,8 +46,6 @@ from hf_spec.strategies.sdsat import SdsatConfig, SdsatDrafter
 LOOKUPS = ((1, 1, 0.2, 0.5), (2, 2, 0.5, 0.75), (3, 8, 0.8, 0.9))
 # What a draft model may grow before the nodes are chosen.
 TREE = TreeConfig(max_draft_tokens=5, max_nodes=24)
-# The strategy that an adapter of each method stands for.
-STRATEGIES = {"draft": "tree", "disco": "disco", "falcon": "falcon", "sdsat": "sdsat"}
 
 
 @dataclass(frozen=True)
@@ -63,6 +61,8 @@ class AutoConfig(StrategyConfig):
             "disco", "falcon"; a second one of the same name is "tree-2") a list of [depth,
             seconds].
     """
+
+    adapter_methods = tuple(STRATEGIES)
 
     max_draft_tokens: int = 16
     max_nodes: int = 40
@@ -177,7 +177,7 @@ class AutoDrafter(Drafter):
             rows: list[tuple[list[int], list[int]]] = [([], []) for _ in state.tokens]
             for row, tree in trees.items():
                 rows[row] = tree.keep(nodes[row])
-            whole = DraftTree.from_rows(rows, state.frames.device)
+            whole = DraftTree.from_rows(rows)
         self._count(whole, state)
         return whole
 
@@ -193,6 +193,11 @@ class AutoDrafter(Drafter):
 
 
 def _make(config: AutoConfig, target: PreTrainedModel, assistant: object) -> AutoDrafter:
+    if config.timings is None and tensor_parallel_size(target) > 1:
+        raise UnsupportedError(
+            "auto measures times, which differ among the processes of a tensor parallel model; "
+            "give it timings=, the same in all of them, or choose another strategy"
+        )
     longest = config.max_draft_tokens
     free = []
     for shortest, match, first, further in LOOKUPS:
@@ -245,7 +250,7 @@ def _strategy_of(assistant: Any, target: PreTrainedModel) -> str:
     if isinstance(assistant, FalconHead):
         return "falcon"
     if isinstance(assistant, SpecAdapter):
-        return _strategy_for(assistant)
+        return assistant.strategy
     if not isinstance(assistant, (str, os.PathLike)):
         return "tree"
     name = os.fspath(assistant)
@@ -254,24 +259,7 @@ def _strategy_of(assistant: Any, target: PreTrainedModel) -> str:
 
 def _strategy_in(name: str) -> str:
     """The strategy that a folder or a repository of the Hub is for; a model's is "tree"."""
-    if Path(name).is_dir() and not is_adapter(name):
-        return "tree"
-    try:
-        adapter = load_adapter(name)
-    except AssistantError:
-        if is_adapter(name):
-            raise
-        return "tree"
-    return _strategy_for(adapter)
-
-
-def _strategy_for(adapter: SpecAdapter) -> str:
-    if adapter.method not in STRATEGIES:
-        raise AssistantError(
-            f"adapter {str(adapter.folder)!r} is one of method {adapter.method!r}; auto knows "
-            f"{', '.join(STRATEGIES)}"
-        )
-    return STRATEGIES[adapter.method]
+    return load_adapter(name).strategy if is_adapter(name) else "tree"
 
 
 def _drafter_of(

@@ -26,6 +26,7 @@ from hf_spec.decoding.state import GenerationState, StopRules
 from hf_spec.decoding.tree import DraftTree, Verdict
 from hf_spec.errors import OptionError
 from hf_spec.models.assistant import made_once
+from hf_spec.placement import execution_device
 
 # Nodes per row and depths of drafts that are timed; more than so many nodes in all are not.
 NODE_COUNTS = (1, 4, 12, 24)
@@ -138,7 +139,7 @@ def known_costs(
     """
     kinds = tuple((name, _identity(drafter)) for name, drafter in drafters.items())
     packed = cpu_packing_bytes() > 0
-    machine = (target.device, target.dtype, torch.get_num_threads(), packed)
+    machine = (_device(target), target.dtype, torch.get_num_threads(), packed)
     text = (state.tokens[0][:CONTEXT] * CONTEXT)[:CONTEXT]
 
     def measure() -> Costs:
@@ -186,7 +187,7 @@ class _Rounds:
     ):
         self._target = target
         self._drafters = {name: copy.copy(drafter) for name, drafter in drafters.items()}
-        ids = torch.tensor(text, device=target.device)
+        ids = torch.tensor(text, device=_device(target))
         self._state = GenerationState.create(ids, torch.ones_like(ids), StopRules([], len(text)))
         layers = {layer for drafter in drafters.values() for layer in drafter.hidden_layers}
         self._runner = ModelRunner(target, len(text), sorted(layers), batching=batching)
@@ -213,7 +214,7 @@ class _Rounds:
             ([text[-1], *(text * width)[: width - 1]], list(range(-1, width - 1)))
             for text in state.tokens
         ]
-        tree = DraftTree.from_rows(chains, state.frames.device)
+        tree = DraftTree.from_rows(chains)
         start = self._now()
         output = self._runner.forward(tree, state.tokens)
         seconds = self._now() - start
@@ -229,7 +230,7 @@ class _Rounds:
 
     def _now(self) -> float:
         """Seconds, once the device is done."""
-        if self._target.device.type != "cpu":
+        if _device(self._target).type != "cpu":
             torch.accelerator.synchronize()
         return time.perf_counter()
 
@@ -255,6 +256,10 @@ class LimitedState(GenerationState):
     def room(self, row: int) -> int:
         """One more than the draft may be deep, for the token that follows it."""
         return min(super().room(row), 1 + self.limits[row])
+
+
+def _device(target: PreTrainedModel) -> torch.device:
+    return execution_device(target.get_input_embeddings())
 
 
 def _identity(drafter: Drafter) -> int:

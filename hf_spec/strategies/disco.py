@@ -22,8 +22,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_spec.adapters.folder import SpecAdapter, load_adapter
+from hf_spec.adapters.folder import SpecAdapter, beside, load_adapter
+from hf_spec.adapters.reading import whole_number
 from hf_spec.decoding.length_policy import DraftedToken, LengthPolicy, register_policy
+from hf_spec.decoding.transfer import send
 from hf_spec.errors import AssistantError, OptionError
 from hf_spec.models.assistant import made_once, resolve_draft_model
 from hf_spec.models.disco_classifier import METHOD, DiscoClassifier, draft_features
@@ -31,6 +33,9 @@ from hf_spec.models.truncated import truncated_draft
 from hf_spec.strategies.base import register
 from hf_spec.strategies.draft_model import DraftConfig, DraftModelDrafter
 from hf_spec.strategies.draft_model import make_drafter as make_chain_drafter
+
+# More than any draft that was ever worth it.
+LONGEST = 1024
 
 
 class DiscoPolicy(LengthPolicy):
@@ -50,7 +55,7 @@ class DiscoPolicy(LengthPolicy):
     @torch.no_grad()
     def score(self, draft_probs: Tensor, positions: Sequence[int]) -> Tensor:
         """(M,) the classifier's probability that the token drafted from each is accepted."""
-        places = torch.tensor(positions).to(draft_probs.device)
+        (places,) = send([torch.tensor(positions)], draft_probs.device)
         classifier = self.classifier.to(draft_probs.device)
         return classifier(draft_features(draft_probs, places)).sigmoid()
 
@@ -78,15 +83,15 @@ def _policy_of(adapter: SpecAdapter, config: DraftConfig, target: PreTrainedMode
     adapter.base.check(target)
     longest, threshold = config.max_draft_tokens, config.acceptance_threshold
     return DiscoPolicy(
-        int(_stored(adapter, "max_draft_tokens")) if longest is None else longest,
-        _stored(adapter, "threshold") if threshold is None else threshold,
+        _stored(adapter, "max_draft_tokens", 1, LONGEST, int) if longest is None else longest,
+        _stored(adapter, "threshold", 0, 1, float, int) if threshold is None else threshold,
         DiscoClassifier.from_adapter(adapter),
     )
 
 
-def _stored(adapter: SpecAdapter, name: str) -> float:
-    value = adapter.options.get(name)
-    if not isinstance(value, (int, float)):
+def _stored(adapter: SpecAdapter, name: str, low: float, high: float, *kinds: type) -> Any:
+    value: Any = adapter.options.get(name)
+    if type(value) not in kinds or not low <= value <= high:
         raise AssistantError(
             f"{adapter.folder or 'the adapter'} has {name}={value!r}; calibrate it: "
             "hf-spec calibrate disco"
@@ -102,7 +107,7 @@ def _make_drafter(
 ) -> DraftModelDrafter:
     if config.adapter is not None:
         return make_chain_drafter(config, target, assistant)
-    adapter = read_adapter(_adapter_name(assistant))
+    adapter = _adapter_of(assistant)
     policy = _policy_of(adapter, config, target)
     return DraftModelDrafter(config, find_draft_model(adapter, target), policy)
 
@@ -118,6 +123,8 @@ class DiscoConfig(DraftConfig):
     Attributes:
         max_draft_tokens: None is the adapter's calibrated value.
     """
+
+    adapter_methods = (METHOD,)
 
     max_draft_tokens: int | None = None
     length_policy: str = "disco"
@@ -154,23 +161,25 @@ def find_draft_model(adapter: SpecAdapter, target: PreTrainedModel) -> PreTraine
     """
     named: Any = adapter.options.get("draft")
     if isinstance(named, dict) and set(named) == {"truncated"}:
-        depth = named["truncated"]
+        what = f"{adapter.folder or 'the adapter'}: draft"
+        depth = whole_number(what, named, "truncated", 1, adapter.base.num_layers - 1)
         draft = made_once(target, ("truncated", depth), lambda: truncated_draft(target, depth))
         return resolve_draft_model(METHOD, draft, target)
     if isinstance(named, str):
-        beside = (adapter.folder or Path()) / named
-        return resolve_draft_model(METHOD, str(beside) if beside.is_dir() else named, target)
+        return resolve_draft_model(METHOD, beside(adapter, named), target)
     raise AssistantError(
         f"adapter {str(adapter.folder)!r} names no draft model (draft={named!r}); pass it: "
         "spec_strategy=DiscoConfig(adapter=<this adapter>), assistant=<draft model>"
     )
 
 
-def _adapter_name(assistant: object) -> str:
+def _adapter_of(assistant: object) -> SpecAdapter:
+    if isinstance(assistant, SpecAdapter) and assistant.method == METHOD:
+        return assistant
     if not isinstance(assistant, (str, os.PathLike)):
         raise AssistantError(
             f"spec_strategy='disco' with an assistant of type {type(assistant).__name__} lacks the "
             "classifier: pass assistant=<DISCO adapter>, or spec_strategy=DiscoConfig(adapter="
             "<DISCO adapter>) and assistant=<draft model>"
         )
-    return os.fspath(assistant)
+    return read_adapter(os.fspath(assistant))

@@ -23,11 +23,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_spec.decoding.drafter import Drafter
+from hf_spec.decoding.drawing import draw
 from hf_spec.decoding.graph import TokenGraph, Unmerged
 from hf_spec.decoding.length_policy import DraftedToken, LengthPolicy, make_policy
 from hf_spec.decoding.processors import NodeProcessors
 from hf_spec.decoding.runner import ForwardOutput, ModelRunner
 from hf_spec.decoding.state import GenerationState
+from hf_spec.decoding.transfer import fetch
 from hf_spec.decoding.tree import DraftTree, Verdict
 from hf_spec.errors import OptionError
 from hf_spec.models.assistant import resolve_draft_model
@@ -52,6 +54,8 @@ class DraftConfig(PolicyConfig):
     Attributes:
         sample_drafts: draw the draft at random when the target samples.
     """
+
+    adapter_methods = ("draft",)
 
     sample_drafts: bool = True
 
@@ -213,7 +217,7 @@ class DraftModelDrafter(Drafter):
             for node in self._sent[row].nodes
         ]
         probs = [prob for sent in self._sent.values() for prob in sent.probs]
-        node_probs = torch.tensor(probs, dtype=torch.float32).to(state.frames.device)
+        node_probs = torch.tensor(probs, dtype=torch.float32)
         return self._tree(state, self._sent, _stack(distributions), node_probs)
 
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
@@ -257,7 +261,7 @@ class DraftModelDrafter(Drafter):
         probs = self._probabilities(state, growths, tree, owners)
         children = min(self.shape.children, probs.shape[-1])
         if self.samples:
-            drawn = torch.multinomial(probs, children)
+            drawn = draw(probs, children)
             likely = probs.gather(-1, drawn)
         else:
             likely, drawn = probs.topk(children, dim=-1)
@@ -297,7 +301,7 @@ class DraftModelDrafter(Drafter):
             prefixes = [
                 state.prefix(row, growths[row].graph.path(node)).clone() for row, node in owners
             ]
-        logits = output.logits.to(state.frames.device, torch.float32)
+        logits = output.logits.to(state.device, torch.float32)
         return self._processors([row for row, _ in owners], prefixes, logits).softmax(dim=-1)
 
     def _hang(
@@ -325,7 +329,7 @@ class DraftModelDrafter(Drafter):
         rows: list[tuple[list[int], list[int]]] = [([], []) for _ in state.tokens]
         for row, draft in drafts.items():
             rows[row] = (draft.tokens, draft.parents)
-        return DraftTree.from_rows(rows, state.frames.device, draft_probs, node_probs)
+        return DraftTree.from_rows(rows, draft_probs=draft_probs, node_probs=node_probs)
 
 
 def _to_host(
@@ -335,7 +339,7 @@ def _to_host(
     if scores is None:
         scores = chances.new_zeros(len(chances))
     # Token ids lie far below 2**24, where float32 begins to lose whole numbers.
-    level = torch.cat([chances, tokens.to(chances.dtype), scores[:, None]], dim=-1).tolist()
+    level = fetch(torch.cat([chances, tokens.to(chances.dtype), scores[:, None]], dim=-1))
     width = tokens.shape[-1]
     return (
         [[int(token) for token in row[width:-1]] for row in level],

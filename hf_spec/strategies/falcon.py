@@ -27,6 +27,7 @@ from hf_spec.decoding.length_policy import DraftedToken, LengthPolicy, make_poli
 from hf_spec.decoding.rank_tree import RankTree
 from hf_spec.decoding.runner import ForwardOutput
 from hf_spec.decoding.state import GenerationState
+from hf_spec.decoding.transfer import fetch, send
 from hf_spec.decoding.tree import DraftTree, Verdict, likeliest
 from hf_spec.errors import OptionError, UnsupportedError
 from hf_spec.models.assistant import resolve_falcon_head
@@ -70,6 +71,8 @@ class FalconConfig(PolicyConfig):
             first, chosen anew in every round (compare Li et al. 2024, arXiv 2406.16858, section
             4.2). None is what the adapter's own tree was calibrated with, and all nodes of others.
     """
+
+    adapter_methods = (METHOD,)
 
     max_draft_tokens: int | None = None
     tree: Any = "auto"
@@ -203,8 +206,7 @@ class FalconDrafter(Drafter):
             probs += [chances[node] for node in nodes]
             self.counters["rounds"] += 1
             self.counters["draft_nodes"] += count
-        device = state.frames.device
-        return DraftTree.from_rows(rows, device, node_probs=torch.tensor(probs).to(device))
+        return DraftTree.from_rows(rows, node_probs=torch.tensor(probs))
 
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
         """Take the features of the root and of what was accepted; tell the policy."""
@@ -221,7 +223,7 @@ class FalconDrafter(Drafter):
             counts[row] = len(pending) + len(nodes)
             self.policy.observe(row, host.height(row), len(accepted))
         hidden = output.hidden[-1]
-        index = torch.tensor(places, device=hidden.device)
+        (index,) = send([torch.tensor(places)], hidden.device)
         features = hidden[index].to(self.head.attention.device)
         for row, mine in zip(counts, features.split(list(counts.values())), strict=True):
             self._pairs[row].extend(mine)
@@ -266,8 +268,7 @@ class FalconDrafter(Drafter):
         """Run a pass behind the outputs (A, n, k, H) of the one before, for the rows at `kept`."""
         assert self._runner is not None, "drafting happens while active"
         device = outputs.device
-        chosen = torch.tensor(kept, device=device)[:, None]
-        parents, fed = step.parents.to(device), step.fed.to(device)
+        chosen, parents, fed = send([torch.tensor(kept)[:, None], step.parents, step.fed], device)
         tokens = before.tokens[chosen, fed].view(len(kept), len(parents), -1)
         features = outputs[chosen, parents]
         if carried is not None:
@@ -284,7 +285,7 @@ class FalconDrafter(Drafter):
         assert self._runner is not None, "drafting happens while active"
         lines = outputs.flatten(1, 2)
         if step.num_lists < lines.shape[1]:
-            lines = lines[:, step.lines.to(lines.device)]
+            lines = lines[:, send([step.lines], lines.device)[0]]
         tokens, likely, probs = self._runner.lists(lines.flatten(0, 1), step.num_ranks)
         scores = None
         if self._asks:
@@ -349,7 +350,7 @@ def _fetch(drawn: Sequence[_Drawn]) -> None:
         # Token ids lie far below 2**24, where float32 begins to lose whole numbers.
         parts += [one.tokens.float(), one.likely]
         parts += [one.scores] if one.scores is not None else []
-    flat = torch.cat([part.flatten() for part in parts]).tolist()
+    flat = fetch(torch.cat([part.flatten() for part in parts]))
     start = 0
     for one in missing:
         columns = []

@@ -83,6 +83,12 @@ def _whole_tree(named: Any, max_draft_tokens: int | None, head: FalconHead) -> R
         # What a small model verifies at nearly the cost of one token, on a CPU: 8 nodes.
         return RankTree.of([*RankTree.chain(usual).paths, (1,), (2,), *[(0, 1)][: usual - 1]])
     try:
-        return RankTree.of(own)
-    except OptionError as error:
+        tree = RankTree.of(own)
+    except (OptionError, TypeError) as error:
         raise AssistantError(f"the Falcon adapter's tree is of no use: {error}") from error
+    if tree.height > (max_depth(head) or tree.height):
+        raise AssistantError(
+            f"the Falcon adapter's tree is of no use: it is {tree.height} deep, its head was "
+            f"trained for {max_depth(head)}; calibrate it anew"
+        )
+    return tree

@@ -85,7 +85,7 @@ class LookupDrafter(Drafter):
             sequence = state.tokens[row]
             self._indexes[row].extend(sequence)
             rows[row] = self._trie(row, sequence, state.room(row) - 1)
-        return DraftTree.from_rows(rows, device=state.frames.device)
+        return DraftTree.from_rows(rows)
 
     def _new_index(self) -> _NgramIndex:
         return _NgramIndex(range(self.config.min_match_length, self.config.match_length + 1))

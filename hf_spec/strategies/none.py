@@ -25,7 +25,7 @@ class NoDrafter(Drafter):
         rows: list[tuple[list[int], list[int]]] = [([], []) for _ in state.tokens]
         for row in state.unfinished:
             rows[row] = ([state.tokens[row][-1]], [-1])
-        return DraftTree.from_rows(rows, state.frames.device)
+        return DraftTree.from_rows(rows)
 
 
 def _make_drafter(config: NoneConfig, target: PreTrainedModel, assistant: object) -> NoDrafter:

@@ -65,6 +65,8 @@ class SdsatConfig(StrategyConfig):
             distribution of the output; greedy decoding stays exact.
     """
 
+    adapter_methods = (METHOD,)
+
     num_adaptive: int | None = None
     fused: bool = False
     tree: Any = None
@@ -219,7 +221,7 @@ class SdsatDrafter(Drafter):
             self._count(plan, drafted)
             self._plans[row] = plan
             rows[row] = plan.tokens, plan.parents
-        return DraftTree.from_rows(rows, state.frames.device)
+        return DraftTree.from_rows(rows)
 
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
         """Keep what was foretold behind the last accepted node of each row."""
@@ -237,7 +239,7 @@ class SdsatDrafter(Drafter):
             return {}
         heard = [self._heard[row] for row in rows]
         owners = [row for row, logits in zip(rows, heard, strict=True) for _ in range(len(logits))]
-        scores = torch.cat(heard).to(state.frames.device, torch.float32)
+        scores = torch.cat(heard).to(state.device, torch.float32)
         prefixes = None
         if self._processors.reads_prefix:
             # The tokens between are not known yet: the text so far stands in for a node's prefix.

@@ -24,7 +24,7 @@ from hf_spec.adapters.folder import SpecAdapter, load_adapter, save_adapter
 from hf_spec.bench.contenders import Contender, strategy
 from hf_spec.bench.prompts import Prompt, load_prompts
 from hf_spec.bench.report import per_prompt, spread
-from hf_spec.bench.runner import Record, environment, measure
+from hf_spec.bench.runner import Plan, Record, environment, measure
 from hf_spec.errors import OptionError
 from hf_spec.models.disco_classifier import METHOD
 from hf_spec.strategies.disco import DiscoConfig, find_draft_model
@@ -108,9 +108,8 @@ def calibrate_disco(  # noqa: PLR0913 - what is measured, on what, and how
         strategy(model, config, draft, name)
         for name, config in {"reference": reference, **static, **ways}.items()
     ]
-    records = measure(
-        contenders, prompts, tokenizer, settings.new_tokens, settings.repeats, progress
-    )
+    plan = Plan(settings.new_tokens, settings.repeats)
+    records = measure(contenders, prompts, tokenizer, plan, progress)
     table = tabulate(list(chain.from_iterable(records)))
     best = ways[fastest(table, ways)]
     calibration = {

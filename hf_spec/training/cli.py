@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from accelerate import PartialState
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedModel
+from typer.core import TyperCommand
 
 from hf_spec.adapters.folder import SpecAdapter, load_adapter
 from hf_spec.bench.prompts import load_prompts
@@ -33,7 +33,6 @@ from hf_spec.training.cli_common import (
     TeacherFolder,
     Vocabulary,
     answer_files,
-    in_one_sentence,
     load_target,
 )
 from hf_spec.training.csgd import CHOICES, CsgdSettings
@@ -42,12 +41,22 @@ from hf_spec.training.draft import DraftTrainSettings, train_draft
 from hf_spec.training.falcon import FalconTrainSettings, train_falcon
 from hf_spec.training.features import Text, disk_need, in_words, stored_texts
 from hf_spec.training.responses import ResponseSettings, generate_responses, read_responses
+from hf_spec.training.run_record import with_options
 from hf_spec.training.sdsat import LAYOUTS, LOSSES, SdsatTrainSettings, train_sdsat
 from hf_spec.training.teacher import Example, teacher_examples
-from hf_spec.training.trainer import TrainSettings
+from hf_spec.training.trainer import TrainSettings, processes
 from hf_spec.training.windows import START_SHARE
 
 train = typer.Typer(no_args_is_help=True, help="Train the parts that strategies need.")
+
+
+class RecordedCommand(TyperCommand):
+    """A command whose options stand in the run record of the training that it starts."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run it."""
+        with with_options(ctx.params):
+            return super().invoke(ctx)
 
 
 def _choices(name: str) -> str:
@@ -66,8 +75,8 @@ def train_responses_command(  # noqa: PLR0913 - one parameter an option
     model: Model,
     prompts: Annotated[Path, typer.Option(exists=True, help="JSON lines with id, task, turns.")],
     out: Annotated[Path, typer.Option(help="JSON lines; an interrupted run goes on here.")],
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 160,
-    max_prompt_tokens: Annotated[int, typer.Option(min=1, help="Longest prompt.")] = 512,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 160,
+    max_prompt_tokens: Annotated[int, typer.Option(min=1, help="Longest prompt, in tokens.")] = 512,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of sampled answers.")] = 0,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts per batch.")] = 128,
@@ -76,26 +85,27 @@ def train_responses_command(  # noqa: PLR0913 - one parameter an option
     """Write the target's own answers, from which every other training learns.
 
     On a CPU batches of about 128 give the most tokens per second, and bfloat16 is much faster than
-    float32 where the processor computes in it.
+    float32 where the processor computes in it. An interrupted run goes on where it was.
+
+        hf-spec train responses --model MODEL --prompts prompts.jsonl --out answers.jsonl
     """
     settings = ResponseSettings(max_new_tokens, max_prompt_tokens, temperature, seed)
-    with in_one_sentence():
-        known = load_prompts(prompts)
-        target, tokenizer = load_target(model, dtype), AutoTokenizer.from_pretrained(model)
-        with tqdm(total=len(known), desc="prompts", disable=None) as bar:
-            left_out = generate_responses(
-                target,
-                tokenizer,
-                known,
-                out,
-                settings,
-                batch_size,
-                lambda done, tokens: bar.update(done) and None,
-            )
+    known = load_prompts(prompts)
+    target, tokenizer = load_target(model, dtype), AutoTokenizer.from_pretrained(model)
+    with tqdm(total=len(known), desc="prompts", disable=None) as bar:
+        left_out = generate_responses(
+            target,
+            tokenizer,
+            known,
+            out,
+            settings,
+            batch_size,
+            lambda done, tokens: bar.update(done) and None,
+        )
     Console().print(f"{out} is complete; {left_out} prompts were too long")
 
 
-@train.command("draft")
+@train.command("draft", cls=RecordedCommand)
 def train_draft_command(  # noqa: PLR0913 - one parameter an option
     model: Model,
     responses: Responses,
@@ -112,7 +122,10 @@ def train_draft_command(  # noqa: PLR0913 - one parameter an option
 ) -> None:
     """Train a draft model out of the target's own first layers.
 
-    Use it with model.generate(..., spec_strategy="draft", assistant=OUT), or "tree", or "gsd".
+    What the target thinks of the answers is computed first, once, and kept beside them. Use the
+    model with model.generate(..., spec_strategy="draft", assistant=OUT), or "tree", or "gsd".
+
+        hf-spec train draft --model MODEL --responses answers.jsonl --out my-draft --layers 2
     """
     settings = DraftTrainSettings(layers, rank, vocabulary or None)
     run = TrainSettings(
@@ -121,16 +134,15 @@ def train_draft_command(  # noqa: PLR0913 - one parameter an option
         learning_rate=learning_rate,
         seed=seed,
     )
-    with in_one_sentence():
-        answers = list(read_responses(responses))
-        folder = teacher or responses.with_suffix(".teacher")
-        target = load_target(model, dtype)
-        examples = teacher_examples(target, answers, folder)
-        adapter = train_draft(target, examples, out, settings, run)
+    answers = list(read_responses(responses))
+    folder = teacher or responses.with_suffix(".teacher")
+    target = load_target(model, dtype)
+    examples = teacher_examples(target, answers, folder)
+    adapter = train_draft(target, examples, out, settings, run)
     Console().print(adapter.options["held_back"])
 
 
-@train.command("falcon")
+@train.command("falcon", cls=RecordedCommand)
 def train_falcon_command(  # noqa: PLR0913 - one parameter an option
     model: Model,
     responses: ResponseFiles,
@@ -177,6 +189,9 @@ def train_falcon_command(  # noqa: PLR0913 - one parameter an option
     weights and CSGD's options are the paper's by default; on a small model --soft-weight 1
     --hard-weight 0.1 teach it faster. Use the head with
     model.generate(..., spec_strategy="falcon", assistant=OUT).
+
+        hf-spec train falcon --model MODEL --responses answers.jsonl --out my-head
+        hf-spec train falcon --config falcon.yaml --seed 1
     """
     run = TrainSettings(
         epochs=epochs,
@@ -186,28 +201,27 @@ def train_falcon_command(  # noqa: PLR0913 - one parameter an option
         seed=seed,
         evaluate_every=evaluate_every,
     )
-    with in_one_sentence():
-        settings = FalconTrainSettings(
-            FalconShape(block_size, layers, recurrent),
-            CsgdSettings(
-                csgd,
-                noise,
-                hard_label,
-                replaced_token,
-                feature_weight,
-                soft_weight,
-                hard_weight,
-                soft_temperature,
-                own_features,
-                feature_scale,
-            ),
-            vocabulary or None,
-            max_context or None,
-        )
-        target = load_target(model, dtype)
-        texts = _texts(target, responses, features, store)
-        start = None if init is None else load_adapter(init, FALCON)
-        adapter = train_falcon(target, texts, out, settings, run, start)
+    settings = FalconTrainSettings(
+        FalconShape(block_size, layers, recurrent),
+        CsgdSettings(
+            csgd,
+            noise,
+            hard_label,
+            replaced_token,
+            feature_weight,
+            soft_weight,
+            hard_weight,
+            soft_temperature,
+            own_features,
+            feature_scale,
+        ),
+        vocabulary or None,
+        max_context or None,
+    )
+    target = load_target(model, dtype)
+    texts = _texts(target, responses, features, store)
+    start = None if init is None else load_adapter(init, FALCON)
+    adapter = train_falcon(target, texts, out, settings, run, start)
     Console().print(adapter.options["held_back"])
 
 
@@ -222,12 +236,12 @@ def _texts(
             continue
         need = in_words(disk_need(target, answers))
         Console().print(f"the features of {len(answers)} texts take {need} in {own}")
-        with PartialState().main_process_first():
+        with processes().main_process_first():
             texts += stored_texts(target, answers, own)
     return texts
 
 
-@train.command("sdsat")
+@train.command("sdsat", cls=RecordedCommand)
 def train_sdsat_command(  # noqa: PLR0913 - one parameter an option
     model: Model,
     responses: ResponseFiles,
@@ -283,6 +297,8 @@ def train_sdsat_command(  # noqa: PLR0913 - one parameter an option
     of it, full in OUT itself. See hf_spec.models.adaptive_tokens. The target's opinions are
     computed, and kept, only for --soft-weight. Use the adapter with
     model.generate(..., spec_strategy="sdsat", assistant=OUT).
+
+        hf-spec train sdsat --model MODEL --responses answers.jsonl --out my-tokens --window 5
     """
     run = TrainSettings(
         epochs=epochs,
@@ -292,28 +308,27 @@ def train_sdsat_command(  # noqa: PLR0913 - one parameter an option
         seed=seed,
         evaluate_every=evaluate_every,
     )
-    with in_one_sentence():
-        settings = SdsatTrainSettings(
-            mode=mode,
-            window=window,
-            diverse=diverse,
-            rank=rank,
-            targets=tuple(lora_layer or ()),
-            loss=loss,
-            layout=layout,
-            start_share=start_share,
-            adaptive_weight=adaptive_weight,
-            soft_weight=soft_weight,
-            infilling=infilling,
-            infilling_task=infilling_task,
-            num_adaptive=num_adaptive,
-            token_ids=tuple(token_id or ()),
-        )
-        target = load_target(model, dtype)
-        needed = settings.infilling or settings.mode == "full"
-        tokenizer = AutoTokenizer.from_pretrained(model) if needed else None
-        examples = _examples(target, responses, teacher, bool(settings.soft_weight))
-        adapter = train_sdsat(target, examples, out, settings, run, tokenizer)
+    settings = SdsatTrainSettings(
+        mode=mode,
+        window=window,
+        diverse=diverse,
+        rank=rank,
+        targets=tuple(lora_layer or ()),
+        loss=loss,
+        layout=layout,
+        start_share=start_share,
+        adaptive_weight=adaptive_weight,
+        soft_weight=soft_weight,
+        infilling=infilling,
+        infilling_task=infilling_task,
+        num_adaptive=num_adaptive,
+        token_ids=tuple(token_id or ()),
+    )
+    target = load_target(model, dtype)
+    needed = settings.infilling or settings.mode == "full"
+    tokenizer = AutoTokenizer.from_pretrained(model) if needed else None
+    examples = _examples(target, responses, teacher, bool(settings.soft_weight))
+    adapter = train_sdsat(target, examples, out, settings, run, tokenizer)
     options = getattr(target.config, CONFIG_ENTRY) if adapter is None else adapter.options
     Console().print(options["held_back"])
 
@@ -327,12 +342,12 @@ def _examples(
         if not with_opinions:
             examples += map(Example.without_opinion, answers)
             continue
-        with PartialState().main_process_first():
+        with processes().main_process_first():
             examples += teacher_examples(target, answers, own)
     return examples
 
 
-@train.command("disco")
+@train.command("disco", cls=RecordedCommand)
 def train_disco_command(  # noqa: PLR0913 - one parameter an option
     model: Model,
     responses: Responses,
@@ -357,14 +372,15 @@ def train_disco_command(  # noqa: PLR0913 - one parameter an option
     It learns from the target's own answers whether each token of the draft model would have been
     accepted. Then choose its threshold with `hf-spec calibrate disco`, and use it:
     model.generate(..., spec_strategy="disco", assistant=OUT).
+
+        hf-spec train disco --model MODEL --responses answers.jsonl --draft DRAFT --out my-disco
     """
     if (draft is None) == (draft_layers is None):
         raise typer.BadParameter("give either --draft or --draft-layers")
     named: Any = draft if draft is not None else {"truncated": draft_layers}
-    with in_one_sentence():
-        answers = list(read_responses(responses))
-        settings = DiscoTrainSettings(labels=labels.value, seed=seed)
-        adapter = train_disco(load_target(model, dtype), named, answers, out, settings, task)
+    answers = list(read_responses(responses))
+    settings = DiscoTrainSettings(labels=labels.value, seed=seed)
+    adapter = train_disco(load_target(model, dtype), named, answers, out, settings, task)
     _show_rules(adapter)
 
 

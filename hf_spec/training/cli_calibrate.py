@@ -17,7 +17,7 @@ from hf_spec.bench.prompts import load_prompts
 from hf_spec.models.disco_classifier import METHOD
 from hf_spec.training.calibrate import CalibrationSettings, calibrate_disco, validation_prompts
 from hf_spec.training.calibrate_falcon import TreeSettings, calibrate_falcon
-from hf_spec.training.cli_common import Dtype, Model, Responses, in_one_sentence, load_target
+from hf_spec.training.cli_common import Dtype, Model, Responses, load_target
 from hf_spec.training.responses import read_responses
 
 calibrate = typer.Typer(no_args_is_help=True, help="Choose options by measured speed.")
@@ -50,24 +50,23 @@ def calibrate_disco_command(  # noqa: PLR0913 - one parameter an option
     Tries every pair, in turn with static lengths, on prompts that the classifier was not trained
     on, and writes the fastest pair and the table into the adapter. Leave the machine alone
     meanwhile.
+
+        hf-spec calibrate disco --model MODEL --adapter my-disco --prompts prompts.jsonl
     """
     base = CalibrationSettings()
-    with in_one_sentence():
-        settings = CalibrationSettings(
-            thresholds=tuple(threshold or base.thresholds),
-            longest=tuple(longest or base.longest),
-            new_tokens=new_tokens,
-            repeats=repeats,
-        )
-        known = load_prompts(prompts)
-        chosen = known if use_all else validation_prompts(load_adapter(adapter, METHOD), known)
-        chosen = chosen[:max_prompts]
-        target, tokenizer = load_target(model, dtype), AutoTokenizer.from_pretrained(model)
-        total = settings.num_ways * len(chosen) * settings.repeats
-        with tqdm(total=total, desc="runs", disable=None) as bar:
-            made = calibrate_disco(
-                target, tokenizer, adapter, chosen, settings, progress=bar.update
-            )
+    settings = CalibrationSettings(
+        thresholds=tuple(threshold or base.thresholds),
+        longest=tuple(longest or base.longest),
+        new_tokens=new_tokens,
+        repeats=repeats,
+    )
+    known = load_prompts(prompts)
+    chosen = known if use_all else validation_prompts(load_adapter(adapter, METHOD), known)
+    chosen = chosen[:max_prompts]
+    target, tokenizer = load_target(model, dtype), AutoTokenizer.from_pretrained(model)
+    total = settings.num_ways * len(chosen) * settings.repeats
+    with tqdm(total=total, desc="runs", disable=None) as bar:
+        made = calibrate_disco(target, tokenizer, adapter, chosen, settings, progress=bar.update)
     _show_ways(made)
 
 
@@ -95,6 +94,8 @@ def calibrate_falcon_command(  # noqa: PLR0913 - one parameter an option
     rounds with trees of several sizes, and writes the tree with the most tokens per second, and how
     many of its nodes are worth sending, into the adapter, which model.generate(...,
     spec_strategy="falcon", assistant=ADAPTER) then drafts. Leave the machine alone meanwhile.
+
+        hf-spec calibrate falcon --model MODEL --adapter my-head --responses others.jsonl
     """
     settings = TreeSettings(
         depth=depth,
@@ -105,11 +106,10 @@ def calibrate_falcon_command(  # noqa: PLR0913 - one parameter an option
         new_tokens=new_tokens,
         repeats=repeats,
     )
-    with in_one_sentence():
-        answers = list(islice(read_responses(responses), max_answers))
-        target = load_target(model, dtype)
-        with tqdm(desc="answers and runs", disable=None) as bar:
-            made = calibrate_falcon(target, adapter, answers, settings, progress=bar.update)
+    answers = list(islice(read_responses(responses), max_answers))
+    target = load_target(model, dtype)
+    with tqdm(desc="answers and runs", disable=None) as bar:
+        made = calibrate_falcon(target, adapter, answers, settings, progress=bar.update)
     _show_tree(made)
 
 

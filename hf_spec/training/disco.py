@@ -37,7 +37,9 @@ from hf_spec.models.disco_classifier import FEATURES, METHOD, DiscoClassifier, d
 from hf_spec.strategies.disco import find_draft_model
 from hf_spec.training.answers import answer_batches, answer_logits, stored
 from hf_spec.training.responses import Response
+from hf_spec.training.run_record import record_start
 from hf_spec.training.split import split_by_seed
+from hf_spec.training.trainer import processes
 
 # How many distributions of a forward are spread out at once.
 SPREAD_TOKENS = 128
@@ -135,7 +137,12 @@ def train_disco(
     chosen = [r for r in responses if r.response and (tasks is None or r.task in tasks)]
     ids = [response.id for response in chosen]
     learned_ids, held_ids = split_by_seed(ids, settings.validation_share, settings.seed)
-    observed = observe(model, draft_model, chosen, folder / "training", settings.labels)
+    (folder / "training").mkdir(exist_ok=True)
+    # Training takes seconds, so all processes do it; what takes long is computed once.
+    with processes().main_process_first():
+        if processes().is_main_process:
+            record_start(folder / "training", asdict(settings), 0, model.device)
+        observed = observe(model, draft_model, chosen, folder / "training", settings.labels)
     learned = [o for o in observed if o.id in learned_ids]
     held = [o for o in observed if o.id in held_ids]
     classifier, history = fit(learned, held, settings)
@@ -154,7 +161,8 @@ def train_disco(
         validation_prompts=sorted(held_ids),
         validation=evaluate(classifier, held, settings.threshold),
     )
-    save_adapter(folder, adapter)
+    if processes().is_main_process:
+        save_adapter(folder, adapter)
     return adapter
 
 

@@ -22,7 +22,13 @@ from hf_spec.models.trained_draft import TrainableDraft
 from hf_spec.training.responses import Response, answer_vocabulary
 from hf_spec.training.split import learned_and_held
 from hf_spec.training.teacher import Example
-from hf_spec.training.trainer import MicroBatch, TrainSettings, micro_batches, train
+from hf_spec.training.trainer import (
+    MicroBatch,
+    TrainSettings,
+    micro_batches,
+    processes,
+    train,
+)
 
 # Chain lengths whose tau is reported.
 TAU_LENGTHS = (1, 3, 5)
@@ -87,7 +93,8 @@ def train_draft(
     figures = train(parameters, teacher.loss, epochs, run, folder / "training", evaluate, facts)
     options = {"training": {**facts, **asdict(run)}, "held_back": figures}
     adapter = draft.to_adapter(options)
-    save_adapter(folder, adapter)
+    if processes().is_main_process:
+        save_adapter(folder, adapter)
     return adapter
 
 

@@ -17,14 +17,16 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DistributedType
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from hf_spec.errors import OptionError
+from hf_spec.errors import OptionError, UnsupportedError
 from hf_spec.files import written_whole
+from hf_spec.training.run_record import record_start
 
 CHECKPOINT = "checkpoint.safetensors"
 METRICS = "metrics.jsonl"
@@ -88,7 +90,7 @@ def train(  # noqa: PLR0913 - what learns, from what, how, and what is told
         epochs: epoch -> its micro-batches in order, the same whenever it is asked, which is
             several times.
         settings: rates, lengths and seed.
-        folder: receives `metrics.jsonl` (one JSON object a line) and the checkpoint.
+        folder: receives `metrics.jsonl` (one JSON object a line), `run.json` and the checkpoint.
         evaluate: figures on held-back data.
         facts: what a checkpoint must agree with beside `settings`.
 
@@ -97,19 +99,24 @@ def train(  # noqa: PLR0913 - what learns, from what, how, and what is told
 
     Raises:
         OptionError: if the checkpoint comes from a run with other settings.
+        UnsupportedError: if the processes were started to share what is trained.
     """
     trained = list(parameters.values())
     accelerator = Accelerator(cpu=trained[0].device.type == "cpu")
+    _check_whole(accelerator, trained)
     optimizer = torch.optim.AdamW(
         trained, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=settings.weight_decay
     )
     folder.mkdir(parents=True, exist_ok=True)
-    run = {"settings": json.dumps({**asdict(settings), **(facts or {})}, sort_keys=True)}
+    resolved = {**asdict(settings), **(facts or {})}
+    run = {"settings": json.dumps(resolved, sort_keys=True)}
     done = _load(folder, parameters, optimizer, run)
     # Texts are shuffled before those of like lengths are put together: epochs may differ in length.
     counts = [math.ceil(len(epochs(e)) / settings.accumulate) for e in range(settings.epochs)]
     num_steps = sum(counts)
     log = _Metrics(folder / METRICS, done) if accelerator.is_main_process else None
+    if log and done < num_steps:
+        record_start(folder, resolved, done, accelerator.device)
     bar = tqdm(total=num_steps, initial=done, desc="steps", disable=None if log else True)
     figures: dict[str, float] = {}
     todo = _step_batches(epochs, counts, settings.accumulate, done)
@@ -136,6 +143,24 @@ def train(  # noqa: PLR0913 - what learns, from what, how, and what is told
     accelerator.wait_for_everyone()
     # A finished run that is started again took no step.
     return figures if done < num_steps else evaluate()
+
+
+def processes() -> PartialState:
+    """The processes of this run, also before a training begins."""
+    # Without a GPU accelerate takes processes for one another's strangers unless it is told.
+    return PartialState(cpu=not torch.cuda.is_available())
+
+
+def _check_whole(accelerator: Accelerator, parameters: Sequence[nn.Parameter]) -> None:
+    """Refuse what would divide the weights that are trained among the processes."""
+    sharing = {DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM}
+    divided = any(hasattr(parameter, "device_mesh") for parameter in parameters)
+    if accelerator.distributed_type in sharing or divided:
+        raise UnsupportedError(
+            f"the processes are to share the weights ({accelerator.distributed_type.value}), but "
+            "each needs all of the little that is trained here, and they add up its gradients; "
+            "start them with torchrun or accelerate launch --multi_gpu"
+        )
 
 
 def _step_batches(

@@ -17,6 +17,7 @@ from hf_spec.adapters.folder import (
     WEIGHTS_NAME,
     BaseModel,
     SpecAdapter,
+    beside,
     is_adapter,
     load_adapter,
     save_adapter,
@@ -49,7 +50,8 @@ class TestRoundTrip:
 
     def test_the_folder_has_the_shape_of_peft(self, tmp_path: Path, adapter: SpecAdapter) -> None:
         save_adapter(tmp_path, adapter)
-        assert sorted(p.name for p in tmp_path.iterdir()) == sorted([CONFIG_NAME, WEIGHTS_NAME])
+        found = sorted(p.name for p in tmp_path.iterdir())
+        assert found == sorted([CONFIG_NAME, WEIGHTS_NAME, "custom_generate"])
         config = json.loads((tmp_path / CONFIG_NAME).read_text())
         assert config["peft_type"] == "HF_SPEC"
         assert config["base_model_name_or_path"] == adapter.base.name
@@ -141,3 +143,47 @@ class TestBase:
         base = replace(BaseModel.of(model), num_layers=30)
         with pytest.raises(AssistantError, match=r"num_layers 30; .* has 3"):
             base.check(model)
+
+
+class TestBeside:
+    @pytest.mark.parametrize(
+        ("name", "repo_id", "expected"),
+        [
+            ("../draft", None, "here/draft"),
+            ("inner", None, "here/adapter/inner"),
+            ("../nowhere", None, "../nowhere"),
+            ("../draft", "org/disco", "org/draft"),
+            ("org/draft", "org/disco", "org/draft"),
+            ("org/draft@v1", None, "org/draft@v1"),
+        ],
+    )
+    def test_neighbours(
+        self,
+        tmp_path: Path,
+        adapter: SpecAdapter,
+        name: str,
+        repo_id: str | None,
+        expected: str,
+    ) -> None:
+        for folder in ("here/adapter/inner", "here/draft"):
+            (tmp_path / folder).mkdir(parents=True)
+        mine = replace(adapter, folder=tmp_path / "here/adapter", repo_id=repo_id)
+        if expected.startswith("here"):
+            assert Path(beside(mine, name)).resolve() == (tmp_path / expected).resolve()
+        else:
+            assert beside(mine, name) == expected
+
+    @pytest.mark.parametrize(
+        "name", ["", ".", "..", "../..", "../../x", "/etc", "~/x", "a/../../x", "..\\x"]
+    )
+    def test_anywhere_else(self, adapter: SpecAdapter, name: str) -> None:
+        with pytest.raises(AssistantError, match="neither a folder beside it nor a Hub id"):
+            beside(adapter, name)
+
+
+def test_methods_and_strategies(tmp_path: Path, adapter: SpecAdapter) -> None:
+    assert adapter.strategy == "tree"
+    with pytest.raises(AssistantError, match="known methods: draft, disco, falcon, sdsat"):
+        replace(adapter, method="medusa").strategy  # noqa: B018 - it is asked for its error
+    adapter.save_pretrained(tmp_path)
+    assert SpecAdapter.from_pretrained(tmp_path).options == adapter.options

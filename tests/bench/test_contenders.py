@@ -9,10 +9,19 @@ from typing import Any
 import pytest
 import torch
 
-from hf_spec import FalconConfig, GsdConfig, LookupConfig, OptionError, StrategyConfig, TreeConfig
+from hf_spec import (
+    AssistantError,
+    FalconConfig,
+    GsdConfig,
+    LookupConfig,
+    OptionError,
+    StrategyConfig,
+    TreeConfig,
+    UnsupportedError,
+)
 from hf_spec.bench import contenders as ways
 from tests.model_watch import count_forwards
-from tests.tiny_models import draft_model, settled_prompt
+from tests.tiny_models import draft_model, ragged_batch, settled_prompt
 
 NEW_TOKENS = 20
 
@@ -55,7 +64,7 @@ def test_the_others_agree_with_plain(model: Any) -> None:
             run = contender.run(ids, NEW_TOKENS)
         assert torch.equal(run.sequence, expected), contender.name
         assert run.target_forwards == len(calls) > 0
-        assert contender.count is None
+        assert contender.prepare is None
 
 
 def test_a_strategy_tells_its_statistics(model: Any) -> None:
@@ -73,11 +82,12 @@ def test_economize(model: Any) -> None:
         assert contender is None
         pytest.skip("economize is not installed")
     assert contender is not None
-    assert contender.count is not None
+    assert contender.prepare is not None
+    assert not contender.batches
     ids = settled_prompt("llama")
     run = contender.run(ids, NEW_TOKENS)
     assert torch.equal(run.sequence, ways.plain(model).run(ids, NEW_TOKENS).sequence)
-    assert 0 < contender.count(ids, NEW_TOKENS) <= NEW_TOKENS
+    assert 0 < (contender.prepare(ids, NEW_TOKENS, None) or 0) <= NEW_TOKENS
 
 
 @pytest.mark.parametrize(
@@ -106,3 +116,81 @@ def test_an_unknown_strategy_or_option() -> None:
         ways.parse_entry("no@x")
     with pytest.raises(OptionError, match="no option depth"):
         ways.parse_entry("tree:depth=2@x")
+
+
+def test_padded_rows_are_generated_as_if_alone(model: Any) -> None:
+    batch = ragged_batch((9, 5, 7))
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    expected = ways.PlainAnswers(model)(ids, NEW_TOKENS, mask)
+    for contender in (
+        ways.plain(model),
+        ways.strategy(model, LookupConfig()),
+        ways.strategy(model, TreeConfig(), draft_model("llama")),
+    ):
+        run = contender.run(ids, NEW_TOKENS, mask)
+        assert run.sequences[:, ids.shape[1] :].tolist() == expected, contender.name
+        assert contender.batches
+
+
+def test_sampling_is_a_setting(model: Any) -> None:
+    ids = settled_prompt("llama")
+    settings = {"do_sample": True, "temperature": 2.0}
+    for contender in (
+        ways.plain(model, settings),
+        ways.transformers_lookup(model, 2, 5, settings),
+        ways.strategy(model, LookupConfig(), settings=settings),
+    ):
+        outputs = set()
+        for seed in range(4):
+            torch.manual_seed(seed)
+            outputs.add(tuple(contender.run(ids, NEW_TOKENS).sequence.tolist()))
+        assert len(outputs) > 1, contender.name
+
+
+class TestCompiled:
+    @pytest.fixture
+    def compiles(self, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+        """Functions given to torch.compile, which traces them but makes no code: that is slow."""
+        made: list[Any] = []
+        compile_ = torch.compile
+
+        def traced(function: Any, **options: Any) -> Any:
+            made.append(function)
+            return compile_(function, backend="eager")
+
+        monkeypatch.setattr(torch, "compile", traced)
+        return made
+
+    def test_it_says_what_plain_says(self, model: Any, compiles: list[Any]) -> None:
+        model = copy.deepcopy(model)
+        contender = ways.compiled(model)
+        ids = settled_prompt("llama")
+        run = contender.run(ids, 6, torch.ones_like(ids))
+        assert torch.equal(run.sequence, ways.plain(model).run(ids, 6).sequence)
+        assert run.target_forwards == 6
+        assert len(compiles) == 1
+        assert contender.compiles
+
+    def test_what_cannot_be_compiled_is_said_before_anything_is_timed(
+        self, model: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def broken(*_: Any, **__: Any) -> Any:
+            raise RuntimeError("no C++ compiler")
+
+        monkeypatch.setattr(torch, "compile", broken)
+        with pytest.raises(UnsupportedError, match=r"cannot be compiled here.*no C\+\+ compiler"):
+            ways.compiled(copy.deepcopy(model))
+
+
+class TestAssistants:
+    def test_they_go_to_strategies_that_take_one_and_name_none(self) -> None:
+        entries = [ways.parse_entry(text) for text in ("lookup", "draft", "tree@x", "auto")]
+        given = [assistant for *_, assistant in ways.with_assistants(entries, ["d"])]
+        assert given == [None, "d", "x", "d"]
+        entries = [ways.parse_entry(text) for text in ("none", "auto")]
+        assert [a for *_, a in ways.with_assistants(entries, ["d", "f"])] == [None, ["d", "f"]]
+        assert [a for *_, a in ways.with_assistants(entries, [])] == [None, None]
+
+    def test_one_that_is_missing(self) -> None:
+        with pytest.raises(AssistantError, match="--strategy gsd needs --assistant"):
+            list(ways.with_assistants([ways.parse_entry("gsd")], []))

@@ -18,8 +18,8 @@ NEW_TOKENS = 8
 
 
 def altered(reference: Contender, change: Any) -> Contender:
-    def run(ids: Tensor, new_tokens: int) -> Run:
-        return Run(change(reference.run(ids, new_tokens).sequence.clone()))
+    def run(ids: Tensor, new_tokens: int, mask: Tensor | None = None) -> Run:
+        return Run(change(reference.run(ids, new_tokens).sequence.clone())[None])
 
     return Contender("altered", run)
 

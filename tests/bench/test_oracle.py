@@ -13,7 +13,7 @@ import hf_spec
 from hf_spec.bench import contenders as ways
 from hf_spec.bench.oracle import OraclePolicy, oracle
 from hf_spec.bench.prompts import Prompt
-from hf_spec.bench.runner import measure
+from hf_spec.bench.runner import Plan, measure
 from hf_spec.decoding.length_policy import DraftedToken
 from tests.tiny_models import draft_model, repetitive_prompt, settled_prompt
 
@@ -93,10 +93,19 @@ def test_it_is_measured_without_the_time_of_its_recording(
 
     monkeypatch.setattr(type(model), "generate", watch)
     contenders = [oracle(model, draft_model("llama"))]
-    records = list(chain.from_iterable(measure(contenders, prompts, tokenizer, 20, 2)))
+    records = list(chain.from_iterable(measure(contenders, prompts, tokenizer, Plan(20, 2))))
     # The warm-up and every prompt: recorded once each, before the runs that are timed.
-    assert plain == [True, False] + 2 * [True, False, False, False]
+    assert plain == [True, False] + 2 * [True, False, False]
     assert all(r.target_forwards and r.identical for r in records)
+
+
+def test_it_knows_every_row_of_a_batch(model: Any) -> None:
+    ids = torch.cat([settled_prompt("llama"), settled_prompt("llama").flip(1)])
+    contender = oracle(model, copy.deepcopy(model))
+    run = contender.run(ids, NEW_TOKENS, torch.ones_like(ids))
+    expected = model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)
+    assert torch.equal(run.sequences, expected)
+    assert run.target_forwards == 1
 
 
 def test_no_config_can_name_it() -> None:

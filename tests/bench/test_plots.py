@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_spec.bench.plots import main, training_curves
+from hf_spec.bench.plots import lines, main, ranges, training_curves
 
 RECORDS = {
     "about": "two trainings",
@@ -35,6 +35,28 @@ def test_the_command_draws_a_line_per_training(tmp_path: Path) -> None:
     main([str(records), "--out", str(plot), "--title", "tau of one pass"])
     drawn = plot.read_text()
     for text in ("k = 1", "k = 2", "tau of one pass", "answer tokens seen, millions"):
+        assert f"<!-- {text} -->" in drawn
+
+
+def test_lines_with_spread_and_many_names(tmp_path: Path) -> None:
+    plot = tmp_path / "plot.svg"
+    series = {f"way {index}": ([1, 2], [index, index + 0.5]) for index in range(12)}
+    lines(series, ("size", "speed"), plot, "a title", {"way 3": ([2.5, 3.0], [3.5, 4.0])})
+    drawn = plot.read_text()
+    assert all(f"<!-- {text} -->" in drawn for text in ("size", "speed", "a title", *series))
+    # Whole numbers are marked as such.
+    assert "<!-- 1.25 -->" not in drawn
+
+
+def test_ranges_name_every_panel_and_value(tmp_path: Path) -> None:
+    plot = tmp_path / "plot.svg"
+    panels = {
+        "all": {"plain": (1.0, 1.0, 1.0), "lookup": (0.5, 1.5, 2.0)},
+        "code": {"lookup": (1.0, 2.0, 3.0)},
+    }
+    ranges(panels, "speed", plot, "a title")
+    drawn = plot.read_text()
+    for text in ("plain", "lookup", "all", "code", "speed", "a title"):
         assert f"<!-- {text} -->" in drawn
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hf_spec.bench.report import markdown, per_prompt, spread, summary
-from hf_spec.bench.runner import Record, StrategyStats
+from hf_spec.bench.report import main, markdown, per_prompt, spread, summary
+from hf_spec.bench.runner import Record, Row, StrategyStats
 
 
 def record(prompt: str, contender: str, repeat: int, seconds: float, **more: Any) -> Record:
-    fields = {
+    fields: dict[str, Any] = {
         "task": "x",
         "plain_seconds": 12.0,
         "new_tokens": 24,
@@ -19,6 +22,7 @@ def record(prompt: str, contender: str, repeat: int, seconds: float, **more: Any
         "identical": True,
         **more,
     }
+    fields.setdefault("rows", (Row(prompt, fields["task"], fields["identical"]),))
     return Record(prompt=prompt, contender=contender, repeat=repeat, seconds=seconds, **fields)
 
 
@@ -62,7 +66,9 @@ class TestSummary:
         )
         assert rows["x"]["ratio"] == pytest.approx(2.0)
         assert rows["y"]["ratio"] == pytest.approx(4.5)
-        assert [rows[task]["prompts"] for task in ("x", "y", "all")] == [3, 2, 5]
+        assert [rows[task]["batches"] for task in ("x", "y", "all")] == [3, 2, 5]
+        assert rows["all"]["tokens_per_second"] == pytest.approx(6.0)
+        assert rows["all"]["tokens_per_second_p80"] == pytest.approx(8.4)
 
     def test_totals(self) -> None:
         records = [
@@ -72,6 +78,8 @@ class TestSummary:
         row = summary(records)[-1]
         assert row["total_ratio"] == 2.0
         assert row["tokens_per_second"] == 4.0
+        assert row["outputs"] == 2
+        assert row["peak_bytes"] is None
         assert row["tokens_per_forward"] == 4.0
         assert row["identical"] == 1
         assert "tau" not in row
@@ -97,27 +105,113 @@ class TestSummary:
         row = summary([record("p", "a", 0, 4.0, stats=statistics(1.0, 3.0, **counters))])[-1]
         assert (row["draft_nodes"], row["rounds_with_merged_accepted"]) == (20, 0.25)
 
+    def test_acceptance_by_position(self) -> None:
+        first = StrategyStats(1.0, 9, 0, 0.0, 1.0, 0.0, (4, 1), {}, (5, 5))
+        second = StrategyStats(1.0, 9, 0, 0.0, 1.0, 0.0, (2,), {}, (5, 3, 2))
+        records = [record("p", "a", 0, 4.0, stats=first), record("q", "a", 0, 4.0, stats=second)]
+        assert summary(records)[-1]["acceptance_by_position"] == [0.6, 0.125]
+
+    def test_an_output_is_identical_if_it_always_is(self) -> None:
+        records = [record("p", "a", repeat, 1.0, identical=repeat != 1) for repeat in range(3)]
+        row = summary([*records, record("q", "a", 0, 1.0)])[-1]
+        assert (row["identical"], row["outputs"]) == (1, 2)
+        assert row["identical_by_task"] == {"x": (1, 2)}
+
+    def test_sampled_outputs_are_not_counted(self) -> None:
+        row = summary([record("p", "a", 0, 1.0, identical=None)])[-1]
+        assert (row["identical"], row["identical_by_task"]) == (None, None)
+
+    def test_rows_of_batches_count_for_their_own_task(self) -> None:
+        rows = (Row("p", "x", True), Row("q", "y", False), Row("r", "y", True))
+        more = {"batch_size": 3, "task": "mixed", "identical": False, "rows": rows}
+        found = summary(
+            [
+                record("p+q+r", "a", 0, 2.0, peak_bytes=5, **more),
+                record("p+q+r", "a", 1, 2.0, peak_bytes=7, **more),
+                record("p", "a", 0, 4.0),
+            ]
+        )
+        by_key = {(row["batch_size"], row["task"]): row for row in found}
+        assert by_key.keys() == {(3, "mixed"), (3, "all"), (1, "x"), (1, "all")}
+        row = by_key[3, "all"]
+        assert row["identical_by_task"] == {"x": (1, 1), "y": (1, 2)}
+        assert (row["batches"], row["outputs"], row["identical"]) == (1, 3, 2)
+        # 24 tokens of three rows in eight forwards.
+        assert row["tokens_per_forward"] == 1.0
+        assert row["peak_bytes"] == 7
+
+
+def results(records: Sequence[Record], **facts: Any) -> dict[str, Any]:
+    return {"summary": summary(records), **facts}
+
 
 def test_markdown() -> None:
     plain = [
         record(r.prompt, "plain", r.repeat, 12.0, task=r.task, target_forwards=None)
         for r in five_prompts()
     ]
-    lines = markdown([*plain, *five_prompts()]).splitlines()
-    overall, tasks = lines[:4], lines[5:]
-    assert lines[4] == ""
-    assert {line.count("|") for line in overall} == {7}
+    ours = [record(r.prompt, "ours", r.repeat, r.seconds, task=r.task) for r in five_prompts()]
+    head, overall, tasks = (
+        part.splitlines() for part in markdown(results([*plain, *ours])).split("\n\n")
+    )
+    assert head == ["### batch size 1"]
+    assert {line.count("|") for line in overall} == {9}
     assert {line.count("|") for line in tasks} == {4}
-    assert overall[2] == "| plain | 1.00 (1.00 - 1.00) | 1.00 | 2.0 | - | 5 of 5 |"
+    assert overall[2] == (
+        "| plain | 1.00 (1.00 - 1.00) | 1.00 | 2.0 (2.0 - 2.0) | - | - | - | 5 of 5 |"
+    )
     assert overall[3].startswith("| ours | 3.00 (1.80 - 4.20) | ")
-    assert overall[3].endswith(" | 3.00 | 5 of 5 |")
-    assert tasks[0] == "| ratio by task, median | x | y |"
-    assert tasks[2:] == ["| plain | 1.00 | 1.00 |", "| ours | 2.00 | 4.50 |"]
+    assert overall[3].endswith(" | 3.00 | - | 5 of 5 |")
+    assert tasks[0] == "| ratio (identical outputs) by task | x | y |"
+    assert tasks[2:] == [
+        "| plain | 1.00 (3 of 3) | 1.00 (2 of 2) |",
+        "| ours | 2.00 (3 of 3) | 4.50 (2 of 2) |",
+    ]
 
 
 def test_markdown_of_what_was_drafted() -> None:
     counters = {"rounds": 8, "rounds_with_merged_accepted": 2, "draft_nodes": 20}
-    ours = record("p", "gsd", 0, 4.0, stats=statistics(1.0, 3.0, **counters))
-    table = markdown([record("p", "plain", 0, 12.0), ours]).split("\n\n")[-1].splitlines()
-    assert len(table) == 3
-    assert table[2] == "| gsd | 1.00 | 12.0 | 20.0 | 5.0 | 25.0% | 12 / 75 / 12 % |"
+    stats = StrategyStats(1.0, 12, 5, 0.5, 3.0, 0.5, (3, 1), counters, (8, 4))
+    ours = record("p", "gsd", 0, 4.0, stats=stats, peak_bytes=3 << 20)
+    text = markdown(results([record("p", "plain", 0, 12.0), ours]))
+    _, overall, _, drafts = text.split("\n\n")
+    assert overall.splitlines()[3].endswith(" | 1.00 | 3.00 | 3 | 1 of 1 |")
+    assert len(drafts.splitlines()) == 3
+    assert drafts.splitlines()[2] == (
+        "| gsd | 0.38 0.25 | 12.0 | 20.0 | 5.0 | 25.0% | 12 / 75 / 12 % |"
+    )
+
+
+def test_markdown_by_batch_size_with_parts_of_a_step() -> None:
+    batch = {"batch_size": 2, "rows": (Row("p", "x", True), Row("q", "y", False)), "task": "mixed"}
+    records = [record("p", "a", 0, 1.0), record("p+q", "a", 0, 1.0, **batch)]
+    seconds = {"verify: forward": 3.0, "commit": 0.5, "rest": 0.5}
+    profiles = [{"batch_size": 2, "contender": "a", "seconds": seconds}]
+    single, double = markdown(results(records, profiles=profiles)).split("### batch size 2")
+    assert "share of the time" not in single
+    assert (
+        "| ratio (identical outputs) by task | x | y |\n|---|---|---|\n| a | (1 of 1) | (0 of 1) |"
+        in double
+    )
+    assert "| share of the time, % | verify: forward | commit | rest |" in double
+    assert "| a | 75.0 | 12.5 | 12.5 |" in double
+
+
+def test_sampled_outputs_have_no_counts() -> None:
+    text = markdown(results([record("p", "a", 0, 1.0, identical=None)]))
+    assert "| a | 12.00 |" in text
+    assert "of 1" not in text
+
+
+def test_synthetic_acceptance_is_said_first() -> None:
+    text = markdown(results([record("p", "a", 0, 1.0)], synthetic_acceptance=0.7))
+    assert text.startswith("**SYNTHETIC acceptance 0.7**")
+
+
+def test_the_command_prints_a_file_and_draws_it(tmp_path: Path, capsys: Any) -> None:
+    file, folder = tmp_path / "results.json", tmp_path / "plots"
+    content = results([record("p", "a", 0, 1.0)], model="some/model", dtype="float32")
+    file.write_text(json.dumps(content))
+    main([str(file), "--plots", str(folder)])
+    assert capsys.readouterr().out.strip() == markdown(content)
+    assert [path.name for path in folder.iterdir()] == ["speed_by_task.png"]

@@ -10,7 +10,13 @@ from torch import Tensor
 from hf_spec.decoding.attention import PackedStep, Segment
 from hf_spec.decoding.kv_cache import KVPool
 from hf_spec.decoding.packing import RowWork, pack
-from hf_spec.decoding.ragged_layout import ragged_layout, write_places
+from hf_spec.decoding.ragged_layout import (
+    padded,
+    ragged_layout,
+    round_up,
+    tensors_of,
+    write_places,
+)
 from hf_spec.decoding.tree import DraftTree
 
 CPU = torch.device("cpu")
@@ -43,15 +49,17 @@ def seen(layout: RaggedLayout, segment: int) -> Tensor:
 
 
 def check(segments: list[Segment]) -> RaggedLayout:
-    layout = ragged_layout(segments, CPU)
+    layout = ragged_layout(segments)
     for index, segment in enumerate(segments):
         visible = segment.visible
         if visible is None:
             visible = torch.ones(segment.end - segment.start, segment.num_keys, dtype=torch.bool)
         assert torch.equal(seen(layout, index), visible)
         start = int(layout.key_start[index])
-        positions = layout.key_position[start : start + segment.num_keys]
-        assert positions.tolist() == segment.key_position.tolist()
+        prefix = int(layout.prefix[index])
+        told = layout.key_position[start : start + segment.num_keys - prefix].tolist()
+        first = int(layout.first_position[index])
+        assert [*range(first, first + prefix), *told] == segment.key_position.tolist()
         assert layout.position[segment.start : segment.end].tolist() == segment.position.tolist()
     assert layout.slot.tolist() == [segment.slot for segment in segments]
     assert layout.query_start.tolist() == [0, *(segment.end for segment in segments)]
@@ -89,7 +97,7 @@ def test_places() -> None:
     level = [RowWork(2, 4, [], [6, 8], [0, 2], 3)]
     inputs = pack([*work()[:1], *level], tree)
     assert isinstance(inputs.writes[1][3], Tensor)
-    places = write_places(inputs.writes, len(inputs.tokens) + 1, CPU)
+    places = write_places(inputs.writes, len(inputs.tokens) + 1)
     assert places.dtype == torch.int32
     assert places.tolist() == [[0] * 9 + [2, 2, -1], [*range(11, 20), 4, 6, -1]]
 
@@ -98,20 +106,58 @@ def test_a_step_makes_its_layout_once() -> None:
     inputs = pack(work(), DraftTree.from_rows(TREE))
     step = PackedStep(KVPool(3), inputs.writes, inputs.segments)
     layout, places = step.layout(CPU)
-    assert places.tolist() == write_places(inputs.writes, 11, CPU).tolist()
+    assert places.tolist() == write_places(inputs.writes, 11).tolist()
     again = step.layout(CPU)
     assert again[0] is layout
     assert again[1] is places
 
 
+def test_padding_sees_what_the_last_segment_starts_with() -> None:
+    segments = pack(work(), DraftTree.from_rows(TREE)).segments
+    layout = ragged_layout(segments)
+    wide = padded(layout, 16, 256)
+    assert wide.query_start.tolist() == [*layout.query_start.tolist()[:-1], 16]
+    assert wide.position.tolist() == [*layout.position.tolist(), *[int(layout.position[-1])] * 5]
+    assert wide.bits[:11].tolist() == layout.bits.tolist()
+    assert not wide.bits[11:].any()
+    assert (wide.max_queries, wide.max_keys) == (8, 256)
+    for index in range(len(segments)):
+        before, after = seen(layout, index), seen(wide, index)
+        assert torch.equal(after[: len(before)], before)
+    assert after[len(before) :].sum(dim=1).tolist() == [int(layout.prefix[-1])] * 5
+
+
+def test_steps_of_one_size_share_a_shape() -> None:
+    shapes = set()
+    for depth in (3, 4, 9):
+        parents = [-1, *([0] * (depth - 1))]
+        tree = DraftTree.from_rows([(list(range(depth)), parents)])
+        every = list(range(depth))
+        segments = pack([RowWork(0, 40 + depth, [], every, every, depth)], tree).segments
+        wide = padded(ragged_layout(segments), 12, 256)
+        shapes.add(tuple(tuple(t.shape) for t in tensors_of(wide)))
+    assert len(shapes) == 1
+
+
+def test_sizes() -> None:
+    assert [round_up(n) for n in (0, 1, 2, 3, 4, 5, 7, 9, 13, 17, 25, 200)] == [
+        *(0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 256)
+    ]
+
+
 @pytest.mark.gpu
 def test_it_goes_to_the_device_asked_for() -> None:
     device = torch.device("cuda", 0)
-    inputs = pack(work(), DraftTree.from_rows(TREE, device=device))
-    layout = ragged_layout(inputs.segments, device)
-    on_host = ragged_layout(pack(work(), DraftTree.from_rows(TREE)).segments, CPU)
-    for name, value in vars(on_host).items():
-        if isinstance(value, Tensor):
-            assert getattr(layout, name).device == device
-            assert getattr(layout, name).tolist() == value.tolist()
-    assert write_places(inputs.writes, 11, device).device == device
+    inputs = pack(work(), DraftTree.from_rows(TREE))
+    step = PackedStep(KVPool(3), inputs.writes, inputs.segments)
+    (tokens,) = step.send(device, torch.tensor(inputs.tokens))
+    assert (tokens.device, tokens.tolist()) == (device, inputs.tokens)
+    layout, places = step.layout(device)
+    for sent, kept in zip([places, *tensors_of(layout)], _told(step), strict=True):
+        assert (sent.device, sent.dtype) == (device, kept.dtype)
+        assert sent.tolist() == kept.tolist()
+
+
+def _told(step: PackedStep) -> list[Tensor]:
+    layout, places = step.on_host
+    return [places, *tensors_of(layout)]

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from hf_spec_kernels import using
 from torch import Tensor
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor, TopKLogitsWarper
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
+from hf_spec.bench.distribution import chi_square
 from hf_spec.decoding import verification
 from hf_spec.decoding.state import GenerationState, StopRules
 from hf_spec.decoding.tree import DraftTree, Verdict
@@ -179,6 +181,97 @@ class TestResidualRejection:
 
     def test_without_children_it_draws_from_the_target(self) -> None:
         assert self.judge(self.tree([], [1.0]), [0.0, 0.0, 0.0, 1.0]).bonus == [3]
+
+
+class TestAllNodesAtOnce:
+    """What a GPU does, here by the interpreted kernel."""
+
+    ROWS = 3000
+
+    def both(self, rule: type[Verifier], tree: DraftTree, logits: Tensor, **options: Any) -> Any:
+        """The verdict level by level, and the one of all nodes at once."""
+        rows = tree.num_rows
+        state = make_state([[1]] * rows, **options)
+        processors = [TopKLogitsWarper(3)]
+        apart = rule(processors, rows).verify(tree, logits, state)
+        with using("triton"):
+            return apart, rule(processors, rows).verify(tree, logits, state)
+
+    def test_processors_that_read_no_prefix_are_applied(self) -> None:
+        def swap(scores: Tensor) -> Tensor:
+            return scores.flip(-1)
+
+        class Swapped(NodeDraw):
+            def __init__(self, processors: Any, num_rows: int):
+                super().__init__(processors, num_rows)
+                step = self.processors._steps[0]
+                step.processor = lambda _, scores: swap(scores)
+
+        tree = DraftTree.from_rows([BRANCHED, ([1], [-1])])
+        # Seen from the other end of the vocabulary: 3 follows the root, 4 that, and 5 that.
+        logits = one_hot([2, 0, 1, 0, 0, 0, 3])
+        apart, together = self.both(Swapped, tree, logits)
+        assert together.accepted == apart.accepted == [[2, 5], []]
+        assert together.bonus == apart.bonus == [5, 2]
+
+    def test_what_lies_behind_an_end_of_sequence_is_cut_off(self) -> None:
+        tree = DraftTree.from_rows([BRANCHED])
+        apart, together = self.both(NodeDraw, tree, one_hot([3, 0, 4, 0, 0, 5]), eos=3)
+        assert together.accepted == apart.accepted == [[2]]
+        assert together.bonus == apart.bonus == [3]
+
+    def test_processors_that_read_the_prefix_go_level_by_level(self) -> None:
+        penalty = RepetitionPenaltyLogitsProcessor(100.0)
+        tree = DraftTree.from_rows([([1, 2, 3], [-1, 0, 1])])
+        logits = torch.tensor([[0, 0, 9, 1, 0, 0], [0, 0, 9, 8, 0, 0], [0, 0, 9, 8, 7, 0]]).float()
+        with using("triton"):
+            verdict = NodeDraw([penalty], 1).verify(tree, logits, make_state([[1]]))
+        assert verdict.tokens(0) == [2, 3, 4]
+
+    def test_a_draw_by_node_has_the_distribution_of_the_target(self) -> None:
+        torch.manual_seed(0)
+        rows = 300
+        tree = DraftTree.from_rows([([1, 2], [-1, 0])] * rows)
+        logits = probabilities([[0.0, 0.1, 0.5, 0.4], [0.6, 0.2, 0.2]] * rows)
+        state = make_state([[1]] * rows, do_sample=True)
+        with using("triton"):
+            verdict = NodeDraw([], rows).verify(tree, logits, state)
+        said = [verdict.tokens(row) for row in range(rows)]
+        assert all((tokens[0] == 2) == (len(tokens) == 2) for tokens in said)
+        first = [tokens[0] for tokens in said]
+        check_counts(first, [0.0, 0.1, 0.5, 0.4])
+        check_counts([tokens[1] for tokens in said if len(tokens) == 2], [0.6, 0.2, 0.2])
+
+    def test_residual_rejection_keeps_the_distribution(self) -> None:
+        """Two siblings drawn without replacement from a distribution far from the target's."""
+        torch.manual_seed(0)
+        draft, target = torch.tensor([0.5, 0.3, 0.2, 0, 0, 0]), [0.1, 0.2, 0.3, 0.4]
+        children = torch.multinomial(draft.expand(self.ROWS, -1), 2).tolist()
+        tree = DraftTree.from_rows(
+            [([1, *pair], [-1, 0, 0]) for pair in children],
+            draft_probs=torch.stack([draft, draft * 0, draft * 0]).repeat(self.ROWS, 1),
+        )
+        logits = probabilities([target, [1.0], [1.0]] * self.ROWS)
+        state = make_state([[1]] * self.ROWS, do_sample=True)
+        with using("triton"):
+            verdict = ResidualRejection([], self.ROWS).verify(tree, logits, state)
+        check_counts([verdict.tokens(row)[0] for row in range(self.ROWS)], target)
+        kept = [len(nodes) for nodes in verdict.accepted]
+        # By hand: of first siblings sum min(p, q) = 0.5 are kept, and more of second ones.
+        assert sum(kept) > 0.5 * self.ROWS
+
+    def test_a_target_that_says_nothing_is_an_error(self) -> None:
+        state = make_state([[1]], do_sample=True)
+        logits = torch.full((1, VOCAB), -torch.inf)
+        with using("triton"), pytest.raises(RuntimeError, match="row 0: no token"):
+            NodeDraw([], 1).verify(DraftTree.from_rows([([1], [-1])]), logits, state)
+
+
+def check_counts(tokens: list[int], expected: list[float]) -> None:
+    counts = torch.bincount(torch.tensor(tokens), minlength=len(expected))
+    assert len(counts) == len(expected), "a token of probability 0 was said"
+    cells = [(p * len(tokens), int(n)) for p, n in zip(expected, counts, strict=True) if p]
+    assert chi_square(cells).p_value > 1e-6
 
 
 class TestScores:

@@ -55,7 +55,15 @@ def attend(head: int, nodes: int, dtype: torch.dtype, scoring: Scoring, num_spli
     keys = zeros(2, 2, 64, head, dtype=dtype)
     bits, key_position = zeros(nodes, 2, dtype=torch.uint8), zeros(64)
     layout = RaggedLayout(
-        *(zeros(1), zeros(2), zeros(1), zeros(1), bits, zeros(nodes), key_position, zeros(1)),
+        slot=zeros(1),
+        query_start=zeros(2),
+        num_keys=zeros(1),
+        prefix=zeros(1),
+        bits=bits,
+        position=zeros(nodes),
+        first_position=zeros(1),
+        key_position=key_position,
+        key_start=zeros(1),
         max_queries=nodes,
         max_keys=64,
     )

@@ -91,7 +91,7 @@ def make_case(
             visible.append(line)
         seen += paths
         positions += [committed + d for d in depth]
-        key_positions += [*range(committed), *(committed + d for d in depth)]
+        key_positions += [*range(prefix, committed), *(committed + d for d in depth)]
         prefixes.append(prefix)
 
     def ints(numbers: Sequence[int]) -> Tensor:
@@ -99,6 +99,7 @@ def make_case(
 
     lengths = [len(parents) for _, parents in rows]
     used_places = [committed + len(parents) for committed, parents in rows]
+    tails = [used - prefix for used, prefix in zip(used_places, prefixes, strict=True)]
     layout = RaggedLayout(
         slot=ints([num_slots - 1 - index for index in range(len(rows))]),
         query_start=ints([0, *accumulate(lengths)]),
@@ -106,8 +107,9 @@ def make_case(
         prefix=ints(prefixes),
         bits=pack_bits(torch.stack(visible) if visible else torch.zeros(0, 1).bool()).to(device),
         position=ints(positions),
+        first_position=ints([0] * len(rows)),
         key_position=ints(key_positions),
-        key_start=ints([0, *accumulate(used_places)][:-1]),
+        key_start=ints([0, *accumulate(tails)][:-1]),
         max_queries=max(lengths, default=0),
         max_keys=most,
     )

@@ -164,8 +164,8 @@ class TestAdapters:
     @pytest.mark.parametrize(
         ("tensors", "message"),
         [
-            ({EMBEDDINGS: None}, "embeddings are missing"),
-            ({EMBEDDINGS: torch.zeros(2, 32)}, r"embeddings are \(2, 32\), not \(1, 32\)"),
+            ({EMBEDDINGS: None}, "embeddings is missing"),
+            ({EMBEDDINGS: torch.zeros(2, 32)}, r"embeddings is \(2, 32\), not \(1, 32\)"),
             ({"model.norm.lora_A.weight": torch.zeros(2, 32)}, "lora_B.weight has no partner"),
             ({"odd": torch.zeros(1)}, "odd.* has no partner"),
             (
@@ -185,7 +185,7 @@ class TestAdapters:
         [
             ({"mode": None}, "cannot be used"),
             ({"mode": "full"}, "cannot be used"),
-            ({"window": 0}, "cannot be used"),
+            ({"window": 0}, "window=0"),
             ({"diverse": "no"}, "cannot be used"),
             ({"mode": "embeddings"}, "mode 'embeddings' with a LoRA"),
         ],

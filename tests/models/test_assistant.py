@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -20,8 +21,17 @@ from transformers import (
 
 from hf_spec import AssistantError
 from hf_spec.adapters.folder import save_adapter
-from hf_spec.models.assistant import resolve_draft_model
+from hf_spec.adapters.peft_type import SpecPeftConfig
+from hf_spec.models.assistant import (
+    adapter_module,
+    find_assistant,
+    resolve_draft_model,
+)
+from hf_spec.models.assistant import (
+    build as build_module,
+)
 from hf_spec.models.trained_draft import TrainableDraft
+from tests.adapters.samples import METHODS, sample
 from tests.tiny_models import VOCAB, build, repetitive_prompt
 
 SMALL = {
@@ -168,3 +178,41 @@ class TestDraftAdapter:
     def test_another_target_is_refused(self, adapter: Path) -> None:
         with pytest.raises(AssistantError, match="other weights"):
             resolve_draft_model("draft", adapter, build("llama", seed=1))
+
+
+class TestAdapterObjects:
+    """A `SpecAdapter` in memory, and what stands for one."""
+
+    @pytest.mark.parametrize("method", METHODS)
+    def test_its_module_is_made_once_and_freezes_nothing(
+        self, target: PreTrainedModel, method: str
+    ) -> None:
+        needed = [weight.requires_grad for weight in target.parameters()]
+        module = build_module(sample(method), target)
+        assert build_module(sample(method), target) is module
+        assert [weight.requires_grad for weight in target.parameters()] == needed
+        assert adapter_module(sample(method), method, target) is module
+        other = "draft" if method == "falcon" else "falcon"
+        with pytest.raises(AssistantError, match=f"method {method!r}, not {other!r}"):
+            adapter_module(sample(method), other, target)
+        assert build_module(sample(method), target.to(torch.bfloat16)) is not module
+
+    def test_damage_is_one_error(self, target: PreTrainedModel) -> None:
+        whole = sample("falcon")
+        for options in ({}, {"shape": 3}, {"shape": {"block_size": 2, "num_layers": 9}}):
+            with pytest.raises(AssistantError, match="alcon adapter"):
+                build_module(replace(whole, options=options), target)
+
+    def test_what_stands_for_one(self, target: PreTrainedModel) -> None:
+        methods = ("falcon",)
+        assert find_assistant(None, target, methods) is None
+        for given in ("a/b", 3, target):
+            assert find_assistant(given, target, methods) is given
+        assert find_assistant([3, "a"], target, methods) == [3, "a"]
+        lora = get_peft_model(copy.deepcopy(target), LoraConfig(target_modules=["q_proj"]))
+        assert find_assistant(lora, target, methods) is lora
+        config = SpecPeftConfig.of(sample("falcon"))
+        carrier = PeftModel(copy.deepcopy(target), config)
+        assert find_assistant(carrier, target, methods) is sample("falcon")
+        assert find_assistant(None, carrier.get_base_model(), methods) is sample("falcon")
+        assert find_assistant(None, carrier.get_base_model(), ("draft",)) is None

@@ -355,7 +355,7 @@ class TestRefusals:
         ("draft", "message"),
         [
             (None, r"names no draft model .*DiscoConfig\(adapter="),
-            ({"truncated": 9}, "num_layers=9"),
+            ({"truncated": 9}, "truncated=9"),
             ("no model!", "'no model!' cannot be loaded"),
         ],
     )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from typer.testing import CliRunner
 
-from hf_spec import cli
+from hf_spec.cli.app import build_app
 from hf_spec.training.responses import FORMAT, Response
 from tests.tiny_models import VOCAB, build, tokenizer
 
@@ -37,4 +37,4 @@ def save_responses(path: Path) -> Path:
 
 def run(*arguments: Any) -> Any:
     """Run `hf-spec` with arguments of any type."""
-    return CliRunner().invoke(cli.build_app(), [str(argument) for argument in arguments])
+    return CliRunner().invoke(build_app(), [str(argument) for argument in arguments])

@@ -1,4 +1,4 @@
-"""What commands share: loading a target, and saying what is wrong."""
+"""What commands share: loading a target."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import pytest
 import torch
 import typer
 
-from hf_spec import OptionError
-from hf_spec.training.cli_common import in_one_sentence, load_target
+from hf_spec.training.cli_common import load_target
 from tests.training.cli_files import save_model
 
 
@@ -21,8 +20,7 @@ def test_a_target_comes_in_its_dtype(tmp_path: Path) -> None:
         load_target(str(tmp_path), "int8")
 
 
-def test_only_our_own_errors_are_put_in_a_sentence() -> None:
-    with pytest.raises(typer.BadParameter, match="k=0 is too small"), in_one_sentence():
-        raise OptionError("k=0 is too small")
-    with pytest.raises(ZeroDivisionError), in_one_sentence():
-        raise ZeroDivisionError
+def test_a_device_that_is_not_there(tmp_path: Path) -> None:
+    for device in ("abacus", *([] if torch.cuda.is_available() else ["cuda:1"])):
+        with pytest.raises(typer.BadParameter, match=f"--device {device}"):
+            load_target(str(tmp_path), "auto", device)

@@ -29,6 +29,7 @@ def _accumulate(
     prefix,
     bits_ptr,
     position,
+    first_position,
     key_position_ptr,
     slope,
     scale,
@@ -74,7 +75,11 @@ def _accumulate(
             seen = ((byte.to(tl.int32) >> (bit % 8)[None, :]) & 1) != 0
             visible = visible & (seen | (place < prefix)[None, :])
         if HAS_WINDOW or HAS_SLOPES:
-            key_position = tl.load(key_position_ptr + place, mask=mask_n, other=0)
+            key_position = first_position + place
+            if TAIL:
+                behind = place >= prefix
+                told = tl.load(key_position_ptr + place - prefix, mask=mask_n & behind, other=0)
+                key_position = tl.where(behind, told, key_position)
             distance = position[:, None] - key_position[None, :]
             if HAS_SLOPES:
                 scores -= slope[:, None] * distance.to(tl.float32)
@@ -100,7 +105,7 @@ def _accumulate(
 
 # Whatever a kernel is specialised on has it compiled anew, so nothing that changes by step is.
 @triton.jit(
-    do_not_specialize=["num_tokens", "num_bytes", "tiles_per_segment", "keys_per_split"],
+    do_not_specialize=["num_tokens", "num_bytes", "tiles_per_segment"],
     do_not_specialize_on_alignment=[
         "slot_ptr",
         "query_start_ptr",
@@ -108,6 +113,7 @@ def _accumulate(
         "prefix_ptr",
         "bits_ptr",
         "position_ptr",
+        "first_position_ptr",
         "key_position_ptr",
         "key_start_ptr",
     ],
@@ -124,6 +130,7 @@ def ragged_tree_attention_kernel(
     prefix_ptr,
     bits_ptr,
     position_ptr,
+    first_position_ptr,
     key_position_ptr,
     key_start_ptr,
     slopes_ptr,
@@ -139,7 +146,6 @@ def ragged_tree_attention_kernel(
     num_tokens,
     num_bytes,
     tiles_per_segment,
-    keys_per_split,
     scale,
     softcap,
     window,
@@ -181,16 +187,20 @@ def ragged_tree_attention_kernel(
     key_ptr += slot * stride_key_s + kv_head.to(tl.int64) * stride_key_h
     value_ptr += slot * stride_value_s + kv_head.to(tl.int64) * stride_value_h
     prefix = tl.load(prefix_ptr + segment)
+    # Every segment is split by its own length, which the host need not know exactly.
+    num_keys = tl.load(num_keys_ptr + segment)
+    keys_per_split = tl.cdiv(tl.cdiv(num_keys, tl.num_programs(2)), BLOCK_N) * BLOCK_N
     begin = pid_split * keys_per_split
-    end = tl.minimum(begin + keys_per_split, tl.load(num_keys_ptr + segment))
+    end = tl.minimum(begin + keys_per_split, num_keys)
     position = tl.load(position_ptr + token, mask=mask_m, other=2147483647)
+    first_position = tl.load(first_position_ptr + segment)
     key_position_ptr += tl.load(key_start_ptr + segment)
     slope = tl.zeros([BLOCK_M], tl.float32)
     if HAS_SLOPES:
         slope = tl.load(slopes_ptr + head)
     if HAS_WINDOW and begin < end:
         # Places that lie before the window of every row of the tile are not read.
-        oldest = tl.min(position, axis=0) - window + 1 - tl.load(key_position_ptr)
+        oldest = tl.min(position, axis=0) - window + 1 - first_position
         begin = tl.maximum(begin, oldest // BLOCK_N * BLOCK_N)
     # Whole blocks that everybody sees need no bits.
     middle = tl.maximum(tl.minimum(prefix // BLOCK_N * BLOCK_N, end), begin)
@@ -213,6 +223,7 @@ def ragged_tree_attention_kernel(
             prefix,
             row_bits,
             position,
+            first_position,
             key_position_ptr,
             slope,
             scale,

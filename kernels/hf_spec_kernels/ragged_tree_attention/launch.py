@@ -57,8 +57,6 @@ def ragged_tree_attention(
         wanted = PROGRAMS_PER_PROCESSOR * num_processors(query.device)
         useful = min(triton.cdiv(layout.max_keys, min_split), MAX_SPLITS)
         num_splits = max(1, min(wanted // (num_segments * tiles * kv_heads), useful))
-    keys_per_split = triton.cdiv(triton.cdiv(layout.max_keys, num_splits), chosen["BLOCK_N"])
-    keys_per_split = max(1, keys_per_split) * chosen["BLOCK_N"]
     split = num_splits > 1
     partial, weight = out, out
     if split:
@@ -78,6 +76,7 @@ def ragged_tree_attention(
         layout.prefix,
         layout.bits,
         layout.position,
+        layout.first_position,
         layout.key_position,
         layout.key_start,
         out if scoring.slopes is None else scoring.slopes,
@@ -88,7 +87,6 @@ def ragged_tree_attention(
         num_tokens,
         layout.bits.shape[1],
         tiles,
-        keys_per_split,
         float(head_size**-0.5 if scoring.scale is None else scoring.scale),
         float(scoring.softcap or 1.0),
         scoring.window or 0,

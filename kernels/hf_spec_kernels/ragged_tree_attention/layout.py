@@ -29,10 +29,11 @@ class RaggedLayout:
         prefix: (G,) int32, at most `num_keys`.
         bits: (T, W) uint8; bit j % 8 of byte j // 8 is place `prefix + j`. W may be 0.
         position: (T,) int32, the true position of each query.
-        key_position: flat int32, the true positions of the places of each segment in use. Read for
-            windows and ALiBi only. Positions of a prefix are consecutive, and behind it no key is
-            further from the first one by position than by place.
-        key_start: (G,) int32, where a segment's positions begin.
+        first_position: (G,) int32, the true position of place 0. Positions of a prefix are
+            consecutive. This and the next are read for windows and ALiBi only.
+        key_position: flat int32, the true positions of the places behind the prefix of each
+            segment; none is further from the first place by position than by place.
+        key_start: (G,) int32, where a segment's positions begin there.
         max_queries, max_keys: most of any segment, on the host; bounds are fine.
     """
 
@@ -42,6 +43,7 @@ class RaggedLayout:
     prefix: Tensor
     bits: Tensor
     position: Tensor
+    first_position: Tensor
     key_position: Tensor
     key_start: Tensor
     max_queries: int
@@ -76,6 +78,7 @@ class RaggedLayout:
             "query_start": (size + 1,),
             "num_keys": (size,),
             "prefix": (size,),
+            "first_position": (size,),
             "key_start": (size,),
             "position": (num_tokens,),
             "key_position": (None,),

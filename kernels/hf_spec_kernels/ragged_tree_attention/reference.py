@@ -41,16 +41,24 @@ def _scores(
     scores = query.transpose(0, 1) @ key.transpose(1, 2) * scale
     if scoring.softcap is not None:
         scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
-    start, num_keys = int(layout.key_start[segment]), key.shape[1]
+    num_keys = key.shape[1]
     rows = slice(int(layout.query_start[segment]), int(layout.query_start[segment + 1]))
     # How far each key lies behind the query; negative for keys of other branches only.
-    distance = layout.position[rows, None] - layout.key_position[start : start + num_keys]
+    distance = layout.position[rows, None] - _key_positions(layout, segment, num_keys)
     if scoring.slopes is not None:
         scores = scores - scoring.slopes.to(scores.dtype)[:, None, None] * distance
     visible = _visible(layout, segment, num_keys)
     if scoring.window is not None:
         visible = visible & (distance < scoring.window)
     return scores.masked_fill(~visible, float("-inf"))
+
+
+def _key_positions(layout: RaggedLayout, segment: int, num_keys: int) -> Tensor:
+    """(n,) true positions: consecutive in the prefix, as told behind it."""
+    prefix, start = int(layout.prefix[segment]), int(layout.key_start[segment])
+    place = torch.arange(prefix, device=layout.position.device)
+    told = layout.key_position[start : start + num_keys - prefix]
+    return torch.cat([layout.first_position[segment] + place, told])
 
 
 def _visible(layout: RaggedLayout, segment: int, num_keys: int) -> Tensor:

@@ -1,0 +1,24 @@
+"""Sphinx reads this: `sphinx-build -W docs OUT` builds the pages and the API reference."""
+
+from importlib.metadata import version as installed_version
+
+project = "hf-spec"
+version = release = installed_version("hf-spec")
+html_title = f"hf-spec {version}"
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+
+html_theme = "furo"
+html_show_copyright = False
+
+# Links to headings, such as page.md#a-heading, as GitHub makes them.
+myst_heading_anchors = 3
+
+# The pages of docs/api/ name what they show; docstrings are Google's, types stand in signatures.
+autodoc_member_order = "bysource"
+autodoc_default_options = {"show-inheritance": True}
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True

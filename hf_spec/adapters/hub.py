@@ -1,0 +1,125 @@
+"""Adapters on the Hugging Face Hub: naming, fetching and pushing them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub.errors import HfHubHTTPError
+
+from hf_spec.errors import AssistantError
+
+# What an adapter's repository is made of; nothing else in a folder is sent.
+PUSHED = (
+    "README.md",
+    "LICENSE",
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "custom_generate/generate.py",
+    "custom_generate/requirements.txt",
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A repository of the Hub at a revision.
+
+    Attributes:
+        repo_id: "owner/name".
+        revision: branch, tag or commit; None for the main branch.
+        token: None for the stored one.
+    """
+
+    repo_id: str
+    revision: str | None = None
+    token: str | bool | None = None
+
+    @classmethod
+    def of(cls, name: str, revision: str | None = None, token: str | bool | None = None) -> Place:
+        """The place that "owner/name" or "owner/name@revision" stands for.
+
+        No Hub id has an "@" in it, so there is no doubt about what it means.
+
+        Raises:
+            AssistantError: if two revisions are given.
+        """
+        repo_id, separator, named = name.partition("@")
+        if separator and revision is not None:
+            raise AssistantError(
+                f"{name!r} names a revision, and revision={revision!r} another one"
+            )
+        return cls(repo_id, named if separator else revision, token)
+
+    def fetch(self, names: Sequence[str]) -> Path:
+        """The folder of the Hub's cache with the files called `names`, those that there are.
+
+        Raises:
+            AssistantError: if the repository cannot be had.
+        """
+        try:
+            return Path(
+                snapshot_download(
+                    self.repo_id,
+                    revision=self.revision,
+                    token=self.token,
+                    allow_patterns=list(names),
+                )
+            )
+        except Exception as error:
+            raise AssistantError(
+                f"adapter {self.repo_id!r} is neither a folder nor to be had from the Hub: {error}"
+            ) from error
+
+
+def push_adapter(
+    folder: str | os.PathLike[str],
+    repo_id: str,
+    *,
+    private: bool = False,
+    token: str | None = None,
+    revision: str | None = None,
+) -> str:
+    """Put an adapter on the Hub, in one commit, once its folder has been read without a complaint.
+
+    Args:
+        folder: of the adapter; its card and its `custom_generate/` go along, other files do not.
+        repo_id: "owner/name"; made if need be.
+        private: whether a repository that is made is private.
+        token: of the Hub; by default the stored one.
+        revision: branch; made if need be. The main one by default.
+
+    Returns:
+        The address of the commit.
+
+    Raises:
+        AssistantError: if the folder holds no whole adapter, or the Hub refuses.
+    """
+    from hf_spec.adapters.folder import load_adapter
+    from hf_spec.adapters.reading import regular_file
+
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise AssistantError(f"{folder} is no folder; push the folder of an adapter")
+    adapter = load_adapter(folder)
+    for name in PUSHED:
+        if (folder / name).is_symlink() or (folder / name).exists():
+            # A link would send what lies elsewhere.
+            regular_file(folder, name)
+    api = HfApi(token=token)
+    try:
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        if revision is not None:
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        commit = api.upload_folder(
+            repo_id=repo_id,
+            folder_path=folder,
+            revision=revision,
+            allow_patterns=list(PUSHED),
+            commit_message=f"hf_spec adapter of method {adapter.method}",
+        )
+    except (HfHubHTTPError, OSError, RuntimeError, ValueError) as error:
+        raise AssistantError(f"{folder} cannot be pushed to {repo_id!r}: {error}") from error
+    return commit.commit_url

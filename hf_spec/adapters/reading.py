@@ -1,0 +1,179 @@
+"""Reading the files of an adapter as what they may be: written by somebody else, or damaged.
+
+Nothing here executes, follows a link out of the folder, or takes more memory than the files do.
+Whatever is wrong is an `AssistantError` that names the file.
+"""
+
+from __future__ import annotations
+
+import json
+import stat
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from hf_spec.errors import AssistantError
+
+# More than the config of any adapter that was ever made here, by a factor of a hundred.
+MAX_CONFIG_BYTES = 4 << 20
+PICKLES = {".bin", ".pt", ".pth", ".pkl", ".ckpt"}
+# What weights are stored in, and what token ids are, as safetensors calls them.
+FLOATS = {"F32", "F16", "BF16"}
+INTEGERS = {"I32", "I64"}
+
+
+def regular_file(folder: Path, name: str) -> Path:
+    """The file `name` of an adapter folder.
+
+    Raises:
+        AssistantError: if there is none, it is something else than a file, or a link leads out of
+            the folder (the Hub's cache keeps the contents of a snapshot beside it, which is fine).
+    """
+    path = folder / name
+    try:
+        real = path.resolve(strict=True)
+        kind = real.stat().st_mode
+    except FileNotFoundError as error:
+        raise AssistantError(f"{folder} has no {name}, so it is no adapter") from error
+    except (OSError, RuntimeError) as error:
+        raise AssistantError(f"{path} cannot be read: {error}") from error
+    home = folder.resolve()
+    homes = [home, home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [home]
+    if not any(real.is_relative_to(one) for one in homes):
+        raise AssistantError(f"{path} is a link out of its folder, which is not followed")
+    if not stat.S_ISREG(kind):
+        raise AssistantError(f"{path} is no regular file")
+    return path
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        AssistantError: if it cannot be read, is too large, or is something else.
+    """
+    try:
+        size = path.stat().st_size
+        if size > MAX_CONFIG_BYTES:
+            raise AssistantError(
+                f"{path} has {size} bytes; a config has {MAX_CONFIG_BYTES} at most"
+            )
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, AssistantError):
+            raise
+        raise AssistantError(f"{path} is no JSON: {error}") from error
+    except OSError as error:
+        raise AssistantError(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise AssistantError(f"{path} holds a {type(found).__name__}, not the object of a config")
+    return found
+
+
+def read_tensors(folder: Path, name: str) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, on the CPU.
+
+    Raises:
+        AssistantError: if there is none (a pickle is never loaded), it is damaged, or a tensor is
+            neither of finite floats nor of whole numbers.
+    """
+    if not (folder / name).exists():
+        pickles = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLES)
+        hint = f"; {pickles[0]} is a pickle file, which is never loaded" if pickles else ""
+        raise AssistantError(f"adapter {str(folder)!r} has no {name}{hint}")
+    path = regular_file(folder, name)
+    tensors = {}
+    # Its own error class derives from Exception alone, and odd dtypes raise others.
+    try:
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 - no mapping
+                kind = file.get_slice(key).get_dtype()
+                if kind not in FLOATS | INTEGERS:
+                    raise AssistantError(
+                        f"{path}: {key!r} is of type {kind}; weights are of "
+                        f"{', '.join(sorted(FLOATS))}"
+                    )
+                tensors[key] = file.get_tensor(key)
+    except AssistantError:
+        raise
+    except Exception as error:
+        raise AssistantError(f"{path} cannot be read: {error}; get the file anew") from error
+    for key, tensor in tensors.items():
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise AssistantError(f"{path}: {key!r} holds NaN or infinite values; get the file anew")
+    return tensors
+
+
+def check_tensors(
+    what: str, found: Mapping[str, Tensor], expected: Mapping[str, Sequence[int]]
+) -> None:
+    """Refuse weights that are not those which an adapter's config stands for.
+
+    Args:
+        what: the adapter, in messages.
+        found: its weights.
+        expected: shape of each that there must be.
+
+    Raises:
+        AssistantError: names a weight that is missing, unknown, of another shape, or no float.
+    """
+    shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
+    for name in sorted({*shapes, *expected}):
+        wanted = tuple(expected[name]) if name in expected else "absent"
+        if (shape := shapes.get(name, "missing")) != wanted:
+            raise AssistantError(
+                f"{what} does not fit its own config: {name} is {shape}, not {wanted}"
+            )
+        if not found[name].is_floating_point():
+            raise AssistantError(f"{what} is damaged: {name} is of {found[name].dtype}")
+
+
+def read_vocabulary(
+    what: str, tensors: Mapping[str, Tensor], name: str, size: int
+) -> Tensor | None:
+    """The tokens that an adapter can propose.
+
+    Args:
+        what: the adapter, in messages.
+        tensors: its weights.
+        name: of the list among them.
+        size: V.
+
+    Returns:
+        (R,) int64, or None if there is no list and all are meant.
+
+    Raises:
+        AssistantError: if it is no ascending list of tokens of the base.
+    """
+    found = tensors.get(name)
+    if found is None:
+        return None
+    if found.ndim != 1 or found.is_floating_point() or not len(found):
+        raise AssistantError(
+            f"{what} is damaged: {name} is of shape {tuple(found.shape)} and {found.dtype}, not a "
+            "list of tokens"
+        )
+    tokens = found.long()
+    if int(tokens[0]) < 0 or int(tokens[-1]) >= size or bool((tokens.diff() <= 0).any()):
+        raise AssistantError(
+            f"{what} is damaged: {name} does not list tokens below {size} in ascending order"
+        )
+    return tokens
+
+
+def whole_number(what: str, options: Mapping[str, Any], name: str, low: int, high: int) -> int:
+    """An option that is a whole number.
+
+    Raises:
+        AssistantError: names the option, its value and the range.
+    """
+    value = options.get(name)
+    if type(value) is not int or not low <= value <= high:
+        raise AssistantError(
+            f"{what} has {name}={value!r}, which must be a whole number from {low} to {high}"
+        )
+    return value

@@ -1,0 +1,177 @@
+"""`hf-spec bench`: a thin command over `hf_spec.bench.suite`."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.markdown import Markdown
+from tqdm import tqdm
+from transformers import AutoTokenizer
+
+from hf_spec.bench.contenders import ENTRY, parse_entry, with_assistants
+from hf_spec.bench.lineup import Suite
+from hf_spec.bench.prompts import load_prompts
+from hf_spec.bench.report import markdown
+from hf_spec.bench.suite import Benchmark
+from hf_spec.errors import OptionError
+from hf_spec.files import written_whole
+from hf_spec.training.cli_common import Dtype, load_target
+
+
+def bench(  # noqa: PLR0913 - one parameter an option
+    model: Annotated[str, typer.Argument(help="The target model: folder or Hub id.")],
+    strategy: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"{ENTRY}, without spaces; may be repeated; lookup by default. An assistant "
+            "truncated:N is the model's own first N layers."
+        ),
+    ] = None,
+    assistant: Annotated[
+        list[str] | None,
+        typer.Option(help="For strategies that name none; repeated, a list (for auto)."),
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="JSON lines with id, task and turns (.jsonl), or a text file with one prompt a "
+            "line; the package's own by default.",
+        ),
+    ] = None,
+    whole: Annotated[bool, typer.Option("--whole", help="A text file is one prompt.")] = False,
+    per_task: Annotated[int, typer.Option(min=1, help="Prompts of each task.")] = 4,
+    task: Annotated[list[str] | None, typer.Option(help="Only this one; may be repeated.")] = None,
+    multi_turn: Annotated[
+        bool, typer.Option("--multi-turn", help="All turns of a prompt, as a conversation.")
+    ] = False,
+    batch: Annotated[list[int], typer.Option(min=1, help="Rows of a call; may be repeated.")] = [1],  # noqa: B006 - typer copies it
+    new_tokens: Annotated[int, typer.Option(min=1, help="At most, per row.")] = 64,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed repetitions.")] = 3,
+    sample: Annotated[
+        bool, typer.Option("--sample/--greedy", help="Sampled outputs are not compared.")
+    ] = False,
+    temperature: Annotated[
+        float | None, typer.Option(min=0.01, help="With --sample; 1 by default.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="With --sample.")] = 0,
+    baselines: Annotated[
+        bool, typer.Option(help="Also measure the lookups and assistants of others.")
+    ] = True,
+    compiled: Annotated[
+        bool, typer.Option("--compiled", help="Also plain generate, static cache and compiled.")
+    ] = False,
+    match_length: Annotated[int, typer.Option(min=1, help="N-gram of the others' lookups.")] = 2,
+    copy_length: Annotated[int, typer.Option(min=1, help="Tokens that these copy.")] = 10,
+    oracle: Annotated[
+        str | None, typer.Option(help="A draft model: chains of it that end where they must.")
+    ] = None,
+    synthetic_acceptance: Annotated[
+        float | None,
+        typer.Option(
+            min=0, max=1, help="Also drafts that are right with this probability, of no drafter."
+        ),
+    ] = None,
+    synthetic_length: Annotated[int, typer.Option(min=1, help="Tokens of such a draft.")] = 5,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Also where the time of a step goes.")
+    ] = False,
+    dtype: Dtype = "float32",
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda, cuda:1; the accelerator by default.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="JSON file, whole after every prompt.")] = None,
+    plots: Annotated[Path | None, typer.Option(help="Folder; also times forwards by size.")] = None,
+) -> None:
+    """Measure strategies against plain generate() and what others offer, on your own prompts.
+
+    All contenders run in one process, prompt by prompt, in turn, so that a change of the machine's
+    speed meets every one of them. Prints Markdown tables.
+
+        hf-spec bench MODEL --strategy lookup --strategy falcon@HEAD --out results.json
+    """
+    _check_device(device)
+    if temperature is not None and not sample:
+        raise OptionError(f"--temperature {temperature} is of no use without --sample")
+    if out is not None and not out.parent.is_dir():
+        raise OptionError(f"--out {out}: there is no folder {out.parent}")
+    if plots is not None and importlib.util.find_spec("matplotlib") is None:
+        raise OptionError('--plots needs matplotlib: pip install "hf-spec[bench]"')
+    chosen = strategy or ([] if synthetic_acceptance is not None else ["lookup"])
+    entries = list(with_assistants([parse_entry(text) for text in chosen], assistant or []))
+    suite = Suite(
+        batch_sizes=tuple(dict.fromkeys(batch)),
+        new_tokens=new_tokens,
+        repeats=repeats,
+        temperature=(temperature or 1.0) if sample else None,
+        seed=seed,
+        baselines=baselines,
+        compiled=compiled,
+        match_length=match_length,
+        copy_length=copy_length,
+        oracle=oracle,
+        synthetic=(
+            None if synthetic_acceptance is None else (synthetic_acceptance, synthetic_length)
+        ),
+        multi_turn=multi_turn,
+        profile=profile,
+        step_cost=plots is not None,
+    )
+    texts = load_prompts(prompts, per_task, task or (), whole)
+    target = load_target(model, dtype, device)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    benchmark = Benchmark(target, tokenizer, texts, entries, suite)
+    facts = {"command": f"hf-spec {' '.join(sys.argv[1:])}", "model": model}
+    _show(run_and_write(benchmark, facts, out, plots))
+
+
+def run_and_write(
+    benchmark: Benchmark, facts: Mapping[str, Any], out: Path | None, plots: Path | None
+) -> dict[str, Any]:
+    """Measure with a progress bar; what is measured is on disk from batch to batch.
+
+    Args:
+        benchmark: what is measured.
+        facts: put before everything else: the command and the model.
+        out: JSON file, whole after every batch; None for none.
+        plots: folder; None for none.
+
+    Returns:
+        The results, as in the file.
+    """
+    report: dict[str, Any] = {}
+    with tqdm(total=benchmark.num_runs, unit="run", disable=None) as bar:
+        for results in benchmark.run(bar.update):
+            report = results.to_dict(**facts)
+            if out is not None:
+                with written_whole(out) as part:
+                    part.write_text(json.dumps(report, indent=1), encoding="utf-8")
+    if plots is not None:
+        from hf_spec.bench.result_plots import draw
+
+        draw(report, plots)
+    return report
+
+
+def _check_device(device: str | None) -> None:
+    if device is not None and device.startswith("cuda") and not torch.cuda.is_available():
+        raise OptionError(f"--device {device}: torch finds no GPU here; choose cpu")
+
+
+def _show(report: Mapping[str, Any]) -> None:
+    """Tables as they are into a pipe, set for reading on a terminal."""
+    console = Console()
+    text = markdown(report)
+    if console.is_terminal:
+        console.print(Markdown(text))
+    else:
+        print(text)  # noqa: T201 - the command's result

@@ -1,0 +1,153 @@
+"""Who takes part in a benchmark: plain generate, what others offer, our strategies."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from hf_spec.bench import contenders as ways
+from hf_spec.bench.contenders import Contender, Settings
+from hf_spec.bench.oracle import oracle
+from hf_spec.bench.synthetic import synthetic
+from hf_spec.errors import OptionError
+from hf_spec.model_checks import check_model
+from hf_spec.models.assistant import resolve_draft_model
+from hf_spec.models.truncated import truncated_draft
+from hf_spec.strategies import StrategyConfig, make_drafter
+
+# A strategy's name in tables, its config and its assistant.
+Entry = tuple[str, StrategyConfig, Any]
+# Strategies whose assistant is a draft model, which transformers' own assisted decoding takes too.
+WITH_DRAFT_MODEL = ("draft", "tree", "gsd")
+
+
+@dataclass(frozen=True)
+class Suite:
+    """What is measured, and how.
+
+    Attributes:
+        batch_sizes: rows per call.
+        new_tokens: most tokens generated per row.
+        repeats: timed repetitions.
+        temperature: of sampled outputs; None for greedy ones.
+        seed: of sampled outputs.
+        baselines: whether what others offer is measured too.
+        compiled: whether plain generate with a static cache and compiled is.
+        match_length, copy_length: n-gram of the lookups of others, and how much they copy.
+        oracle: a draft model whose chains end where they must; None for none.
+        synthetic: (acceptance, tokens of a chain) of drafts that need no drafter; None for none.
+        multi_turn: whether all turns of a prompt are generated, not the first alone.
+        profile: whether one more generation tells where the time goes.
+        step_cost: whether forwards are timed by number of nodes.
+    """
+
+    batch_sizes: tuple[int, ...] = (1,)
+    new_tokens: int = 64
+    repeats: int = 3
+    temperature: float | None = None
+    seed: int = 0
+    baselines: bool = True
+    compiled: bool = False
+    match_length: int = 2
+    copy_length: int = 10
+    oracle: str | None = None
+    synthetic: tuple[float, int] | None = None
+    multi_turn: bool = False
+    profile: bool = False
+    step_cost: bool = False
+
+    def __post_init__(self) -> None:
+        knows_answer = "oracle" if self.oracle else "synthetic acceptance" if self.synthetic else ""
+        if knows_answer and self.temperature is not None:
+            raise OptionError(
+                f"{knows_answer} drafts what greedy decoding will say, which sampling does not; "
+                "choose greedy decoding"
+            )
+
+
+def make_contenders(
+    model: PreTrainedModel, entries: Sequence[Entry], suite: Suite, settings: Settings
+) -> list[Contender]:
+    """Plain generate first, then what others offer, then ours.
+
+    Raises:
+        SpecError: if an assistant cannot be used, two entries are the same, or compiling fails.
+    """
+    check_model(model)
+    find = AssistantFinder(model)
+    ours = [(short_name(n), config, find(assistant)) for n, config, assistant in entries]
+    for _, config, assistant in ours:
+        # An adapter that does not fit is refused here, not when its turn comes.
+        make_drafter(config, model, assistant)
+    found: list[Contender | None] = [ways.plain(model, settings)]
+    if suite.compiled:
+        found.append(ways.compiled(model, settings))
+    if suite.baselines:
+        found.append(
+            ways.transformers_lookup(model, suite.match_length, suite.copy_length, settings)
+        )
+        for name, draft in _draft_models(model, ours).items():
+            found.append(ways.transformers_assistant(model, draft, settings, name))
+        if suite.temperature is None:
+            found.append(ways.economize_lookup(model, suite.match_length, suite.copy_length))
+    found += [
+        ways.strategy(model, config, assistant, name, settings) for name, config, assistant in ours
+    ]
+    if suite.synthetic:
+        found.append(synthetic(model, *suite.synthetic))
+    if suite.oracle:
+        found.append(oracle(model, resolve_draft_model("oracle", find(suite.oracle), model)))
+    contenders = [contender for contender in found if contender is not None]
+    for name, count in Counter(contender.name for contender in contenders).items():
+        if count > 1:
+            raise OptionError(f"--strategy {name} is given {count} times")
+    return contenders
+
+
+def _draft_models(model: PreTrainedModel, entries: Sequence[Entry]) -> dict[str, PreTrainedModel]:
+    """Every draft model that an entry has, once, by the name of its baseline."""
+    found: dict[int, PreTrainedModel] = {}
+    for _, config, assistant in entries:
+        if config.strategy in WITH_DRAFT_MODEL:
+            draft = resolve_draft_model(config.strategy, assistant, model)
+            found.setdefault(id(draft), draft)
+    return {
+        "transformers assistant" + (f" {number}" if number > 1 else ""): draft
+        for number, draft in enumerate(found.values(), start=1)
+    }
+
+
+class AssistantFinder:
+    """Turns `truncated:N` into the first N layers of a model, once; the rest stays as it is.
+
+    Args:
+        model: the target.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        self._model = model
+        self._cut: dict[int, PreTrainedModel] = {}
+
+    def __call__(self, given: Any) -> Any:
+        """The assistant that is given, or each of a list of them."""
+        if isinstance(given, list):
+            return [self(one) for one in given]
+        cut = re.fullmatch(r"truncated:(\d+)", given) if isinstance(given, str) else None
+        if cut is None:
+            return given
+        layers = int(cut[1])
+        if layers not in self._cut:
+            self._cut[layers] = truncated_draft(self._model, layers)
+        return self._cut[layers]
+
+
+def short_name(entry: str) -> str:
+    """An entry as tables show it: of a folder the last part alone."""
+    head, at, assistant = entry.partition("@")
+    return f"{head}{at}{PurePath(assistant).name}"

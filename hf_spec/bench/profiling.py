@@ -1,0 +1,134 @@
+"""Where the time of a generation goes, by parts of a step (`hf-spec bench --profile`).
+
+While `profiled` holds, the methods at the seams of the engine are timed, and each is charged what
+it spends outside of the others. Nothing is changed before and after, so it costs nothing when off.
+On a GPU every seam waits for the device: shares are right, the total is slower than without.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from hf_spec.bench.runner import synchronize
+from hf_spec.decoding.drafter import Drafter
+from hf_spec.decoding.processors import NodeProcessors
+from hf_spec.decoding.row_storage import RowStorage
+from hf_spec.decoding.runner import ModelRunner
+from hf_spec.decoding.state import GenerationState
+from hf_spec.decoding.verification import Verifier
+from hf_spec.models.falcon_head import FalconHead
+from hf_spec.models.falcon_runner import HeadRunner
+
+# In the order of a step; what a draft model does inside a draft has names of its own.
+PARTS = (
+    "draft: forward",
+    "draft: layout",
+    "draft: KV moves",
+    "draft: rest",
+    "verify: forward",
+    "verify: layout",
+    "verification",
+    "processors",
+    "commit",
+    "KV moves",
+    "observe",
+    "rest",
+)
+_DRAFTING = "draft: rest"
+_OBSERVING = "observe"
+# Parts that belong to drafting where a drafter asks for them.
+_OF_A_DRAFT = {
+    "verify: forward": "draft: forward",
+    "verify: layout": "draft: layout",
+    "KV moves": "draft: KV moves",
+    "processors": _DRAFTING,
+}
+
+
+class _Clock:
+    """Charges the time since the last look to the innermost part."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._open = ["rest"]
+        self._since = time.perf_counter()
+
+    def begin(self, part: str) -> None:
+        if any(outer in {_DRAFTING, _OBSERVING} for outer in self._open):
+            part = _OF_A_DRAFT.get(part, part)
+        self._charge()
+        self._open.append(part)
+
+    def end(self) -> None:
+        self._charge()
+        self._open.pop()
+
+    def _charge(self) -> None:
+        synchronize()
+        now = time.perf_counter()
+        self.seconds[self._open[-1]] += now - self._since
+        self._since = now
+
+
+@contextmanager
+def profiled() -> Iterator[dict[str, float]]:
+    """Yield seconds by part, complete when the block ends; keys are among `PARTS`."""
+    clock = _Clock()
+    replaced: list[tuple[type, str, Any]] = []
+    try:
+        for owner, name, part in _seams():
+            replaced.append((owner, name, vars(owner)[name]))
+            setattr(owner, name, _timed(vars(owner)[name], part, clock))
+        synchronize()
+        clock._since = time.perf_counter()
+        yield clock.seconds
+        clock._charge()
+    finally:
+        for owner, name, original in reversed(replaced):
+            setattr(owner, name, original)
+
+
+def _timed(method: Callable[..., Any], part: str, clock: _Clock) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        clock.begin(part)
+        try:
+            return method(*args, **kwargs)
+        finally:
+            clock.end()
+
+    return call
+
+
+def _seams() -> Iterator[tuple[type, str, str]]:
+    """(class, method, part) of every method that is timed."""
+    fixed: list[tuple[type, str, str]] = [
+        (ModelRunner, "_call", "verify: forward"),
+        (ModelRunner, "forward", "verify: layout"),
+        (FalconHead, "mix", "verify: forward"),
+        (FalconHead, "attend", "verify: forward"),
+        (HeadRunner, "lists", "verify: forward"),
+        (NodeProcessors, "__call__", "processors"),
+        (RowStorage, "keep", "KV moves"),
+        (GenerationState, "commit", "commit"),
+    ]
+    yield from fixed
+    for base, name, part in (
+        (Drafter, "draft", _DRAFTING),
+        (Drafter, "observe", _OBSERVING),
+        (Verifier, "verify", "verification"),
+    ):
+        for owner in _family(base):
+            if name in vars(owner):
+                yield owner, name, part
+
+
+def _family(base: type[Any]) -> Iterator[type]:
+    yield base
+    for child in base.__subclasses__():
+        yield from _family(child)

@@ -1,0 +1,189 @@
+"""One benchmark: every contender on every prompt and batch size, in one process, and its results.
+
+Results are a JSON-ready dictionary; `hf_spec.bench.report` and `hf_spec.bench.result_plots` turn it
+into tables and plots.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_spec.bench.contenders import Contender, PlainAnswers
+from hf_spec.bench.lineup import Entry, Suite, make_contenders
+from hf_spec.bench.profiling import profiled
+from hf_spec.bench.prompts import Prompt, as_conversations, check_batch_size, make_batches
+from hf_spec.bench.report import summary
+from hf_spec.bench.runner import Plan, Record, environment, measure
+from hf_spec.bench.step_cost import measure_step_cost
+
+# Tokens before the root where the cost of a forward is measured.
+STEP_COST_CONTEXT = 200
+
+
+@dataclass
+class Results:
+    """What has been measured so far.
+
+    Attributes:
+        facts: that do not change: how was measured, and where.
+        records: one per timed generation.
+        profiles: seconds by part of a step, one entry per batch size and contender.
+        step_cost: seconds of each repetition by form of the forward and number of nodes.
+    """
+
+    facts: dict[str, Any]
+    records: list[Record] = field(default_factory=list)
+    profiles: list[dict[str, Any]] = field(default_factory=list)
+    step_cost: dict[str, dict[int, list[float]]] = field(default_factory=dict)
+
+    def to_dict(self, **facts: Any) -> dict[str, Any]:
+        """JSON values, with whatever else is given."""
+        return {
+            **facts,
+            **self.facts,
+            "summary": summary(self.records),
+            "profiles": self.profiles,
+            "step_cost": self.step_cost,
+            "records": [asdict(record) for record in self.records],
+        }
+
+
+class Benchmark:
+    """A suite on one model.
+
+    Args:
+        model: the target, in evaluation mode; a strategy stored with it is taken off.
+        tokenizer: its own.
+        prompts: what to generate from.
+        entries: our strategies.
+        suite: what is measured.
+
+    Attributes:
+        prompts: one per output; of conversations one per turn.
+        contenders: what is measured, the reference first.
+
+    Raises:
+        SpecError: if something cannot be measured.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        prompts: Sequence[Prompt],
+        entries: Sequence[Entry],
+        suite: Suite,
+    ):
+        self.model, self.tokenizer, self.suite = model, tokenizer, suite
+        num_prompts = sum(len(p.turns) if suite.multi_turn else 1 for p in prompts)
+        check_batch_size(max(suite.batch_sizes), num_prompts)
+        config: Any = model.generation_config
+        if config.spec_strategy is not None:
+            config.spec_strategy = None
+        settings = _settings(model, tokenizer, suite)
+        self.contenders = make_contenders(model, entries, suite, settings)
+        self.prompts = list(prompts)
+        if suite.multi_turn:
+            answers = PlainAnswers(model, {**settings, "do_sample": False})
+            self.prompts = as_conversations(
+                prompts, tokenizer, lambda prompt: _answer(answers, prompt, tokenizer, suite)
+            )
+
+    @property
+    def num_runs(self) -> int:
+        """Timed generations in all."""
+        return sum(
+            math.ceil(len(self.prompts) / size) * len(self._of_size(size)) * self.suite.repeats
+            for size in self.suite.batch_sizes
+        )
+
+    def run(self, progress: Callable[[], object] = lambda: None) -> Iterator[Results]:
+        """Measure everything.
+
+        Args:
+            progress: called after every timed generation.
+
+        Yields:
+            The same results again and again, with every batch more of them.
+        """
+        suite = self.suite
+        results = Results(_facts(self.model, self.prompts, suite))
+        for size in sorted(suite.batch_sizes):
+            plan = Plan(
+                suite.new_tokens,
+                suite.repeats,
+                size,
+                None if suite.temperature is None else suite.seed,
+                _ends(self.model),
+                self.model.device,
+            )
+            contenders = self._of_size(size)
+            for newest in measure(contenders, self.prompts, self.tokenizer, plan, progress):
+                results.records += newest
+                yield results
+            if suite.profile:
+                results.profiles += self._profile(contenders, plan)
+                yield results
+        if suite.step_cost:
+            text = [t for p in self.prompts for t in p.encode(self.tokenizer)[0].tolist()]
+            context = (text * STEP_COST_CONTEXT)[:STEP_COST_CONTEXT]
+            results.step_cost = measure_step_cost(self.model, context, suite.repeats)
+            yield results
+
+    def _of_size(self, size: int) -> list[Contender]:
+        return [contender for contender in self.contenders if size == 1 or contender.batches]
+
+    def _profile(self, contenders: Sequence[Contender], plan: Plan) -> list[dict[str, Any]]:
+        """Seconds by part of a step, for each contender that runs in our engine."""
+        found: dict[str, Counter[str]] = {}
+        for batch in make_batches(self.prompts, self.tokenizer, plan.batch_size):
+            for contender in contenders:
+                if plan.seed is not None:
+                    torch.manual_seed(plan.seed)
+                with profiled() as seconds:
+                    run = contender.run(batch.ids, plan.new_tokens, batch.mask)
+                if run.stats is not None:
+                    found.setdefault(contender.name, Counter()).update(seconds)
+        return [
+            {"batch_size": plan.batch_size, "contender": name, "seconds": dict(parts)}
+            for name, parts in found.items()
+        ]
+
+
+def _settings(model: PreTrainedModel, tokenizer: Any, suite: Suite) -> dict[str, Any]:
+    settings: dict[str, Any] = {"do_sample": suite.temperature is not None}
+    if suite.temperature is not None:
+        settings["temperature"] = suite.temperature
+    pad = model.generation_config.pad_token_id
+    if pad is None:
+        pad = tokenizer.pad_token_id
+    # Without one generate() takes the end of a sequence, and warns at every call.
+    settings["pad_token_id"] = min(_ends(model), default=0) if pad is None else pad
+    return settings
+
+
+def _ends(model: PreTrainedModel) -> frozenset[int]:
+    given = model.generation_config.eos_token_id
+    return frozenset([given] if isinstance(given, int) else given or [])
+
+
+def _answer(answers: PlainAnswers, prompt: Prompt, tokenizer: Any, suite: Suite) -> str:
+    output = answers(prompt.encode(tokenizer), suite.new_tokens)[0]
+    return str(tokenizer.decode(output, skip_special_tokens=True)).strip()
+
+
+def _facts(model: PreTrainedModel, prompts: Sequence[Prompt], suite: Suite) -> dict[str, Any]:
+    return {
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "synthetic_acceptance": suite.synthetic[0] if suite.synthetic else None,
+        "prompts": len(prompts),
+        "suite": asdict(suite),
+        "environment": environment(model.device),
+    }

@@ -1,0 +1,25 @@
+"""The `hf-spec` command: what is needed before one of its sub-commands is chosen.
+
+Each sub-command is imported when it is called, so that help and shell completion wait for nothing
+but `import hf_spec` itself.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+NEEDED_PACKAGES = ("rich", "typer", "yaml")
+
+
+def main() -> None:
+    """Run the command line; exits with the status of the chosen sub-command."""
+    missing = [name for name in NEEDED_PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        sys.exit(
+            f"hf-spec needs {' and '.join(missing)}, which the cli extra installs: "
+            'pip install "hf-spec[cli]"'
+        )
+    from hf_spec.cli.app import build_app
+
+    build_app()(prog_name="hf-spec")

@@ -1,0 +1,120 @@
+"""The sub-commands of `hf-spec`, each imported when it is called."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Annotated, Any, Final
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command
+
+from hf_spec.cli.config_file import add_config_option
+from hf_spec.cli.failures import DEBUG_VARIABLE, in_one_sentence
+
+# Paragraphs are wrapped anew, indented examples and brackets stay as they are.
+MARKUP: Final = "markdown"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a sub-command is.
+
+    Attributes:
+        module: to import.
+        attribute: a function with typer's annotations, or a `typer.Typer` with several.
+        summary: the first line of its help, known without the import.
+    """
+
+    module: str
+    attribute: str
+    summary: str
+
+
+ENTRIES = {
+    "generate": Entry("hf_spec.commands.generate", "generate", "Continue or answer a prompt."),
+    "chat": Entry("hf_spec.commands.chat", "chat", "Talk with a model in the terminal."),
+    "train": Entry("hf_spec.training.cli", "train", "Train the parts that strategies need."),
+    "calibrate": Entry(
+        "hf_spec.training.cli_calibrate", "calibrate", "Choose options by measured speed."
+    ),
+    "verify": Entry(
+        "hf_spec.bench.verify_cli",
+        "verify",
+        "Prove on your own model and prompts that a strategy leaves the output as it is.",
+    ),
+    "bench": Entry(
+        "hf_spec.bench.bench_cli",
+        "bench",
+        "Measure strategies against plain generate() and what others offer, on your own prompts.",
+    ),
+    "card": Entry("hf_spec.commands.card", "card", "Write the model card of an adapter."),
+    "push": Entry("hf_spec.commands.push", "push", "Put an adapter on the Hugging Face Hub."),
+    "demo": Entry(
+        "hf_spec.demo",
+        "demo",
+        "Generate three prompts plainly and speculatively with a small real model, and compare.",
+    ),
+}
+
+
+def build_app() -> typer.Typer:
+    """Return the typer application with every sub-command."""
+    app = typer.Typer(cls=_RootGroup, rich_markup_mode=MARKUP, no_args_is_help=True)
+
+    @app.callback()
+    def root(
+        debug: Annotated[
+            bool,
+            typer.Option(
+                "--debug", envvar=DEBUG_VARIABLE, help="Show where in the code an error arose."
+            ),
+        ] = False,
+    ) -> None:
+        """Lossless speculative decoding inside Hugging Face generate().
+
+        Every command takes its options from a YAML file too: --config FILE. Status: 0 done,
+        1 failed, 2 wrong usage, 130 stopped by Ctrl-C.
+
+            hf-spec demo
+            hf-spec generate MODEL "Why is the sky blue?" --stats
+            hf-spec chat MODEL --strategy falcon@HEAD
+        """
+
+    return app
+
+
+def load_command(name: str) -> Any:
+    """Import a sub-command; it takes `--config`, as does whatever is below it."""
+    entry = ENTRIES[name]
+    found = getattr(importlib.import_module(entry.module), entry.attribute)
+    app = typer.Typer(add_completion=False, rich_markup_mode=MARKUP)
+    if isinstance(found, typer.Typer):
+        app.add_typer(found, name=name)
+        command = get_command(app).commands[name]  # type: ignore[attr-defined]
+    else:
+        app.command(name)(found)
+        command = get_command(app)
+    add_config_option(command)
+    return command
+
+
+class _Unloaded(TyperCommand):
+    """Stands for a sub-command in help and completion, until it is called."""
+
+
+class _RootGroup(TyperGroup):
+    def __init__(self, **attributes: Any):
+        super().__init__(**attributes)
+        self.commands = {name: _Unloaded(name, help=ENTRIES[name].summary) for name in ENTRIES}
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, command, rest = super().resolve_command(ctx, args)
+        if name is not None:
+            command = load_command(name)
+        return name, command, rest
+
+    def invoke(self, ctx: Any) -> Any:
+        with in_one_sentence(debug=ctx.params["debug"]):
+            return super().invoke(ctx)

@@ -1,0 +1,101 @@
+"""`--config FILE`: options of any command from a YAML file, under those of the command line.
+
+Keys are the names of options without the dashes before them (`max-new-tokens`, or
+`max_new_tokens`), or of arguments in lower case; values are what would stand behind the option: a
+list for one that may be repeated, true or false for a switch.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+from typer.main import get_command
+
+
+def add_config_option(command: Any) -> None:
+    """Let a command, or every command of a group, take `--config`."""
+    below = getattr(command, "commands", None)
+    if below is None:
+        command.params.append(_config_option())
+        return
+    for one in below.values():
+        add_config_option(one)
+
+
+def read_defaults(path: Path, command: Any) -> dict[str, str | list[str]]:
+    """The values of a file for a command, by the name of its parameters, as a user would type them.
+
+    Raises:
+        typer.BadParameter: if the file is no table of known keys with values that fit.
+    """
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise typer.BadParameter(f"{path} cannot be read as YAML: {error}") from error
+    if not isinstance(found, dict):
+        raise typer.BadParameter(f"{path} must be a table of `option: value` lines")
+    known = _parameters(command)
+    defaults = {}
+    for key, value in found.items():
+        name = str(key).replace("_", "-")
+        if name not in known:
+            raise typer.BadParameter(_unknown(path, key, name, list(known), command.name))
+        if value is not None:
+            defaults[known[name].name] = _as_typed(path, key, value, known[name])
+    return defaults
+
+
+def _config_option() -> Any:
+    """The option itself, as typer builds it from a signature."""
+    app = typer.Typer(add_completion=False)
+    app.command()(_carrier)
+    return get_command(app).params[0]
+
+
+def _take(ctx: typer.Context, path: Path | None) -> None:
+    if path is not None:
+        ctx.default_map = read_defaults(path, ctx.command)
+
+
+def _carrier(
+    config: Annotated[
+        Path | None,
+        # Eager: defaults must be known before any other value is looked up.
+        typer.Option(
+            help="YAML file with options of this command; those given here go before.",
+            exists=True,
+            dir_okay=False,
+            is_eager=True,
+            expose_value=False,
+            callback=_take,
+        ),
+    ] = None,
+) -> None: ...
+
+
+def _parameters(command: Any) -> dict[str, Any]:
+    """Every parameter that a file may set, by its key: the longest name it has."""
+    keys = {max(one.opts, key=len).lstrip("-").replace("_", "-"): one for one in command.params}
+    return {key: one for key, one in keys.items() if key not in {"config", "help"}}
+
+
+def _as_typed(path: Path, key: Any, value: Any, parameter: Any) -> str | list[str]:
+    values = value if isinstance(value, list) else [value]
+    if any(isinstance(one, (dict, list)) or one is None for one in values):
+        raise typer.BadParameter(f"{path}: {key} must be a single value or a list of them")
+    texts = [str(one) for one in values]
+    if getattr(parameter, "multiple", False):
+        return texts
+    if isinstance(value, list):
+        raise typer.BadParameter(f"{path}: {key} takes one value, not a list")
+    return texts[0]
+
+
+def _unknown(path: Path, key: Any, name: str, known: list[str], command: str) -> str:
+    near = difflib.get_close_matches(name, known)
+    choice = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(sorted(known))}"
+    return f"{path}: {command} has no option {str(key)!r}; {choice}"

@@ -1,0 +1,56 @@
+"""Text on the terminal as it is generated, accepted draft tokens in a style of their own.
+
+The engine hands on the tokens of a round together: accepted draft tokens, then the target's own.
+Only a round that a stop rule cuts short lacks the latter; then the last token is the one that ends
+the text, which is not shown, for drafts leave room for the target's token under a token limit.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+
+from rich.console import Console
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase
+
+from hf_spec.decoding.streaming import BatchTextStreamer
+
+ACCEPTED_STYLE = "green"
+
+
+class ConsoleStreamer(BatchTextStreamer):
+    """Prints the text of one sequence piece by piece.
+
+    Args:
+        tokenizer: the model's.
+        console: where the text goes.
+        accepted_style: of the accepted draft tokens, a style of rich; the others are plain.
+
+    Attributes:
+        text: all that was generated so far.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, console: Console, accepted_style: str = ""
+    ):
+        super().__init__(tokenizer, self._show, skip_special_tokens=True)
+        self.console = console
+        self.text = ""
+        self._accepted_style = accepted_style
+        self._style = ""
+
+    def put_row(self, row: int, token_ids: list[int]) -> None:
+        """Print the tokens of a round: all but the last are accepted draft tokens."""
+        for style, part in ((self._accepted_style, token_ids[:-1]), ("", token_ids[-1:])):
+            self._style = style
+            if part:
+                super().put_row(row, part)
+
+    def _show(self, row: int, text: str, ended: bool) -> None:
+        self.text += text
+        self.console.print(Text(printable(text), self._style), end="", soft_wrap=True)
+
+
+def printable(text: str) -> str:
+    """`text` without control characters, with which a model could command the terminal."""
+    return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")

@@ -1,0 +1,70 @@
+"""Arguments and options that `generate` and `chat` share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+from hf_spec.bench.contenders import ENTRY
+
+Model = Annotated[str, typer.Argument(help="The target model: folder or Hub id.")]
+Strategy = Annotated[
+    str,
+    typer.Option(help=f"{ENTRY}, such as lookup, falcon@HEAD or tree:max_nodes=24@DRAFT."),
+]
+Assistants = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Folder or Hub id of an adapter or a draft model; repeated, a list (for auto)."
+    ),
+]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Longest output, in tokens.")]
+Sample = Annotated[
+    bool, typer.Option("--sample", help="Draw from the model's distribution; greedy otherwise.")
+]
+Temperature = Annotated[
+    float | None, typer.Option(min=0.01, help="Of --sample; the model's own by default.")
+]
+TopP = Annotated[
+    float | None,
+    typer.Option(min=0, max=1, help="Of --sample: probability mass that is kept."),
+]
+Seed = Annotated[int | None, typer.Option(help="Of --sample, to draw the same again.")]
+Dtype = Annotated[
+    str, typer.Option(help="auto (as stored), float32, bfloat16 or float16.", metavar="DTYPE")
+]
+Device = Annotated[
+    str | None, typer.Option(help="Such as cpu or cuda:1; the first GPU if there is one.")
+]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen.
+
+    Attributes:
+        sample: draw them; the likeliest otherwise.
+        temperature, top_p: None leaves the model's own.
+        seed: of the draws; None draws anew every time.
+    """
+
+    sample: bool = False
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        given = {"--temperature": self.temperature, "--top-p": self.top_p, "--seed": self.seed}
+        useless = [name for name, value in given.items() if value is not None]
+        if useless and not self.sample:
+            raise typer.BadParameter(f"{useless[0]} is of no use to greedy decoding; add --sample")
+
+    def arguments(self) -> dict[str, Any]:
+        """For `generate()`."""
+        given = {"temperature": self.temperature, "top_p": self.top_p}
+        return {
+            "do_sample": self.sample,
+            **{name: value for name, value in given.items() if value is not None},
+        }

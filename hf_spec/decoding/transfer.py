@@ -1,0 +1,76 @@
+"""Copies between the host and a device that hold the host up as little as possible.
+
+A copy from ordinary memory makes the host wait until the device has caught up. What goes to a
+device therefore goes from pinned memory, in one block for a whole step, and nobody waits for it;
+what comes back does so in one block too, which is where the host learns of the step's outcome.
+PyTorch reuses pinned memory only when the device has read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Devices that read pinned memory by themselves; others are sent and asked as PyTorch does it.
+ASYNCHRONOUS = {"cuda"}
+# Where a tensor may begin within a block, in bytes; kernels read some of them in units of 16.
+ALIGNMENT = 16
+
+
+class Block:
+    """Tensors that lie one behind the other in one piece of memory.
+
+    Args:
+        like: their shapes and dtypes.
+        device: where the memory is.
+        pinned: whether a device can read it by itself; host memory only.
+
+    Attributes:
+        tensors: uninitialised.
+    """
+
+    def __init__(self, like: Sequence[Tensor], device: torch.device, pinned: bool = False):
+        sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in like]
+        self._memory = torch.empty(sum(sizes), dtype=torch.uint8, device=device, pin_memory=pinned)
+        self.tensors = [
+            part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for part, tensor in zip(self._memory.split(sizes), like, strict=True)
+        ]
+
+    def fill(self, tensors: Sequence[Tensor]) -> None:
+        """Copy tensors of the host in; to a device in one transfer that nobody waits for."""
+        if self._memory.device.type == "cpu":
+            for mine, tensor in zip(self.tensors, tensors, strict=True):
+                mine.copy_(tensor)
+            return
+        pinned = self._memory.device.type in ASYNCHRONOUS
+        staged = Block(tensors, torch.device("cpu"), pinned)
+        staged.fill(tensors)
+        self._memory.copy_(staged._memory, non_blocking=pinned)
+
+
+def send(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Tensors of the host on a device, in one transfer that nobody waits for.
+
+    Args:
+        tensors: on the host, of any shapes and dtypes.
+        device: the host itself gives them back as they are.
+    """
+    if device.type == "cpu":
+        return list(tensors)
+    block = Block(tensors, device)
+    block.fill(tensors)
+    return block.tensors
+
+
+def fetch(tensor: Tensor) -> list[Any]:
+    """`tensor.tolist()`; waits for the device."""
+    if tensor.device.type not in ASYNCHRONOUS:
+        return tensor.tolist()
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    torch.cuda.current_stream(tensor.device).synchronize()
+    return host.tolist()

@@ -1,0 +1,110 @@
+"""Refusals of models that are spread over processes, where these would not stay in step.
+
+With tensor parallelism every process runs the same generation with its part of every weight. How
+many nodes a forward has follows from the drafts, so processes that draft or draw differently would
+wait for each other for ever; hence what must be alike is compared before the first forward.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from transformers import PreTrainedModel
+from transformers.integrations import is_deepspeed_zero3_enabled
+
+from hf_spec.errors import UnsupportedError
+
+# Last names of the layers whose outputs hold the keys of all heads.
+KEY_LAYERS = ("k_proj", "qkv_proj", "query_key_value")
+
+
+def check_sharding(model: PreTrainedModel) -> None:
+    """Refuse models whose processes cannot generate together.
+
+    Raises:
+        UnsupportedError: names the kind of sharding and what to do instead.
+    """
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return
+    name = type(model).__name__
+    if _is_fully_sharded(model):
+        raise UnsupportedError(
+            f"{name} is sharded by FSDP or ZeRO-3: its processes run different inputs, so they "
+            "would need different numbers of forwards; generate with tp_plan='auto', or with the "
+            "whole model in every process"
+        )
+    plan: Any = getattr(model.config, "distributed_config", None)
+    if getattr(plan, "pp_size", 1) > 1:
+        raise UnsupportedError(f"{name} is cut into a pipeline of processes; use tp_plan='auto'")
+    size, config = tensor_parallel_size(model), model.config.get_text_config()
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    if size > 1 and (heads % size or kv_heads % size) and _cuts_heads(model):
+        raise UnsupportedError(
+            f"{name} has {heads} query heads and {kv_heads} key heads, which {size} processes "
+            "cannot share evenly (plain generate() fails, too); choose another number of processes"
+        )
+
+
+def check_ranks(model: PreTrainedModel, input_ids: Tensor, do_sample: bool) -> None:
+    """Refuse tensor parallelism whose processes were given different inputs or random states.
+
+    Args:
+        model: the target; every process of it must ask.
+        input_ids: (B, L) int64 of this process.
+        do_sample: whether random numbers matter.
+
+    Raises:
+        UnsupportedError: says which of the two differs.
+    """
+    size = tensor_parallel_size(model)
+    if size == 1:
+        return
+    mesh: Any = next(p for p in model.parameters() if hasattr(p, "device_mesh")).device_mesh
+    states = [torch.get_rng_state()] if do_sample else []
+    if do_sample and input_ids.device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(input_ids.device))
+    mine = torch.tensor([_digest([input_ids]), _digest(states)], device=model.device)
+    found = [torch.empty_like(mine) for _ in range(size)]
+    distributed.all_gather(found, mine, group=mesh.get_group())
+    inputs, random_states = torch.stack(found).T.tolist()
+    if len(set(inputs)) > 1:
+        raise UnsupportedError(
+            "the processes of a tensor parallel model were given different input_ids; give every "
+            "one the same"
+        )
+    if len(set(random_states)) > 1:
+        raise UnsupportedError(
+            "sampling with tensor parallelism needs the same random numbers in every process; call "
+            "torch.manual_seed() with one seed in all of them before generate()"
+        )
+
+
+def tensor_parallel_size(model: PreTrainedModel) -> int:
+    """Among how many processes the weights of `model` are cut up; 1 if they are whole."""
+    return getattr(model, "tp_size", None) or 1
+
+
+def _is_fully_sharded(model: PreTrainedModel) -> bool:
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    kinds = (FSDPModule, FullyShardedDataParallel)
+    return is_deepspeed_zero3_enabled() or any(isinstance(m, kinds) for m in model.modules())
+
+
+def _cuts_heads(model: PreTrainedModel) -> bool:
+    return any(
+        name.split(".")[-2] in KEY_LAYERS and hasattr(parameter, "device_mesh")
+        for name, parameter in model.named_parameters()
+        if name.endswith(".weight")
+    )
+
+
+def _digest(tensors: list[Tensor]) -> int:
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(tensor.cpu().contiguous().numpy().tobytes())
+    return int.from_bytes(found.digest()[:8], "big", signed=True)

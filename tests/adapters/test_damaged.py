@@ -1,0 +1,459 @@
+"""Some two hundred damaged adapters: refused with the documented error, and nothing is left behind.
+
+Every one starts as a whole adapter in a folder; a damage changes its files, and `SpecAdapter`, a
+call of `generate`, `model.load_adapter` and `PeftModel.from_pretrained` meet what is left.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from hf_spec import AssistantError, SpecAdapter
+from hf_spec.adapters.folder import CONFIG_NAME, WEIGHTS_NAME
+from tests.adapters.samples import METHODS, PROMPT, fresh_model, plain, sample, save_sample
+from tests.model_watch import count_forwards, snapshot
+
+Damage = Callable[[Path], None]
+
+NAN, INF = float("nan"), float("inf")
+# Values of wrong types and sizes, for any place in a config.
+ODD: list[Any] = [None, "", "x", -1, 0, 2.5, 10**9, 10**30, NAN, INF, True, [], {}, [[[]]]]
+
+
+class Trap:
+    """Leaves a trace when it is unpickled."""
+
+    def __init__(self, path: str):
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.path,)
+
+
+def edit(change: Callable[[dict[str, Any]], Any]) -> Damage:
+    """Change the config as JSON."""
+
+    def damage(folder: Path) -> None:
+        path = folder / CONFIG_NAME
+        config = json.loads(path.read_text())
+        change(config)
+        path.write_text(json.dumps(config))
+
+    return damage
+
+
+def put(value: Any, *path: str) -> Damage:
+    """Set a place of the config to a value."""
+
+    def change(config: dict[str, Any]) -> None:
+        for key in path[:-1]:
+            config = config[key]
+        config[path[-1]] = value
+
+    return edit(change)
+
+
+def drop(*path: str) -> Damage:
+    """Leave a place of the config out."""
+
+    def change(config: dict[str, Any]) -> None:
+        for key in path[:-1]:
+            config = config[key]
+        del config[path[-1]]
+
+    return edit(change)
+
+
+def write(name: str, content: bytes) -> Damage:
+    """Replace a file."""
+    return lambda folder: (folder / name).write_bytes(content) and None
+
+
+def cut(name: str, keep: float) -> Damage:
+    """Keep the first part of a file."""
+
+    def damage(folder: Path) -> None:
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(content[: int(len(content) * keep)])
+
+    return damage
+
+
+def link(name: str, target: str) -> Damage:
+    """Replace a file by a link."""
+
+    def damage(folder: Path) -> None:
+        (folder / name).unlink()
+        (folder / name).symlink_to(target)
+
+    return damage
+
+
+def moved_out(name: str) -> Damage:
+    """A link to the very file, which lies outside."""
+
+    def damage(folder: Path) -> None:
+        outside = folder.parent / f"outside_{name}"
+        (folder / name).rename(outside)
+        (folder / name).symlink_to(outside.resolve())
+
+    return damage
+
+
+def tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Damage:
+    """Change the weights."""
+
+    def damage(folder: Path) -> None:
+        found = load_file(folder / WEIGHTS_NAME)
+        change(found)
+        save_file({n: t.contiguous() for n, t in found.items()}, folder / WEIGHTS_NAME)
+
+    return damage
+
+
+def one(change: Callable[[torch.Tensor], torch.Tensor], place: int) -> Damage:
+    """Change one weight, the `place`-th of those in floats."""
+
+    def damage(found: dict[str, torch.Tensor]) -> None:
+        names = sorted(name for name, tensor in found.items() if tensor.is_floating_point())
+        name = names[place % len(names)]
+        found[name] = change(found[name])
+
+    return tensors(damage)
+
+
+def header(size: int, content: bytes = b"{}") -> bytes:
+    """A safetensors file whose header says it has `size` bytes."""
+    return struct.pack("<Q", size) + content
+
+
+def pickled(name: str) -> Damage:
+    """The weights as a pickle that runs code, instead of the right file or under its name."""
+
+    def damage(folder: Path) -> None:
+        (folder / WEIGHTS_NAME).unlink()
+        torch.save(Trap(str(folder.parent / "executed")), folder / name)
+
+    return damage
+
+
+def fifo(name: str) -> Damage:
+    """A pipe that nobody writes to, on which a reader would wait for ever."""
+
+    def damage(folder: Path) -> None:
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+
+    return damage
+
+
+def folder_for(name: str) -> Damage:
+    """A folder in place of a file."""
+
+    def damage(folder: Path) -> None:
+        (folder / name).unlink()
+        (folder / name).mkdir()
+
+    return damage
+
+
+def noise(seed: int) -> Damage:
+    """A stretch of the weights' header in random bytes."""
+
+    def damage(folder: Path) -> None:
+        drawn = random.Random(seed)
+        content = bytearray((folder / WEIGHTS_NAME).read_bytes())
+        length = struct.unpack("<Q", content[:8])[0]
+        start = drawn.randrange(8, 8 + length // 2)
+        content[start : start + 40] = drawn.randbytes(40)
+        (folder / WEIGHTS_NAME).write_bytes(bytes(content))
+
+    return damage
+
+
+# Damages that any adapter may have. The config says what it is: with one that cannot be read as
+# such, PEFT and transformers do not know that the adapter is one of ours, and raise what they do.
+UNREADABLE: dict[str, Damage] = {
+    "no config": lambda folder: (folder / CONFIG_NAME).unlink(),
+    "config cut": cut(CONFIG_NAME, 0.5),
+    "config empty": write(CONFIG_NAME, b""),
+    "config binary": write(CONFIG_NAME, b"\xff\xfe\x00" * 9),
+    "config a list": write(CONFIG_NAME, b"[1, 2]"),
+    "config a number": write(CONFIG_NAME, b"3"),
+    "config nested deep": write(CONFIG_NAME, b"[" * 200_000),
+    "config a folder": folder_for(CONFIG_NAME),
+    "config a dangling link": link(CONFIG_NAME, "/nowhere/at/all"),
+    "config linked in a ring": link(CONFIG_NAME, CONFIG_NAME),
+    "no type": drop("peft_type"),
+    "unknown type": put("NO_SUCH", "peft_type"),
+    "type of a wrong type": put(["HF_SPEC"], "peft_type"),
+}
+COMMON: dict[str, Damage] = {
+    "config a link out": moved_out(CONFIG_NAME),
+    "config too large": edit(lambda config: config.update(padding="x" * (5 << 20))),
+    "no weights": lambda folder: (folder / WEIGHTS_NAME).unlink(),
+    "weights empty": write(WEIGHTS_NAME, b""),
+    "weights cut": cut(WEIGHTS_NAME, 0.9),
+    "weights cut in the header": cut(WEIGHTS_NAME, 0.01),
+    "weights with more behind": lambda folder: (
+        (folder / WEIGHTS_NAME).open("ab").write(b"more") and None
+    ),
+    "weights a text": write(WEIGHTS_NAME, b"version https://git-lfs.github.com/spec/v1\n"),
+    "header of 2**60": write(WEIGHTS_NAME, header(2**60)),
+    "header of 101 MB": write(WEIGHTS_NAME, header(101 << 20)),
+    "header beyond the file": write(WEIGHTS_NAME, header(1000)),
+    "header no JSON": write(WEIGHTS_NAME, header(4, b"{{{{")),
+    "offsets beyond the file": write(
+        WEIGHTS_NAME, header(57, b'{"a":{"dtype":"F32","shape":[9],"data_offsets":[0,36]}}  ')
+    ),
+    "weights of an odd type": write(
+        WEIGHTS_NAME,
+        header(57, b'{"a":{"dtype":"F8_E8M0","shape":[1],"data_offsets":[0,1]}}') + b"\0",
+    ),
+    "no weight at all": tensors(lambda found: found.clear()),
+    "weights a link out": moved_out(WEIGHTS_NAME),
+    "weights linked to a device": link(WEIGHTS_NAME, "/dev/zero"),
+    "weights linked upwards": link(WEIGHTS_NAME, "../../../../etc/hostname"),
+    "weights a pipe": fifo(WEIGHTS_NAME),
+    "weights a folder": folder_for(WEIGHTS_NAME),
+    "weights a pickle": pickled(WEIGHTS_NAME),
+    "weights a pickle beside": pickled("adapter_model.bin"),
+    "weights a pickle of another name": pickled("weights.pt"),
+    "unknown method": put("../../medusa", "method"),
+    "no method": drop("method"),
+    "no options": drop("options"),
+    "no base": drop("base"),
+    "no fingerprint": drop("base", "fingerprint"),
+    "no hidden size": drop("base", "hidden_size"),
+    "fingerprint short": put([0.1] * 31, "base", "fingerprint"),
+    "fingerprint of NaN": put([NAN] * 32, "base", "fingerprint"),
+    "fingerprint infinite": put([INF] * 32, "base", "fingerprint"),
+    "fingerprint of texts": put(["0.1"] * 32, "base", "fingerprint"),
+    "fingerprint of another": put([0.5] * 32, "base", "fingerprint"),
+    "fingerprint nested": put([[0.1]] * 32, "base", "fingerprint"),
+    "more in the base": put(1, "base", "odd"),
+    **{f"hidden size {v!r:.9}": put(v, "base", "hidden_size") for v in (31, 64, -1, "32", 32.0)},
+    **{f"vocabulary {v!r:.9}": put(v, "base", "vocab_size") for v in (96, 98, 10**12, None)},
+    **{f"layers {v!r:.9}": put(v, "base", "num_layers") for v in (2, 4, True)},
+    **{f"method {v!r:.9}": put(v, "method") for v in (None, 3, [], "")},
+    **{f"options {v!r:.9}": put(v, "options") for v in (None, 3, [], "x", [["a", 1]])},
+    **{f"base {v!r:.9}": put(v, "base") for v in (None, 3, [], "x", {})},
+    **{f"a weight of NaN, {place}": one(lambda t: t * NAN, place) for place in (0, 3)},
+    "a weight infinite": one(lambda t: t.fill_(INF), 1),
+    "a weight of integers": one(lambda t: t.int(), 0),
+    "a weight of bytes": one(lambda t: t.to(torch.uint8), 1),
+    "a weight in float64": one(lambda t: t.double(), 2),
+    "a weight complex": one(lambda t: t.to(torch.complex64), 0),
+    "a weight transposed": one(lambda t: t[None].transpose(0, -1), 1),
+    "a weight too long": one(lambda t: torch.cat([t, t]), 0),
+    "a weight too short": one(lambda t: t[:-1], 2),
+    "a weight without numbers": one(lambda t: t[:0], 0),
+    "a weight too many": tensors(lambda found: found.update(odd=torch.zeros(2))),
+    "a weight with a path for a name": tensors(
+        lambda found: found.update({"../../../tmp/x": torch.zeros(2)})
+    ),
+    "a weight lacking": tensors(lambda found: found.pop(min(found))),
+    "a weight renamed": tensors(lambda found: found.update(odd=found.pop(max(found)))),
+    **{f"noise {seed}": noise(seed) for seed in range(4)},
+}
+
+
+def odd_options(path: tuple[str, ...], allowed: tuple[Any, ...] = ()) -> dict[str, Damage]:
+    """Every odd value at a place of the options, but for those that are of use there."""
+    return {
+        f"{'.'.join(path)} {value!r:.9}": put(value, "options", *path)
+        for value in ODD
+        if not any(value is one or (value == one and type(value) is type(one)) for one in allowed)
+    }
+
+
+OWN: dict[str, dict[str, Damage]] = {
+    "draft": {
+        **odd_options(("num_layers",)),
+        **odd_options(("rank",)),
+        "no rank": drop("options", "rank"),
+        "as many layers as the base": put(3, "options", "num_layers"),
+        "another depth": put(1, "options", "num_layers"),
+        "another rank": put(3, "options", "rank"),
+        "tokens beyond the vocabulary": tensors(
+            lambda found: found.update(vocabulary=found["vocabulary"] + 50)
+        ),
+        "tokens below zero": tensors(
+            lambda found: found.update(vocabulary=found["vocabulary"] - 1)
+        ),
+        "tokens in disorder": tensors(
+            lambda found: found.update(vocabulary=found["vocabulary"].flip(0))
+        ),
+        "tokens twice": tensors(lambda found: found.update(vocabulary=found["vocabulary"] * 0)),
+        "tokens as floats": tensors(
+            lambda found: found.update(vocabulary=found["vocabulary"].float())
+        ),
+        "tokens as a table": tensors(
+            lambda found: found.update(vocabulary=found["vocabulary"][None])
+        ),
+        "no tokens": tensors(lambda found: found.update(vocabulary=found["vocabulary"][:0])),
+    },
+    "disco": {
+        **odd_options(("hidden_size",)),
+        **odd_options(("features",)),
+        "unknown features": put(["top_probs", "../x"], "options", "features"),
+        "another width": put(31, "options", "hidden_size"),
+        "no spread": tensors(lambda found: found.update(std=found["std"] * 0)),
+    },
+    "falcon": {
+        **odd_options(("shape",)),
+        **odd_options(("shape", "block_size")),
+        **odd_options(("shape", "num_layers")),
+        **odd_options(("shape", "recurrent"), (True,)),
+        **odd_options(("shape", "dropout"), (0,)),
+        "more in the shape": put(1, "options", "shape", "odd"),
+        "more layers than the base": put(4, "options", "shape", "num_layers"),
+        "tokens beyond the vocabulary": tensors(
+            lambda found: found.update(vocabulary=torch.tensor([3, 97]))
+        ),
+    },
+    "sdsat": {
+        **odd_options(("mode",)),
+        **odd_options(("diverse",), (True,)),
+        **odd_options(("window",)),
+        **odd_options(("num_adaptive",), (None,)),
+        "an unmerged LoRA": put("lora", "options", "mode"),
+        "embeddings with a LoRA": put("embeddings", "options", "mode"),
+        "a LoRA of no layer": tensors(
+            lambda found: found.update(
+                {
+                    "model.norm.lora_A.weight": torch.zeros(2, 32),
+                    "model.norm.lora_B.weight": torch.zeros(32, 2),
+                }
+            )
+        ),
+    },
+}
+
+# What only drafting looks at, so that loading lets it pass.
+DRAFTING: dict[str, dict[str, Damage]] = {
+    "disco": {
+        **odd_options(("threshold",), (0, 1)),
+        **odd_options(("max_draft_tokens",)),
+        **odd_options(("draft",)),
+        "a draft up the tree": put("../../../../etc", "options", "draft"),
+        "a draft anywhere": put("/etc", "options", "draft"),
+        "a draft at home": put("~/model", "options", "draft"),
+        "a draft that hides it": put("models/../../../x", "options", "draft"),
+        "a draft of more layers": put({"truncated": 9}, "options", "draft"),
+        "a draft of no layers": put({"truncated": "2"}, "options", "draft"),
+    },
+    "falcon": {
+        **odd_options(("tree",), (None,)),
+        **odd_options(("max_depth",), (None, 10**9, 10**30)),
+        **odd_options(("max_nodes",), (None, 10**9, 10**30)),
+        "a tree of a wrong order": put([[0, 0]], "options", "tree"),
+        "a tree deeper than the head": put([[0] * n for n in range(1, 7)], "options", "tree"),
+    },
+}
+
+
+def cases(*tables: dict[str, dict[str, Damage]], common: Any = ()) -> list[Any]:
+    """Parameters of a test: the damages of each method, the common ones dealt out in turn."""
+    found = [
+        pytest.param(METHODS[place % 4], damage, id=f"{METHODS[place % 4]}: {name}")
+        for place, (name, damage) in enumerate(dict(common).items())
+    ]
+    for table in tables:
+        found += [
+            pytest.param(method, damage, id=f"{method}: {name}")
+            for method, damages in table.items()
+            for name, damage in damages.items()
+        ]
+    return found
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return fresh_model()
+
+
+@pytest.fixture
+def untouched(model: PreTrainedModel, tmp_path: Path) -> Iterator[None]:
+    """The model is the same after the test, no forward has run, and nothing was executed."""
+    before, gradients = snapshot(model), [p.requires_grad for p in model.parameters()]
+    modules = [name for name, _ in model.named_modules()]
+    with count_forwards(model) as forwards:
+        yield
+    assert forwards == []
+    assert snapshot(model) == before
+    assert [p.requires_grad for p in model.parameters()] == gradients
+    assert [name for name, _ in model.named_modules()] == modules
+    assert not hasattr(model, "peft_config")
+    assert not (tmp_path / "executed").exists()
+
+
+def refused(call: Callable[[], Any]) -> None:
+    with pytest.raises(AssistantError) as caught:
+        call()
+    assert len(str(caught.value)) > 20, "a sentence"
+
+
+def generate(model: PreTrainedModel, folder: Path, method: str) -> None:
+    model.generate(
+        PROMPT, max_new_tokens=4, spec_strategy=sample(method).strategy, assistant=str(folder)
+    )
+
+
+@pytest.mark.usefixtures("untouched")
+class TestDamaged:
+    @pytest.mark.parametrize(("method", "damage"), cases(common=UNREADABLE))
+    def test_unreadable_configs(
+        self, model: PreTrainedModel, tmp_path: Path, method: str, damage: Damage
+    ) -> None:
+        folder = save_sample(tmp_path / "adapter", method)
+        damage(folder)
+        refused(lambda: SpecAdapter.from_pretrained(folder))
+        refused(lambda: generate(model, folder, method))
+        for load in (model.load_adapter, lambda name: PeftModel.from_pretrained(model, name)):
+            with pytest.raises((OSError, ValueError, KeyError, TypeError, RecursionError)):
+                load(str(folder))
+
+    @pytest.mark.parametrize(("method", "damage"), cases(OWN, common=COMMON))
+    def test_damaged_adapters(
+        self, model: PreTrainedModel, tmp_path: Path, method: str, damage: Damage
+    ) -> None:
+        folder = save_sample(tmp_path / "adapter", method)
+        damage(folder)
+        refused(lambda: generate(model, folder, method))
+        refused(lambda: model.load_adapter(str(folder)))
+        refused(lambda: PeftModel.from_pretrained(model, str(folder)))
+
+    @pytest.mark.parametrize(("method", "damage"), cases(DRAFTING))
+    def test_options_for_drafting(
+        self, model: PreTrainedModel, tmp_path: Path, method: str, damage: Damage
+    ) -> None:
+        folder = save_sample(tmp_path / "adapter", method)
+        damage(folder)
+        refused(lambda: generate(model, folder, method))
+
+
+def test_there_are_two_hundred() -> None:
+    assert len(cases(OWN, DRAFTING, common={**UNREADABLE, **COMMON})) >= 200
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_whole_ones_are_served(model: PreTrainedModel, tmp_path: Path, method: str) -> None:
+    folder = save_sample(tmp_path, method)
+    strategy = sample(method).strategy
+    found = model.generate(
+        PROMPT, max_new_tokens=10, do_sample=False, spec_strategy=strategy, assistant=str(folder)
+    )
+    assert torch.equal(found, plain(model))

@@ -1,0 +1,82 @@
+"""Who takes part, and what is refused before anything runs."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_spec import AssistantError, LookupConfig, OptionError
+from hf_spec.bench.contenders import GREEDY, parse_entry
+from hf_spec.bench.lineup import AssistantFinder, Suite, make_contenders, short_name
+from tests.model_watch import count_forwards
+from tests.tiny_models import build, save_disco_adapter
+
+LOOKUP, TREE, DRAFT = (
+    parse_entry(text) for text in ("lookup", "tree@truncated:2", "draft@truncated:2")
+)
+
+
+def names(model: Any, entries: Any, suite: Suite) -> list[str]:
+    return [contender.name for contender in make_contenders(model, entries, suite, GREEDY)]
+
+
+class TestContenders:
+    def test_others_take_part(self, model: Any) -> None:
+        economize = ["economize lookup"] if importlib.util.find_spec("economize") else []
+        ours = ["lookup", "tree@truncated:2", "draft@truncated:2"]
+        # Both of our strategies have the same draft model, so it is measured once.
+        others = ["transformers lookup", "transformers assistant", *economize]
+        assert names(model, [LOOKUP, TREE, DRAFT], Suite()) == ["plain", *others, *ours]
+
+    def test_two_draft_models_are_two_baselines(self, model: Any) -> None:
+        entries = [TREE, parse_entry("gsd@truncated:1")]
+        found = names(model, entries, Suite())
+        assert [n for n in found if n.startswith("transformers assistant")] == [
+            "transformers assistant",
+            "transformers assistant 2",
+        ]
+
+    def test_economize_cannot_sample(self, model: Any) -> None:
+        assert names(model, [], Suite(temperature=1.0)) == ["plain", "transformers lookup"]
+
+
+class TestRefusals:
+    @pytest.mark.parametrize("knowing", [{"synthetic": (0.5, 3)}, {"oracle": "x"}])
+    def test_sampling_with_known_answers(self, knowing: dict[str, Any]) -> None:
+        with pytest.raises(OptionError, match="choose greedy"):
+            Suite(temperature=1.0, **knowing)
+
+    def test_the_same_entry_twice(self, model: Any) -> None:
+        with pytest.raises(OptionError, match="--strategy a is given 2 times"):
+            names(model, [("a", LookupConfig(), None)] * 2, Suite())
+
+    def test_an_adapter_of_another_model(self, tmp_path: Path, model: Any) -> None:
+        save_disco_adapter(tmp_path, build("gpt2"))
+        entries = [parse_entry(f"disco@{tmp_path}")]
+        with count_forwards(model) as calls, pytest.raises(AssistantError):
+            names(model, entries, Suite())
+        assert not calls
+
+
+def test_a_cut_model_is_made_once(model: Any) -> None:
+    find = AssistantFinder(model)
+    cut, *others = find(["truncated:2", "truncated:2", "some/folder"])
+    assert cut.config.num_hidden_layers == 2
+    assert others[0] is cut
+    assert others[1] == "some/folder"
+    assert find(None) is None
+
+
+@pytest.mark.parametrize(
+    ("entry", "name"),
+    [
+        ("lookup", "lookup"),
+        ("tree:max_nodes=5@a/b/small", "tree:max_nodes=5@small"),
+        ("draft@truncated:2", "draft@truncated:2"),
+    ],
+)
+def test_names_in_tables_are_short(entry: str, name: str) -> None:
+    assert short_name(entry) == name

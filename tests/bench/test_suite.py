@@ -1,0 +1,106 @@
+"""One benchmark: who takes part, what is refused before anything is measured, what comes out."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+
+from hf_spec import OptionError, UnsupportedError
+from hf_spec.bench.contenders import parse_entry
+from hf_spec.bench.lineup import Suite
+from hf_spec.bench.prompts import Prompt
+from hf_spec.bench.suite import Benchmark
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.content }} {% endfor %}"
+    "{% if add_generation_prompt %}the{% endif %}"
+)
+LOOKUP = parse_entry("lookup")
+SHORT: dict[str, Any] = {"new_tokens": 6, "repeats": 1, "baselines": False}
+
+
+def names(benchmark: Benchmark) -> list[str]:
+    return [contender.name for contender in benchmark.contenders]
+
+
+def last(benchmark: Benchmark) -> dict[str, Any]:
+    *_, results = benchmark.run()
+    return json.loads(json.dumps(results.to_dict(command="x")))
+
+
+class TestRefusals:
+    def test_more_rows_than_prompts(
+        self, model: Any, prompts: list[Prompt], tokenizer: Any
+    ) -> None:
+        with pytest.raises(OptionError, match="a batch of 3 rows"):
+            Benchmark(model, tokenizer, prompts, [], Suite(batch_sizes=(1, 3)))
+
+    def test_turns_without_a_template(self, model: Any, tokenizer: Any) -> None:
+        prompts = [Prompt("x", "t", ("a", "b"))]
+        with pytest.raises(UnsupportedError, match="no chat template"):
+            Benchmark(model, tokenizer, prompts, [], Suite(multi_turn=True))
+
+
+class TestResults:
+    def test_a_stored_strategy_is_taken_off(
+        self, model: Any, prompts: list[Prompt], tokenizer: Any
+    ) -> None:
+        model = copy.deepcopy(model)
+        model.generation_config.spec_strategy = "lookup"
+        report = last(Benchmark(model, tokenizer, prompts, [], Suite(**SHORT)))
+        assert {record["stats"] for record in report["records"]} == {None}
+
+    def test_knowing_drafters_do(self, model: Any, prompts: list[Prompt], tokenizer: Any) -> None:
+        suite = Suite(**SHORT, synthetic=(0.5, 3), oracle="truncated:2")
+        benchmark = Benchmark(model, tokenizer, prompts, [], suite)
+        assert names(benchmark) == ["plain", "synthetic, 3 tokens, acceptance 0.5", "oracle"]
+        report = last(benchmark)
+        assert report["synthetic_acceptance"] == 0.5
+        assert all(record["identical"] for record in report["records"])
+
+    def test_two_batch_sizes(self, model: Any, prompts: list[Prompt], tokenizer: Any) -> None:
+        suite = Suite(batch_sizes=(2, 1), new_tokens=6, repeats=2)
+        benchmark = Benchmark(model, tokenizer, prompts, [LOOKUP], suite)
+        ticks: list[int] = []
+        counts = [len(found.records) for found in benchmark.run(lambda: ticks.append(1))]
+        single, batched = len(benchmark.contenders), 2
+        # Prompt by prompt, then the batch, which transformers' and economize's lookups do not take.
+        assert counts == [2 * single, 4 * single, 4 * single + 2 * batched]
+        assert len(ticks) == benchmark.num_runs == counts[-1]
+        report = last(benchmark)
+        assert {r["batch_size"] for r in report["summary"]} == {1, 2}
+        assert all(record["identical"] for record in report["records"])
+        of_batches = {r["contender"] for r in report["records"] if r["batch_size"] == 2}
+        assert of_batches == {"plain", "lookup"}
+        assert (report["command"], report["dtype"], report["prompts"]) == ("x", "float32", 2)
+        assert report["environment"]["threads"] == 1
+
+    def test_conversations(self, model: Any, tokenizer: Any) -> None:
+        tokenizer.chat_template = TEMPLATE
+        prompts = [Prompt("x", "t", ("one two three one two", "a b c"))]
+        suite = Suite(**SHORT, multi_turn=True)
+        benchmark = Benchmark(model, tokenizer, prompts, [LOOKUP], suite)
+        first, second = benchmark.prompts
+        ids = first.encode(tokenizer)
+        output = model.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :]
+        answer = tokenizer.decode(output, skip_special_tokens=True).strip()
+        assert second.history == (("one two three one two", answer),)
+        report = last(benchmark)
+        assert [r["prompt"] for r in report["records"]] == 2 * ["x/1"] + 2 * ["x/2"]
+        assert all(record["identical"] for record in report["records"])
+
+    def test_sampling(self, model: Any, prompts: list[Prompt], tokenizer: Any) -> None:
+        suite = Suite(**SHORT, temperature=1.5)
+        report = last(Benchmark(model, tokenizer, prompts, [LOOKUP], suite))
+        assert {record["identical"] for record in report["records"]} == {None}
+
+    def test_profile_and_step_cost(self, model: Any, prompts: list[Prompt], tokenizer: Any) -> None:
+        suite = Suite(**SHORT, profile=True, step_cost=True)
+        report = last(Benchmark(model, tokenizer, prompts, [LOOKUP], suite))
+        (profile,) = report["profiles"]
+        assert (profile["batch_size"], profile["contender"]) == (1, "lookup")
+        assert profile["seconds"]["verify: forward"] > 0
+        assert len(report["step_cost"]["auto"]["64"]) == 1

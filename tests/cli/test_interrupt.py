@@ -1,0 +1,89 @@
+"""Ctrl-C in real processes: status 130, no traceback, and only whole files."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+from transformers import AutoConfig
+
+from tests.training.cli_files import run, save_model, save_responses
+
+PATIENCE = 300  # seconds; a busy machine takes long to import torch
+
+
+def start(*arguments: Any, **streams: Any) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "hf_spec", *map(str, arguments)]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True, **streams)
+
+
+def wait_for(ready: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
+    end = time.monotonic() + PATIENCE
+    while not ready():
+        assert process.poll() is None, "the process ended too early"
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def interrupt(process: subprocess.Popen[bytes]) -> None:
+    """Press Ctrl-C; the command ends as it should."""
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 130, error.decode()
+    assert b"Traceback" not in error
+
+
+def test_train(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model")
+    responses = save_responses(tmp_path / "responses.jsonl")
+    out = tmp_path / "adapter"
+    where = ("--model", model, "--responses", responses, "--out", out)
+    small = ("--mode", "embeddings", "--batch-tokens", 20, "--epochs", 40, "--dtype", "float32")
+    command = ("train", "sdsat", *where, *small)
+    process = start(*command)
+    checkpoint = out / "training" / "checkpoint.safetensors"
+    wait_for(checkpoint.exists, process)
+    interrupt(process)
+    assert load_file(checkpoint)
+    metrics = (out / "training" / "metrics.jsonl").read_text()
+    assert len([json.loads(line) for line in metrics.splitlines()]) >= 100
+    assert not list(tmp_path.rglob("*.part"))
+    assert not (out / "adapter_model.safetensors").exists()
+    # The same command goes on where it was.
+    result = run(*command)
+    assert result.exit_code == 0, result.output
+    starts = json.loads((out / "training" / "run.json").read_text())["starts"]
+    assert [entry["step"] >= 100 for entry in starts] == [False, True]
+    assert starts[0]["options"]["mode"] == "embeddings"
+    assert starts[0]["options"]["out"] == str(out)
+    assert "train sdsat --model" in starts[0]["command"]
+    assert (out / "adapter_model.safetensors").exists()
+
+
+def test_generate(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model")
+    # Room for a text that does not end before Ctrl-C.
+    config = AutoConfig.from_pretrained(folder)
+    config.max_position_embeddings = 100_000
+    config.save_pretrained(folder)
+    terminal, end = pty.openpty()
+    process = start(
+        *("generate", folder, "ba", "--raw", "--strategy", "none", "--max-new-tokens", 50_000),
+        stdout=end,
+    )
+    os.close(end)
+    try:
+        # The first text on the terminal, long before the last.
+        assert os.read(terminal, 1)
+        interrupt(process)
+    finally:
+        os.close(terminal)

@@ -1,0 +1,202 @@
+"""A GPU that is not there: tensors that are said to be on one, and a log of who waits for it.
+
+Every tensor of the pretended device wraps one on the CPU, where everything is computed. A dispatch
+mode sees each operation and takes down what would hold the host up on a real GPU: reading a value,
+results whose size the device decides, and copies between the two that somebody waits for. The
+kernels' references stand in for the kernels, and nobody looks at what they do inside.
+
+The device is called `meta`, the only one beside the CPU that every build of PyTorch knows.
+"""
+
+from __future__ import annotations
+
+import copy
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import hf_spec_kernels
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from hf_spec.decoding import attention, kv_cache, step_graphs, transfer, verification
+
+DEVICE = torch.device("meta")
+# They hand a value, or a size, to the host.
+READS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2"}
+# `torch.multinomial` reads a value of its own.
+READS |= {"multinomial"}
+
+
+class OnGpu(Tensor):
+    """A tensor of the pretended device."""
+
+    held: Tensor
+
+    @staticmethod
+    def __new__(cls, held: Tensor) -> OnGpu:
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            held.shape,
+            strides=held.stride(),
+            storage_offset=held.storage_offset(),
+            dtype=held.dtype,
+            device=DEVICE,
+        )
+
+    def __init__(self, held: Tensor):
+        self.held = held
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{func} of a tensor on the pretended device, which has ended")
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+
+class FakeGpu(TorchDispatchMode):
+    """Computes on the CPU what is asked of the device.
+
+    Attributes:
+        waits: what holds the host up, by the line of hf_spec that asks for it.
+        sends, fetches: copies to and from the device.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what was taken down."""
+        self.waits: Counter[str] = Counter()
+        self.sends = self.fetches = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = dict(kwargs or {}), func.overloadpacket.__name__
+        there = [t for t in tree_leaves((args, kwargs)) if isinstance(t, OnGpu)]
+        on_gpu = bool(there)
+        if there and name in READS:
+            self._waits(name)
+        if kwargs.get("device") is not None:
+            on_gpu = torch.device(kwargs["device"]) == DEVICE
+            if name == "_to_copy" and on_gpu != bool(there):
+                self._copied(on_gpu, kwargs.get("non_blocking"))
+            kwargs["device"] = torch.device("cpu")
+        elif name == "copy_" and isinstance(args[0], OnGpu) != isinstance(args[1], OnGpu):
+            self._copied(isinstance(args[0], OnGpu), args[2:] or kwargs.get("non_blocking"))
+            on_gpu = isinstance(args[0], OnGpu)
+        elif there and name in {"index", "index_put_", "index_put"}:
+            self._look_at(args[1])
+        kwargs.pop("pin_memory", None)
+        plain_args, plain_kwargs = tree_map(held, (args, kwargs))
+        result = func(*plain_args, **plain_kwargs)
+        # What an operation changed in place is the tensor it was before.
+        known = {id(held(t)): t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+
+        def wrapped(value: Any) -> Any:
+            if not isinstance(value, Tensor) or id(value) in known:
+                return known.get(id(value), value)
+            return OnGpu(value) if on_gpu else value
+
+        return tree_map(wrapped, result)
+
+    def _look_at(self, indices: Any) -> None:
+        for index in indices:
+            if index is not None and index.dtype in {torch.bool, torch.uint8}:
+                self._waits("index by a mask")
+            elif index is not None and not isinstance(index, OnGpu):
+                self._copied(True, False)
+
+    def _copied(self, to_gpu: bool, asynchronous: Any) -> None:
+        self.sends += to_gpu
+        self.fetches += not to_gpu
+        if not asynchronous:
+            self._waits("copy to the device" if to_gpu else "copy from the device")
+
+    def _waits(self, what: str) -> None:
+        frames = traceback.extract_stack()
+        ours = [f for f in frames if "/hf_spec/" in f.filename or "transformers" in f.filename]
+        line = ours[-1] if ours else frames[-4]
+        self.waits[f"{what} at {line.filename.rsplit('/', 1)[-1]}:{line.lineno}"] += 1
+
+
+def held(value: Any) -> Any:
+    """What is computed with in place of a tensor of the device."""
+    return value.held if isinstance(value, OnGpu) else value
+
+
+def on_gpu(module: nn.Module) -> Any:
+    """A copy of a module with its weights on the pretended device."""
+    moved = copy.deepcopy(module)
+    known: dict[int, OnGpu] = {}
+    for part in moved.modules():
+        for tensors in (part._parameters, part._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    tensors[name] = known.setdefault(id(tensor), OnGpu(tensor.detach()))  # type: ignore[assignment]
+    return moved
+
+
+def unseen(op: Callable[..., Any]) -> Callable[..., Any]:
+    """An op of the kernels, run by its reference on what the tensors hold."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        plain_args, plain_kwargs = _map((args, kwargs), held)
+        with torch.utils._python_dispatch._disable_current_modes():
+            result = op(*plain_args, **plain_kwargs)
+        return _map(result, lambda t: OnGpu(t) if isinstance(t, Tensor) else t)
+
+    return run
+
+
+def _map(value: Any, change: Callable[[Any], Any]) -> Any:
+    """`tree_map` that looks into dataclasses too."""
+    if hasattr(value, "__dataclass_fields__"):
+        new = copy.copy(value)
+        for name, part in vars(value).items():
+            object.__setattr__(new, name, _map(part, change))
+        return new
+    if isinstance(value, (list, tuple)):
+        return type(value)(_map(part, change) for part in value)
+    if isinstance(value, dict):
+        return {key: _map(part, change) for key, part in value.items()}
+    return change(value)
+
+
+@contextmanager
+def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
+    """Pretend the device inside the block."""
+    make = torch.tensor
+
+    def tensor(data: Any, *, device: Any = None, **kwargs: Any) -> Tensor:
+        made = make(data, **kwargs)
+        return made if device is None else made.to(device)
+
+    class Stream:
+        def synchronize(self) -> None:
+            """Everything has happened already."""
+
+    gpu = FakeGpu()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "tensor", tensor)
+        patch.setattr(torch.cuda, "current_stream", lambda _: Stream())
+        patch.setattr(transfer, "ASYNCHRONOUS", {DEVICE.type})
+        for module in (attention, kv_cache, step_graphs, verification):
+            patch.setattr(module, "serves", lambda t: isinstance(t, OnGpu) or t.device == DEVICE)
+        for module, name in (
+            (attention, "kv_write"),
+            (attention, "ragged_tree_attention"),
+            (kv_cache, "kv_keep"),
+            (verification, "verify_tree"),
+        ):
+            patch.setattr(module, name, unseen(getattr(hf_spec_kernels, name)))
+        with gpu:
+            yield gpu

@@ -1,0 +1,77 @@
+"""SmolLM2-135M-Instruct: padded batches and continuous batching give each prompt its own answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_spec import BatchTextStreamer, DraftConfig, LookupConfig
+from hf_spec.bench.batches import left_padded
+from hf_spec.bench.prompts import load_prompts
+
+pytestmark = pytest.mark.real
+
+NEW_TOKENS = 24
+PROMPTS = load_prompts(per_task=2)
+DRAFT = Path(__file__).parents[2] / "examples" / "adapters" / "smollm2-135m-draft"
+
+
+@pytest.fixture(scope="module")
+def expected(smollm2: Any) -> list[list[int]]:
+    """Plain `generate()` on each prompt alone."""
+    model, tokenizer = smollm2
+    answers = []
+    for prompt in PROMPTS:
+        ids = prompt.encode(tokenizer)
+        sequence = model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)[0]
+        answers.append(sequence[ids.shape[1] :].tolist())
+    return answers
+
+
+@pytest.mark.parametrize("strategy", ["lookup", "draft", "tree"])
+def test_twelve_prompts_on_four_slots(
+    smollm2: Any, expected: list[list[int]], strategy: str
+) -> None:
+    model, tokenizer = smollm2
+    texts = dict.fromkeys(range(len(PROMPTS)), "")
+
+    def hear(row: int, text: str, ended: bool) -> None:
+        texts[row] += text
+
+    outputs = model.generate_batch(
+        [prompt.encode(tokenizer)[0] for prompt in PROMPTS],
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        max_batch=4,
+        spec_strategy=strategy,
+        assistant=None if strategy == "lookup" else DRAFT,
+        streamer=BatchTextStreamer(tokenizer, hear),
+    )
+    assert [output.generated_tokens for output in outputs.values()] == expected
+    assert list(texts.values()) == tokenizer.batch_decode(expected)
+    assert outputs.spec_stats.accepted_tokens > 0
+
+
+@pytest.mark.parametrize("batching", ["unpadded", "unpadded_kv", "unpadded_input", "padded"])
+def test_every_way_to_pad(smollm2: Any, expected: list[list[int]], batching: str) -> None:
+    model, tokenizer = smollm2
+    batch = left_padded([prompt.encode(tokenizer)[0] for prompt in PROMPTS[:6]])
+    width = batch["input_ids"].shape[1]
+    for config, assistant in (
+        (LookupConfig(batching=batching), None),
+        (DraftConfig(batching=batching), DRAFT),
+    ):
+        sequences = model.generate(
+            **batch,
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            spec_strategy=config,
+            assistant=assistant,
+        )
+        ends = torch.tensor(model.generation_config.eos_token_id)
+        for tokens, answer in zip(sequences[:, width:].tolist(), expected, strict=False):
+            assert tokens[: len(answer)] == answer
+            assert len(answer) == NEW_TOKENS or answer[-1] in ends

@@ -1,0 +1,184 @@
+"""docs/support-matrix.md, made from what the tests are parametrised with.
+
+`python -m tests.support_matrix` writes the page; tests/test_docs.py compares.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from hf_spec.decoding.alibi import uses_alibi
+from hf_spec.decoding.attention import takes_packed
+from hf_spec.errors import UnsupportedError
+from hf_spec.model_checks import check_model
+from tests import tiny_models
+from tests.refusals import jamba, mamba, t5
+from tests.targets import test_half_precision
+from tests.test_identity import STRATEGIES
+from tests.test_refused_architectures import REFUSED
+
+TESTS = Path(__file__).parent
+PAGE = TESTS.parent / "docs" / "support-matrix.md"
+
+# Files of tests/targets with constants KINDS, how weights are kept, and STRATEGIES.
+KEPT_OTHERWISE = ("targets/test_quantised.py", "targets/test_device_map.py")
+PARALLEL = "targets/two_processes.py"
+KINDS = {
+    "8bit": "bitsandbytes, 8 bits",
+    "nf4": "bitsandbytes, 4 bits, NF4",
+    "fp4-nested": "bitsandbytes, 4 bits, FP4, nested",
+    "part": "`device_map`, some layers on disk",
+    "loaded": "the same, loaded with `device_map`",
+    "disk": "all weights on disk",
+    "memory": "all weights offloaded to memory",
+}
+
+TEMPLATE = """# Support matrix
+
+Made by `python -m tests.support_matrix` from the parameters of the tests; another test compares.
+"yes" stands where a test runs the combination, "refused" where a test demands the error; an empty
+cell is not tested. Models are tiny, of random weights, on a CPU; the real ones that are tested are
+SmolLM2-135M-Instruct and Gemma-3-270M. An architecture that is not listed may work: what cannot is
+refused, and [`hf-spec verify`](verify.md) tells.
+
+## Architectures and strategies
+
+{number} architectures, greedy, float32: the tokens of plain `generate()`, on one sequence and on a
+ragged batch with left padding (`tests/test_identity.py`). `none` drafts nothing and has a test of
+its own.
+
+{architectures}
+*Packed*: all rows as one sequence, for models that take an attention function. *Rectangular*: one
+line per row, padded to the longest of the step; keys and values are padded in neither.
+
+## Dtypes
+
+Greedy output beside plain `generate()`, in half precision up to ties of the two largest logits
+(`tests/targets/test_half_precision.py`).
+
+{dtypes}
+## Quantised, offloaded and distributed weights
+
+A Llama on the CPU beside plain `generate()` of the same model: equal up to ties where it is
+quantised, equal otherwise (`tests/targets`). Details and refusals: [targets](targets.md).
+
+{placements}
+Two processes were also compared on {parallel}, with the first three of
+these strategies.
+
+## Refused
+
+Before the first forward, with this sentence (`tests/test_refused_architectures.py`,
+`tests/test_model_checks.py`). What else is refused: [limits](limits.md).
+
+{refused}"""
+
+
+def page() -> str:
+    """The whole page."""
+    others = [name for name in constant(PARALLEL, "ARCHITECTURES") if name != "llama"]
+    return TEMPLATE.format(
+        number=len(tiny_models.ARCHITECTURES),
+        architectures=architectures(),
+        dtypes=dtypes(),
+        placements=placements(),
+        parallel=", ".join(map(code, others)),
+        refused=refused(),
+    )
+
+
+def architectures() -> str:
+    """Architecture x strategy, as the identity tests demand it."""
+    rows = []
+    for name in tiny_models.ARCHITECTURES:
+        model = tiny_models.build(name)
+        served = [tiny_models.is_served(name, strategy) for strategy in STRATEGIES]
+        cells = ["yes" if yes else "refused" for yes in served]
+        rows.append([code(name), type(model).__name__, *about(model), *cells])
+    return table(["architecture", "class", "inputs", "attention", *map(code, STRATEGIES)], rows)
+
+
+def about(model: PreTrainedModel) -> tuple[str, str]:
+    """Layout of the inputs, and what is special about the attention."""
+    config = model.config.get_text_config()
+    special = ["sliding window"] if getattr(config, "sliding_window", None) else []
+    special += ["ALiBi"] if uses_alibi(model) else []
+    return "packed" if takes_packed(model) else "rectangular", ", ".join(special)
+
+
+def dtypes() -> str:
+    """Dtype and architecture x strategy."""
+    half: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for name, dtype, strategy in test_half_precision.CASES:
+        half[str(dtype).removeprefix("torch."), code(name)].add(strategy)
+    adapters = test_half_precision.test_adapters.pytestmark[0].args[1]
+    half["bfloat16", code("llama")].update(adapters)
+    rows = [["float32", "all above", "equal", *tested(STRATEGIES)]]
+    rows += [[*key, "equal up to ties", *tested(half[key])] for key in half]
+    return table(["dtype", "architecture", "output", *map(code, STRATEGIES)], rows)
+
+
+def placements() -> str:
+    """Where and how weights are kept x strategy."""
+    rows = [
+        [KINDS[kind], *tested(constant(file, "STRATEGIES"))]
+        for file in KEPT_OTHERWISE
+        for kind in constant(file, "KINDS")
+    ]
+    rows.append(['`tp_plan="auto"`, two processes', *tested(constant(PARALLEL, "STRATEGIES"))])
+    return table(["weights", *map(code, STRATEGIES)], rows)
+
+
+def refused() -> str:
+    """Architectures that are refused, with the sentence that says so."""
+    models: list[PreTrainedModel] = [make() for make in (t5, mamba, jamba)]
+    for kind, (options, _) in REFUSED.items():
+        with torch.device("meta"):
+            config = AutoConfig.for_model(kind, **options)
+            models.append(AutoModelForCausalLM.from_config(config))
+    rows = [[type(model).__name__, reason(model)] for model in models]
+    return table(["class", "error"], sorted(rows))
+
+
+def reason(model: PreTrainedModel) -> str:
+    """The sentence with which a model is refused."""
+    try:
+        check_model(model)
+    except UnsupportedError as error:
+        return str(error)
+    raise AssertionError(f"{type(model).__name__} is served; take it out of the refusals")
+
+
+def tested(strategies: Collection[str]) -> list[str]:
+    """The cells of a row."""
+    return ["yes" if strategy in strategies else "" for strategy in STRATEGIES]
+
+
+def constant(file: str, name: str) -> Any:
+    """A constant of a test file, which need not be importable: bitsandbytes is optional."""
+    for node in ast.parse((TESTS / file).read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
+            return ast.literal_eval(node.value)
+    raise AssertionError(f"{file} has no constant {name}")
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def code(text: str) -> str:
+    """Monospaced in Markdown."""
+    return f"`{text}`"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,167 @@
+"""bitsandbytes targets in 8 and 4 bits, on the CPU: the output of the quantised model itself."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as T
+from torch import nn
+
+import hf_spec
+from hf_spec import UnsupportedError
+from hf_spec.adapters.folder import BaseModel, save_adapter
+from hf_spec.decoding.cpu_linear import cpu_packing_bytes, fast_cpu_linears
+from hf_spec.models.draft_head import FewTokensHead
+from hf_spec.models.falcon_head import FalconHead, FalconShape
+from hf_spec.models.trained_draft import TrainableDraft
+from hf_spec.placement import dense_copy
+from tests import tiny_models
+from tests.targets.cases import NEW_TOKENS, SEED, assert_same_up_to_ties
+from tests.tiny_models import VOCAB, random_adaptive_tokens, repetitive_prompt, wide_tree
+
+pytest.importorskip("bitsandbytes")
+
+KINDS = ("8bit", "nf4", "fp4-nested")
+STRATEGIES = ("lookup", "draft", "tree", "gsd", "disco", "falcon", "sdsat", "trained draft")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose layers are as wide as a block of 4-bit weights."""
+    torch.manual_seed(0)
+    config = T.LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        initializer_range=0.2,
+    )
+    path = tmp_path_factory.mktemp("dense")
+    T.LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+@cache
+def load(folder: Path, kind: str = "dense", dtype: torch.dtype = torch.float32) -> Any:
+    configs: dict[str, Any] = {
+        "dense": None,
+        "8bit": T.BitsAndBytesConfig(load_in_8bit=True),
+        "nf4": T.BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
+        ),
+        "fp4-nested": T.BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_compute_dtype=torch.float32,
+            bnb_4bit_use_double_quant=True,
+        ),
+    }
+    # The 8-bit layers say in every call that they cast their inputs.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    model = T.AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=configs[kind], dtype=dtype
+    ).eval()
+    model.generation_config.update(pad_token_id=0, eos_token_id=None)
+    return model
+
+
+def prompt_of(folder: Path) -> torch.Tensor:
+    return load(folder).generate(repetitive_prompt(), max_new_tokens=30, do_sample=False)
+
+
+def speculation(folder: Path, model: Any, strategy: str, out: Path) -> dict[str, Any]:
+    """Adapters are made of the dense model and used with the quantised one."""
+    dense = load(folder)
+    torch.manual_seed(SEED)
+    if strategy == "falcon":
+        head = FalconHead(dense, FalconShape(), torch.arange(0, VOCAB, 2))
+        save_adapter(out, head.to_adapter({}))
+        return {"spec_strategy": hf_spec.FalconConfig(tree=wide_tree()), "assistant": out}
+    if strategy == "trained draft":
+        save_adapter(out, TrainableDraft(dense, 2, 4, torch.arange(0, VOCAB, 2)).to_adapter({}))
+        return {"spec_strategy": "tree", "assistant": out}
+    if strategy == "disco":
+        tiny_models.save_disco_adapter(out, dense)
+        return {"spec_strategy": "disco", "assistant": out}
+    if strategy == "sdsat":
+        config = hf_spec.SdsatConfig(tree=wide_tree())
+        return {"spec_strategy": config, "assistant": random_adaptive_tokens(dense)}
+    if strategy == "lookup":
+        return {"spec_strategy": "lookup"}
+    return {"spec_strategy": strategy, "assistant": hf_spec.truncated_draft(model, 2)}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_its_own_output_up_to_ties(kind: str, strategy: str, folder: Path, tmp_path: Path) -> None:
+    model, prompt = load(folder, kind), prompt_of(folder)
+    call = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+    plain = model.generate(prompt, **call)
+    arguments = speculation(folder, model, strategy, tmp_path)
+    output = model.generate(prompt, **call, **arguments, return_dict_in_generate=True)
+    stats = output.spec_stats
+    assert strategy == "lookup" or stats.accepted_tokens > 0
+    assert_same_up_to_ties(model, prompt, plain[0].tolist(), output.sequences[0].tolist())
+
+
+def test_quantisation_changes_the_output(folder: Path) -> None:
+    """Otherwise the tests above would show nothing of the dense model's own."""
+    call = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+    said = {kind: load(folder, kind).generate(prompt_of(folder), **call) for kind in KINDS}
+    dense = load(folder).generate(prompt_of(folder), **call)
+    assert any(tokens.tolist() != dense.tolist() for tokens in said.values())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantised_layers_are_not_packed(kind: str, folder: Path) -> None:
+    model = load(folder, kind)
+    hf_spec.clear_cpu_packing()
+    with fast_cpu_linears(model):
+        changed = {name for name, m in model.named_modules() if "forward" in m.__dict__}
+        assert changed <= {"lm_head"}
+        assert cpu_packing_bytes() <= model.lm_head.weight.nbytes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_know_the_base_by_its_embedding(kind: str, folder: Path) -> None:
+    BaseModel.of(load(folder)).check(load(folder, kind))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dense_copies(kind: str, folder: Path) -> None:
+    """They compute what the quantised layers compute, up to the rounding of their products."""
+    layers = load(folder, kind).model.layers
+    layers[0].mlp.up_proj(torch.zeros(1, 64))
+    copied = dense_copy(layers, torch.float32)
+    for name, module in copied.named_modules():
+        assert type(module) in (nn.Linear, type(layers.get_submodule(name)))
+        assert all(p.dtype == torch.float32 for p in module.parameters())
+    inputs = torch.randn(5, 64)
+    wanted, got = layers[0].mlp.up_proj(inputs), copied[0].mlp.up_proj(inputs)
+    assert (wanted - got).norm() < 0.02 * wanted.norm()
+
+
+def test_a_quantised_head_cannot_be_cut(folder: Path) -> None:
+    layer = load(folder, "8bit").model.layers[0].mlp.up_proj
+    with pytest.raises(UnsupportedError, match="leave embedding and head out"):
+        FewTokensHead(layer, torch.arange(4))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_a_gpu(kind: str, strategy: str, folder: Path, tmp_path: Path) -> None:
+    model = load(folder, kind, torch.bfloat16)
+    assert model.device.type == "cuda"
+    prompt = prompt_of(folder).cuda()
+    call = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+    plain = model.generate(prompt, **call)
+    got = model.generate(prompt, **call, **speculation(folder, model, strategy, tmp_path))
+    assert_same_up_to_ties(model, prompt, plain[0].tolist(), got[0].tolist())

@@ -1,0 +1,95 @@
+"""`tp_plan="auto"` on two processes: what one process says, and the same in both."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.refusals import small_llama
+from tests.targets.cases import SEED, sampled, speculate
+from tests.targets.two_processes import ARCHITECTURES, STRATEGIES, continuous
+from tests.tiny_models import build
+
+ROOT = Path(__file__).parents[2]
+CASES = [
+    (name, strategy)
+    for name in ARCHITECTURES
+    for strategy in (STRATEGIES if name == "llama" else STRATEGIES[:3])
+]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of the two processes found."""
+    folder = tmp_path_factory.mktemp("models")
+    for name in ARCHITECTURES:
+        build(name).save_pretrained(folder / name)
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 24}
+    small_llama(**heads, head_dim=8).save_pretrained(folder / "odd")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    script = ["-m", "tests.targets.two_processes", str(folder)]
+    paths = f"{ROOT}:{ROOT / 'kernels'}"
+    environment = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(
+        [sys.executable, *launcher, *script],
+        check=False,
+        env=environment,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def both(ranks: list[dict[str, Any]], case: str) -> Any:
+    assert ranks[0][case] == ranks[1][case]
+    return ranks[0][case]
+
+
+@pytest.mark.parametrize(("name", "strategy"), CASES)
+def test_greedy(ranks: list[dict[str, Any]], name: str, strategy: str) -> None:
+    found = both(ranks, f"{name} {strategy}")
+    one = speculate(build(name), name, strategy, "ragged")
+    assert found["tokens"] == found["plain"] == one["plain"]
+    assert found["accepted"] == one["accepted"]
+
+
+def test_drafts_were_accepted(ranks: list[dict[str, Any]]) -> None:
+    assert all(ranks[0][f"llama {strategy}"]["accepted"] > 0 for strategy in STRATEGIES)
+
+
+@pytest.mark.parametrize("strategy", ["draft", "tree"])
+def test_one_seed_in_every_process(ranks: list[dict[str, Any]], strategy: str) -> None:
+    """Drafts and acceptance are drawn alike, so the processes stay in step."""
+    torch.manual_seed(SEED)
+    assert both(ranks, f"sampled {strategy}") == sampled(build("llama"), strategy)
+
+
+def test_continuous_batching(ranks: list[dict[str, Any]]) -> None:
+    torch.manual_seed(SEED)
+    assert both(ranks, "continuous") == continuous(build("llama"))
+
+
+@pytest.mark.parametrize(
+    ("case", "match"),
+    [
+        ("seeds", "same random numbers in every process; call torch.manual_seed"),
+        ("inputs", "given different input_ids"),
+        ("auto", "auto measures times, which differ among the processes"),
+        ("falcon", "offloaded or cut up among processes"),
+        ("gated", "use an SDSAT adapter of mode 'embeddings'"),
+        ("heads", "3 query heads and 3 key heads, which 2 processes cannot share evenly"),
+        ("fsdp", "sharded by FSDP or ZeRO-3.* generate with tp_plan='auto'"),
+    ],
+)
+def test_refused_in_every_process(ranks: list[dict[str, Any]], case: str, match: str) -> None:
+    assert re.search(match, both(ranks, case))

@@ -1,0 +1,147 @@
+"""Training on two processes equals training on one; sharing the weights is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from hf_spec import UnsupportedError
+from hf_spec.adapters.folder import CONFIG_NAME, WEIGHTS_NAME
+from hf_spec.training.trainer import TrainSettings, train
+from tests.training.two_processes import ROOT, run_on_one_and_two
+
+# A falcon head and the loop itself have their tests beside those of tests/training.
+START = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+import torch
+from hf_spec.training.responses import Response
+from hf_spec.training.teacher import Example
+from hf_spec.training.trainer import TrainSettings
+from tests.tiny_models import build
+torch.set_num_threads(1)
+responses = [
+    Response(f"p{n}", "t", [5 + n, 4, 6], [7 + (n * m) % 50 for m in range(5 + n % 4)])
+    for n in range(20)
+]
+run = TrainSettings(epochs=2, accumulate=2, batch_tokens=40, learning_rate=0.01)
+folder = Path(sys.argv[1])
+folder.mkdir(exist_ok=True)
+def opinion(response):
+    tokens = torch.tensor([[token, 3] for token in response.response])
+    return Example(response, tokens, torch.tensor([[0.7, 0.3]] * len(tokens)))
+examples = [opinion(response) for response in responses]
+saves = []
+def count(save):
+    def counting(*args, **kwargs):
+        saves.append(1)
+        return save(*args, **kwargs)
+    return counting
+"""
+END = """
+from accelerate import PartialState
+(folder / f"saves{PartialState().process_index}").write_text(str(len(saves)))
+"""
+METHODS = {
+    "draft": """
+from hf_spec.training import draft
+draft.save_adapter = count(draft.save_adapter)
+settings = draft.DraftTrainSettings(num_layers=2, rank=4, vocabulary_size=64, held_back=0.2)
+draft.train_draft(build("llama"), examples, folder, settings, run)
+""",
+    "sdsat": """
+from hf_spec.training import sdsat
+sdsat.save_adapter = count(sdsat.save_adapter)
+settings = sdsat.SdsatTrainSettings(rank=4, held_back=0.2, window=3)
+sdsat.train_sdsat(build("llama"), examples, folder, settings, run)
+""",
+    "disco": """
+import hf_spec
+from hf_spec.training import disco
+disco.save_adapter = count(disco.save_adapter)
+settings = disco.DiscoTrainSettings(max_epochs=3, batch_size=64)
+model = build("llama")
+disco.train_disco(model, hf_spec.truncated_draft(model, 2), responses, folder, settings)
+""",
+}
+PORTS = {"draft": 29631, "sdsat": 29633, "disco": 29635}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_two_processes_equal_one(method: str, tmp_path: Path) -> None:
+    one, two = run_on_one_and_two(START + METHODS[method] + END, tmp_path, PORTS[method])
+    expected, found = (load_file(folder / WEIGHTS_NAME) for folder in (one, two))
+    assert expected.keys() == found.keys()
+    for name, tensor in expected.items():
+        # Adapters are stored in bfloat16.
+        torch.testing.assert_close(found[name].float(), tensor.float(), rtol=1e-2, atol=1e-4)
+    configs = [json.loads((folder / CONFIG_NAME).read_text()) for folder in (one, two)]
+    assert configs[0]["options"].keys() == configs[1]["options"].keys()
+    assert (two / "saves0").read_text() == (one / "saves0").read_text() == "1"
+    assert (two / "saves1").read_text() == "0"
+
+
+def test_fsdp_is_refused(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\nfrom pathlib import Path\nfrom tests.training.test_trainer import Line\n"
+        "Line().fit(Path(sys.argv[1]))\n"
+    )
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {
+        "PYTHONPATH": str(ROOT),
+        "PATH": "/usr/bin:/bin",
+        "ACCELERATE_USE_FSDP": "true",
+        "ACCELERATE_USE_CPU": "true",
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, *launcher, str(script), str(tmp_path / "out")],
+        check=False,
+        env=environment,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert done.returncode != 0
+    assert "UnsupportedError: the processes are to share the weights (FSDP)" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_weights_that_are_divided_are_refused(tmp_path: Path) -> None:
+    parameter: Any = nn.Parameter(torch.zeros(2))
+    parameter.device_mesh = object()
+    with pytest.raises(UnsupportedError, match="each needs all of the little that is trained"):
+        train(
+            {"p": parameter},
+            lambda _: (parameter.sum(), 1),
+            lambda _: [],
+            TrainSettings(),
+            tmp_path,
+        )
+
+
+@pytest.mark.gpu
+def test_every_process_has_a_gpu_of_its_own(tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    source = """
+import sys
+from pathlib import Path
+from hf_spec.training.cli_common import own_device
+folder = Path(sys.argv[1])
+folder.mkdir(exist_ok=True)
+(folder / str(own_device().index)).touch()
+"""
+    one, two = run_on_one_and_two(source, tmp_path, 29637)
+    assert [path.name for path in one.iterdir()] == ["0"]
+    assert sorted(path.name for path in two.iterdir()) == ["0", "1"]

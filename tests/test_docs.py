@@ -1,0 +1,242 @@
+"""The documentation: links lead somewhere, examples run, made pages and pictures are current."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+import runpy
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+import hf_spec
+from hf_spec.cli.app import ENTRIES, load_command
+from hf_spec.strategies import base
+from tests import support_matrix, tiny_models
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(
+    path.relative_to(ROOT)
+    for path in [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *ROOT.glob("examples/**/*.md")]
+    if "_build" not in path.parts
+)
+
+# Pages whose Python blocks run, one after the other, with a tiny model in place of SmolLM2.
+RUN = ["README.md", "docs/quickstart.md", "docs/your-own-drafter.md"]
+NOT_RUN = "<!-- not run:"
+
+# Pages with a table of all options of a strategy.
+OPTIONS = {
+    "lookup.md": hf_spec.LookupConfig,
+    "gsd.md": hf_spec.GsdConfig,
+    "disco.md": hf_spec.DiscoConfig,
+}
+
+FENCE = re.compile(
+    r"^(?P<mark><!--.*?-->\n)?```(?P<language>\S*).*?\n(?P<code>.*?)^```$", re.M | re.S
+)
+LINK = re.compile(r"\]\((?P<target>[^)\s]+)\)")
+
+
+def read(page: Path | str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def anchors(text: str) -> set[str]:
+    """What links may name behind #: the headings, as GitHub writes them."""
+    headings = re.findall(r"^#+ +(.*)$", FENCE.sub("", text), re.M)
+    words = [re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings]
+    return {word.strip().replace(" ", "-") for word in words}
+
+
+def broken_links(page: Path) -> list[str]:
+    broken = []
+    for target in LINK.findall(FENCE.sub("", read(page))):
+        name, _, anchor = target.partition("#")
+        if re.match(r"[a-z]+:", name):
+            continue
+        found = (ROOT / page).parent / name if name else ROOT / page
+        if not found.exists() or (anchor and anchor not in anchors(found.read_text("utf-8"))):
+            broken.append(target)
+    return broken
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_every_relative_link_resolves(page: Path) -> None:
+    assert broken_links(page) == []
+
+
+def test_a_broken_link_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.ROOT", tmp_path)
+    (tmp_path / "a.md").write_text("# A heading, `code`\n[x](b.md) [y](#a-heading-code) [z](#no)\n")
+    assert broken_links(Path("a.md")) == ["b.md", "#no"]
+
+
+def test_every_page_stands_in_a_toctree() -> None:
+    entries = [
+        (path.parent / line).relative_to(DOCS)
+        for path in DOCS.rglob("index.md")
+        for block in FENCE.finditer(path.read_text("utf-8"))
+        if block["language"] == "{toctree}"
+        for line in block["code"].splitlines()
+        if line and not line.startswith(":")
+    ]
+    pages = [path.relative_to(DOCS).with_suffix("") for path in DOCS.rglob("*.md")]
+    left_out = {Path("index")}
+    assert sorted(set(pages) - left_out) == sorted(entries)
+
+
+def commands_of(page: Path) -> list[list[str]]:
+    """Every `hf-spec ...` in shell blocks and code spans, as words without `hf-spec`."""
+    text = read(page)
+    blocks = [block["code"] for block in FENCE.finditer(text) if block["language"] == "bash"]
+    spans = re.findall(r"`(hf-spec [^`]+)`", FENCE.sub("", text).replace("\n", " "))
+    lines = "\n".join([*blocks, *spans]).replace("\\\n", " ").splitlines()
+    found = [re.search(r"\bhf-spec +([^|&#]+)", line) for line in lines]
+    return [shlex.split(match[1]) for match in found if match]
+
+
+def unknown_words(words: list[str]) -> list[str]:
+    """What of a call the command line does not know: sub-commands and options."""
+    if words[0].startswith("-"):
+        return []
+    if words[0] not in ENTRIES:
+        return words[:1]
+    command, words = load_command(words[0]), words[1:]
+    while words and hasattr(command, "commands") and words[0] != "...":
+        if words[0] not in command.commands:
+            return words[:1]
+        command, words = command.commands[words[0]], words[1:]
+    options = {"--help", *(opt for p in command.params for opt in (*p.opts, *p.secondary_opts))}
+    return [word for word in words if word.startswith("--") and word not in options]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_commands_and_options_exist(page: Path) -> None:
+    unknown = [(words, wrong) for words in commands_of(page) if (wrong := unknown_words(words))]
+    assert unknown == []
+
+
+def test_an_unknown_command_is_seen() -> None:
+    assert unknown_words(["fly"]) == ["fly"]
+    assert unknown_words(["train", "eagle"]) == ["eagle"]
+    assert unknown_words(["train", "falcon", "--out", "x", "--speed", "9"]) == ["--speed"]
+
+
+@pytest.fixture(scope="module")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model and its tokenizer, where the examples expect SmolLM2."""
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny_models.build("llama").save_pretrained(folder)
+    tiny_models.tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def names(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the examples may take as given; strategies that they register are forgotten."""
+    monkeypatch.setattr("hf_spec.checkpoints.smollm2_135m_instruct", lambda: tiny_folder)
+    monkeypatch.setattr(base, "_CONFIGS", dict(base._CONFIGS))
+    monkeypatch.setattr(base, "_MAKERS", dict(base._MAKERS))
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+    return {
+        "__name__": "documentation",
+        "hf_spec": hf_spec,
+        "model": AutoModelForCausalLM.from_pretrained(tiny_folder),
+        "tokenizer": tokenizer,
+        "inputs": tokenizer("baceda", return_tensors="pt"),
+        "prompts": [[5, 6, 7, 5, 6], [8, 9]],
+        "documents": ["baceda", "dafe"],
+    }
+
+
+def run_blocks(page: str, names: dict[str, Any]) -> int:
+    """Execute the Python blocks of a page that are not marked; how many there were."""
+    blocks = [block for block in FENCE.finditer(read(page)) if block["language"] == "python"]
+    run = [block for block in blocks if not (block["mark"] or "").startswith(NOT_RUN)]
+    for block in run:
+        line = read(page)[: block.start("code")].count("\n")
+        exec(
+            compile("\n" * line + block["code"], str(ROOT / page), "exec", dont_inherit=True), names
+        )
+    return len(run)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_examples_parse_and_name_what_exists(page: Path) -> None:
+    """Also those that need a real model or an adapter."""
+    for block in FENCE.finditer(read(page)):
+        if block["language"] == "python":
+            ast.parse(block["code"])
+            for name in re.findall(r"\bhf_spec\.([A-Z]\w+|[a-z_]+\()", block["code"]):
+                assert hasattr(hf_spec, name.rstrip("(")), f"hf_spec.{name}"
+
+
+@pytest.mark.parametrize("page", RUN)
+def test_examples_run(page: str, names: dict[str, Any]) -> None:
+    assert run_blocks(page, names) > 0
+
+
+def test_the_drafter_of_the_page_is_lossless_and_is_accepted(names: dict[str, Any]) -> None:
+    run_blocks("docs/your-own-drafter.md", names)
+    model: PreTrainedModel = names["model"]
+    batch = tiny_models.prompts("llama", "ragged")
+    plain = model.generate(**batch, max_new_tokens=16, do_sample=False)
+    output = model.generate(
+        **batch,
+        max_new_tokens=16,
+        do_sample=False,
+        spec_strategy="corpus",
+        assistant=plain.tolist(),
+        return_dict_in_generate=True,
+    )
+    assert output.sequences.tolist() == plain.tolist()
+    assert output.spec_stats.tau > 1
+    with pytest.raises(hf_spec.AssistantError, match="needs assistant="):
+        model.generate(**batch, spec_strategy="corpus", assistant="a folder")
+
+
+@pytest.mark.parametrize("page", OPTIONS)
+def test_tables_of_options_are_complete(page: str) -> None:
+    options = read(f"docs/{page}").partition("| option | default |")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| ([^|]+) \|", options, re.M)
+    said = {
+        name: default.strip("` ") for cell, default in rows for name in re.findall(r"\w+", cell)
+    }
+    fields = dataclasses.fields(OPTIONS[page])
+    assert said == {field.name: json_like(field.default) for field in fields}
+
+
+def json_like(default: Any) -> str:
+    """A default as the tables write it."""
+    return f'"{default}"' if isinstance(default, str) else str(default)
+
+
+def test_the_support_matrix_is_current() -> None:
+    tested_with = re.search(r"^transformers==(.*)$", read("constraints.txt"), re.M)
+    assert tested_with is not None
+    if transformers.__version__ != tested_with[1]:
+        pytest.skip(f"the page is made with transformers {tested_with[1]}")
+    assert support_matrix.PAGE.read_text("utf-8") == support_matrix.page(), (
+        "run: python -m tests.support_matrix"
+    )
+
+
+def test_the_drawings_are_current() -> None:
+    made = runpy.run_path(str(DOCS / "drawings.py"))
+    for name, draw in made["DRAWINGS"].items():
+        assert (DOCS / "images" / name).read_text("utf-8") == draw(), "run: python docs/drawings.py"
+
+
+def test_the_citation_names_this_version_and_every_method() -> None:
+    citation = yaml.safe_load(read("CITATION.cff"))
+    assert citation["version"] == hf_spec.__version__
+    cited = {entry["identifiers"][0]["value"] for entry in citation["references"]}
+    assert cited == set(re.findall(r"arXiv:\d{4}\.\d{5}", read("README.md")))
