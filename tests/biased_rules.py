@@ -15,26 +15,32 @@ class NoResidual(ResidualRejection):
     """After a rejection it draws from the target's distribution itself."""
 
     @staticmethod
-    def _judge(tree: Any, node: int, target: Tensor) -> tuple[int, int | None]:
-        for child in tree.host.children[node]:
-            token = tree.host.tokens[child]
-            if float(torch.rand(()) * tree.draft_probs[node, token]) < float(target[token]):
-                return token, child
-        return int(torch.multinomial(target, 1)), None
+    def _judge(tree: Any, nodes: Any, target: Tensor) -> Tensor:
+        return torch.tensor([_first_fit(tree, *one)[0] for one in zip(nodes, target, strict=True)])
 
 
 class SiblingsWithoutUpdate(ResidualRejection):
     """Every sibling is held against the probabilities that were right for the first."""
 
     @staticmethod
-    def _judge(tree: Any, node: int, target: Tensor) -> tuple[int, int | None]:
-        residual = target
-        for child in tree.host.children[node]:
-            token = tree.host.tokens[child]
-            if float(torch.rand(()) * tree.draft_probs[node, token]) < float(target[token]):
-                return token, child
-            residual = (target - tree.draft_probs[node]).clamp(min=0)
-        return int(torch.multinomial(residual, 1)), None
+    def _judge(tree: Any, nodes: Any, target: Tensor) -> Tensor:
+        found = []
+        for node, probs in zip(nodes, target, strict=True):
+            token, accepted = _first_fit(tree, node, probs)
+            if tree.host.children[node] and not accepted:
+                residual = (probs - tree.draft_probs[node]).clamp(min=0)
+                token = int(torch.multinomial(residual, 1))
+            found.append(token)
+        return torch.tensor(found)
+
+
+def _first_fit(tree: Any, node: int, target: Tensor) -> tuple[int, bool]:
+    """The first child that fits the untouched distributions, else a draw from the target's."""
+    for child in tree.host.children[node]:
+        token = tree.host.tokens[child]
+        if float(torch.rand(()) * tree.draft_probs[node, token]) < float(target[token]):
+            return token, True
+    return int(torch.multinomial(target, 1)), False
 
 
 class RedrawnBonus(NodeDraw):

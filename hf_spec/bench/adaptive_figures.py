@@ -58,7 +58,7 @@ def _loop(config: SdsatConfig) -> str:
 def _row(group: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     stats = [record["stats"] for record in group]
     verified = sum(one["counters"].get(name, 0) for one in stats for name in ROUNDS)
-    drafted = sum(one["drafted_tokens"] - one["counters"]["adaptive_nodes"] for one in stats)
+    drafted = sum(one["drafted_tokens"] for one in stats)
     accepted = sum(sum(one["accepted_by_position"]) for one in stats)
     seconds = sum(record["seconds"] for record in group)
     tokens = sum(record["new_tokens"] for record in group)

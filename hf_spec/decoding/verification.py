@@ -154,8 +154,7 @@ class Walk:
     def follow(self, tree: DraftTree, here: dict[int, int]) -> dict[int, tuple[int, int | None]]:
         """Per row what was chosen at its current node, and the child that carries it."""
         assert self.choice is not None, "asked for where all nodes were judged"
-        chosen = {row: (self.choice[node], node) for row, node in here.items()}
-        return {row: (token, tree.host.child(node, token)) for row, (token, node) in chosen.items()}
+        return carried(tree, here, [self.choice[node] for node in here.values()])
 
     def visit(self, here: dict[int, int], paths: dict[int, list[int]]) -> Tensor:
         """(len(here), V) float32 processed scores of the current nodes, kept if anybody asked."""
@@ -199,10 +198,7 @@ class NodeDraw(Verifier):
             tokens = torch.multinomial(scores.softmax(dim=-1), 1)[:, 0].tolist()
         else:
             tokens = scores.argmax(dim=-1).tolist()
-        return {
-            row: (token, tree.host.child(node, token))
-            for (row, node), token in zip(here.items(), tokens, strict=True)
-        }
+        return carried(tree, here, tokens)
 
 
 def _walk_on_device(tree: DraftTree, scores: Tensor, state: GenerationState) -> Verdict:
@@ -232,70 +228,58 @@ class ResidualRejection(Verifier):
     def _begin(self, tree: DraftTree, walk: Walk) -> None:
         if self._at_once(walk.raw, walk.state):
             probs = walk.look_at_all(tree).softmax(dim=-1, dtype=torch.float32)
-            walk.choice = fetch(_judge_all(tree, probs))
+            walk.choice = fetch(self._judge(tree, range(tree.num_nodes), probs))
 
     def _step(
         self, tree: DraftTree, walk: Walk, here: dict[int, int], paths: dict[int, list[int]]
     ) -> dict[int, tuple[int, int | None]]:
         if walk.choice is not None:
             return walk.follow(tree, here)
-        target_probs = walk.visit(here, paths).softmax(dim=-1)
-        return {
-            row: self._judge(tree, node, probs)
-            for (row, node), probs in zip(here.items(), target_probs, strict=True)
-        }
+        probs = walk.visit(here, paths).softmax(dim=-1)
+        return carried(tree, here, self._judge(tree, list(here.values()), probs).tolist())
 
     @staticmethod
-    def _judge(tree: DraftTree, node: int, target: Tensor) -> tuple[int, int | None]:
-        children = tree.host.proposals(node)
-        if children:
+    def _judge(tree: DraftTree, nodes: Sequence[int], target: Tensor) -> Tensor:
+        """The rule at some nodes, without waiting for the device.
+
+        Args:
+            tree: with the distributions that its nodes were drawn from.
+            nodes: M of them.
+            target: (M, V) float32, the target's distributions there.
+
+        Returns:
+            (M,) int64, the token that follows each node: that of an accepted child, or a draw.
+        """
+        host = tree.host
+        siblings = [[host.tokens[child] for child in host.proposals(node)] for node in nodes]
+        most = max(map(len, siblings))
+        padded = [[*tokens, *[-1] * (most - len(tokens))] for tokens in siblings]
+        table, places = send([torch.tensor(padded), torch.tensor(nodes)], target.device)
+        chosen = torch.full_like(places, -1)
+        if most:
             assert tree.draft_probs is not None, "sampled drafts carry their distributions"
-            draft = tree.draft_probs[node].to(target.device, copy=True)
-        for child in children:
-            token = tree.host.tokens[child]
-            if float(torch.rand(()) * draft[token]) < float(target[token]):
-                return token, child
+            draft = tree.draft_probs.to(target.device)[places]
+        for tokens in table.unbind(dim=1):
+            undecided = (chosen < 0) & (tokens >= 0)
+            token = tokens.clamp(min=0)[:, None]
+            uniforms = torch.rand(token.shape, device=target.device)
+            fits = (uniforms * draft.gather(1, token) < target.gather(1, token))[:, 0]
+            chosen = torch.where(undecided & fits, tokens, chosen)
+            rejected = (undecided & ~fits)[:, None]
             residual = (target - draft).clamp_(min=0)
-            total = residual.sum()
             # An empty residual means p = q up to rounding: a rejection there has no probability.
-            target = residual / total if total > 0 else target
-            draft[token] = 0
-            rest = draft.sum()
-            draft = draft / rest if rest > 0 else draft
-        return int(torch.multinomial(target, 1)), None
+            target = torch.where(rejected, _normalised(residual, target), target)
+            others = draft.scatter(1, token, 0.0)
+            draft = torch.where(rejected, _normalised(others, others), draft)
+        return torch.where(chosen < 0, draw(target)[:, 0], chosen)
 
 
-def _judge_all(tree: DraftTree, target: Tensor) -> Tensor:
-    """`ResidualRejection` at every node, reached or not, without waiting for the device.
-
-    Args:
-        tree: with the distributions that its nodes were drawn from.
-        target: (N, V) float32, the target's distributions.
-
-    Returns:
-        (N,) int64, the token that follows each node: that of an accepted child, or a draw.
-    """
-    host = tree.host
-    siblings = [[host.tokens[c] for c in host.proposals(node)] for node in range(tree.num_nodes)]
-    most = max(map(len, siblings))
-    padded = [[*tokens, *[-1] * (most - len(tokens))] for tokens in siblings]
-    (table,) = send([torch.tensor(padded, dtype=torch.long)], target.device)
-    chosen = torch.full((tree.num_nodes,), -1, device=target.device)
-    if most:
-        assert tree.draft_probs is not None, "sampled drafts carry their distributions"
-        draft = tree.draft_probs.to(target.device)
-    for tokens in table.unbind(dim=1):
-        undecided = (chosen < 0) & (tokens >= 0)
-        place = tokens.clamp(min=0)[:, None]
-        uniforms = torch.rand(place.shape, device=target.device)
-        fits = (uniforms * draft.gather(1, place) < target.gather(1, place))[:, 0]
-        chosen = torch.where(undecided & fits, tokens, chosen)
-        rejected = (undecided & ~fits)[:, None]
-        residual = (target - draft).clamp_(min=0)
-        target = torch.where(rejected, _normalised(residual, target), target)
-        others = draft.scatter(1, place, 0.0)
-        draft = torch.where(rejected, _normalised(others, others), draft)
-    return torch.where(chosen < 0, draw(target)[:, 0], chosen)
+def carried(
+    tree: DraftTree, here: dict[int, int], tokens: Sequence[int]
+) -> dict[int, tuple[int, int | None]]:
+    """Per row the token that follows its current node, and the child that carries it if any."""
+    pairs = zip(here.items(), tokens, strict=True)
+    return {row: (token, tree.host.child(node, token)) for (row, node), token in pairs}
 
 
 def _normalised(weights: Tensor, otherwise: Tensor) -> Tensor:

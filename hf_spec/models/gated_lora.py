@@ -154,13 +154,16 @@ class GatedLora:
                     f"a layer of class {type(module).__name__} saw {flat.shape[0]} of {num_rows} "
                     "tokens, so a gated LoRA cannot tell which are adaptive; leave the layer out"
                 )
-            source = inputs[0].reshape(num_rows, -1)[rows]
-            change = nn.functional.linear(nn.functional.linear(source.to(down.dtype), down), up)
-            change = change.to(output.dtype)
+            source = inputs[0].reshape(num_rows, -1)[rows].to(down.dtype)
+            narrow = nn.functional.linear(source, down)
             if not torch.is_grad_enabled() and output.is_contiguous():
                 # The output is the layer's own, and nobody has seen it yet.
-                flat[rows] += change
+                if isinstance(rows, slice) and output.dtype == up.dtype:
+                    flat[rows].addmm_(narrow, up.T)
+                else:
+                    flat[rows] += nn.functional.linear(narrow, up).to(output.dtype)
                 return None
+            change = nn.functional.linear(narrow, up).to(output.dtype)
             if isinstance(rows, slice):
                 rows = torch.arange(num_rows, device=flat.device)[rows]
             return flat.index_add(0, rows, change).view_as(output)

@@ -122,7 +122,8 @@ def train_disco(
 
     Args:
         model: the target.
-        draft: the draft model; a name is written into the adapter.
+        draft: the draft model; a name is written into the adapter, that of a folder as seen from
+            `folder`, beside or inside of which it must lie.
         responses: the target's greedy answers.
         folder: receives the adapter.
         settings: what and how.

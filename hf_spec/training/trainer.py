@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, parse_flag_from_env
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -153,11 +153,15 @@ def processes() -> PartialState:
 
 def _check_whole(accelerator: Accelerator, parameters: Sequence[nn.Parameter]) -> None:
     """Refuse what would divide the weights that are trained among the processes."""
-    sharing = {DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM}
+    sharing = [DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM]
+    # On a CPU accelerate passes over what its launcher was told.
+    asked = [kind for kind in sharing if parse_flag_from_env(f"ACCELERATE_USE_{kind.value}")]
+    asked += [kind for kind in sharing if kind is accelerator.distributed_type]
     divided = any(hasattr(parameter, "device_mesh") for parameter in parameters)
-    if accelerator.distributed_type in sharing or divided:
+    if asked or divided:
+        kind = asked[0].value if asked else "tensor parallelism"
         raise UnsupportedError(
-            f"the processes are to share the weights ({accelerator.distributed_type.value}), but "
+            f"the processes are to share the weights ({kind}), but "
             "each needs all of the little that is trained here, and they add up its gradients; "
             "start them with torchrun or accelerate launch --multi_gpu"
         )

@@ -47,7 +47,7 @@ def test_sums_over_prompts_and_repetitions() -> None:
     }
     assert found["two forwards"][2] == pytest.approx(
         {
-            "accept_rate": 24 / 60,
+            "accept_rate": 24 / 100,
             "tau": 24 / 20,
             "loop_ms": 300.0,
             "tokens_per_second": 10.0,

@@ -23,7 +23,12 @@ PATIENCE = 300  # seconds; a busy machine takes long to import torch
 
 def start(*arguments: Any, **streams: Any) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "hf_spec", *map(str, arguments)]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True, **streams)
+    # Whoever runs the tests in the background ignores Ctrl-C, and so would the command.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True, **streams)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def wait_for(ready: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:

@@ -128,7 +128,9 @@ class TestResidualRejection:
 
     def uniforms(self, monkeypatch: pytest.MonkeyPatch, *values: float) -> None:
         drawn = iter(values)
-        monkeypatch.setattr(verification.torch, "rand", lambda *_: torch.tensor(next(drawn)))
+        monkeypatch.setattr(
+            verification.torch, "rand", lambda shape, **_: torch.full(shape, next(drawn))
+        )
 
     @pytest.mark.parametrize(("uniform", "accepted"), [(0.49, True), (0.51, False)])
     def test_accepts_with_the_ratio_of_the_probabilities(

@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from hf_spec import FalconConfig
 from hf_spec.bench.prompts import Prompt, load_prompts
+from hf_spec.models.adaptive_tokens import adaptive_tokens
 from hf_spec.models.falcon_head import FalconHead, FalconShape
 from tests.tiny_models import left_padded
 
@@ -29,6 +31,7 @@ ASSISTANTS = {
     "gsd": ADAPTERS / "smollm2-135m-draft",
     "disco": ADAPTERS / "smollm2-135m-disco",
     "falcon": ADAPTERS / "smollm2-135m-falcon",
+    "sdsat": ADAPTERS / "smollm2-135m-sdsat",
 }
 
 
@@ -85,7 +88,8 @@ def test_ragged_batch(strategy: str, smollm2: Any, batch: tuple[dict[str, Tensor
 
 
 @pytest.mark.parametrize(
-    ("strategy", "tau"), [("draft", 0.4), ("tree", 0.6), ("disco", 0.3), ("falcon", 0.6)]
+    ("strategy", "tau"),
+    [("draft", 0.4), ("tree", 0.6), ("disco", 0.3), ("falcon", 0.6), ("sdsat", 0.25)],
 )
 def test_the_trained_adapters_are_accepted(
     strategy: str, tau: float, smollm2: Any, expected: dict[str, Tensor]
@@ -100,6 +104,18 @@ def test_the_trained_adapters_are_accepted(
     ]
     accepted = sum(one.accepted_tokens for one in stats)
     assert accepted / sum(one.target_forwards for one in stats) > tau
+
+
+@torch.no_grad()
+def test_adaptive_tokens_leave_the_logits_alone(smollm2: Any) -> None:
+    """To the bit, while the adapter hangs on the model."""
+    model, tokenizer = smollm2
+    tokens, _ = adaptive_tokens(model, str(ASSISTANTS["sdsat"]))
+    for prompt in PROMPTS[::4]:
+        ids = prompt.encode(tokenizer)
+        untouched = model(ids).logits
+        with tokens.active(model):
+            assert torch.equal(model(ids).logits, untouched)
 
 
 @pytest.mark.parametrize(

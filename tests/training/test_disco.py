@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_spec import OptionError
+from hf_spec import AssistantError, OptionError
 from hf_spec.adapters.folder import load_adapter
 from hf_spec.models.disco_classifier import DiscoClassifier, draft_features
 from hf_spec.training import answers, disco
@@ -270,9 +270,11 @@ class TestTrain:
     def test_draft_models_are_named_or_not(self, responses: list[Response], tmp_path: Path) -> None:
         model, draft = build("llama"), copy.deepcopy(draft_model("llama"))
         draft.save_pretrained(tmp_path / "small")
-        folder = tmp_path / "deep" / "a"
-        named = train_disco(model, str(tmp_path / "small"), responses, folder, SETTINGS)
-        assert named.options["draft"] == "../../small"
+        small = str(tmp_path / "small")
+        named = train_disco(model, small, responses, tmp_path / "a", SETTINGS)
+        assert named.options["draft"] == "../small"
+        with pytest.raises(AssistantError, match="neither a folder beside it"):
+            train_disco(model, small, responses, tmp_path / "deep" / "a", SETTINGS)
         unnamed = train_disco(model, draft, responses, tmp_path / "b", SETTINGS)
         assert unnamed.options["draft"] is None
         for name, tensor in named.tensors.items():

@@ -1,0 +1,8 @@
+"""Generates with this adapter: custom_generate=<its repository>, trust_remote_code=True.
+
+Needs the package hf-spec (see requirements.txt), which does the work.
+"""
+
+from hf_spec.adapters.custom_generate import generate
+
+__all__ = ["generate"]
