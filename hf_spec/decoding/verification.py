@@ -254,7 +254,9 @@ class ResidualRejection(Verifier):
         siblings = [[host.tokens[child] for child in host.proposals(node)] for node in nodes]
         most = max(map(len, siblings))
         padded = [[*tokens, *[-1] * (most - len(tokens))] for tokens in siblings]
-        table, places = send([torch.tensor(padded), torch.tensor(nodes)], target.device)
+        table, places = send(
+            [torch.tensor(part, dtype=torch.long) for part in (padded, nodes)], target.device
+        )
         chosen = torch.full_like(places, -1)
         if most:
             assert tree.draft_probs is not None, "sampled drafts carry their distributions"
