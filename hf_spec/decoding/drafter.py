@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +18,19 @@ from hf_spec.decoding.tree import DraftTree, Verdict
 from hf_spec.decoding.verification import NodeDraw, ResidualRejection, Verifier
 from hf_spec.decoding.virtual_tokens import VirtualTokens
 from hf_spec.errors import UnsupportedError
+
+
+class DraftRunner(Protocol):
+    """What runs a drafter's own model.
+
+    Attributes:
+        forwards: forward passes so far.
+    """
+
+    forwards: int
+
+    def active(self) -> AbstractContextManager[Any]:
+        """Make the model ready; it is as it was found when the block ends."""
 
 
 class Drafter(CandidateGenerator, ABC):
@@ -32,7 +45,6 @@ class Drafter(CandidateGenerator, ABC):
 
     Attributes:
         hidden_layers: indices of the target's hidden states that `observe` wants to see.
-        forwards: forward passes of the drafter's own model so far.
         samples: whether drafts are drawn at random; such trees carry `draft_probs`.
         rule: the verifier that judges its trees, while it is active; None for the exact one.
         no_candidates: why it cannot serve transformers' assisted decoding; None if it can.
@@ -41,13 +53,18 @@ class Drafter(CandidateGenerator, ABC):
     """
 
     hidden_layers: tuple[int, ...] = ()
-    forwards: int = 0
     samples: bool = False
     rule: type[Verifier] | None = None
     no_candidates: str | None = None
     virtual_tokens: VirtualTokens | None = None
     counters: Mapping[str, int] = MappingProxyType({})
     _generation: GenerationState | None = None
+    _runner: DraftRunner | None = None
+
+    @property
+    def forwards(self) -> int:
+        """Forward passes of the drafter's own model so far."""
+        return self._runner.forwards if self._runner is not None else 0
 
     def start(self, state: GenerationState) -> None:
         """Begin the generation of `state` and forget an earlier one. Nothing by default."""
@@ -64,14 +81,15 @@ class Drafter(CandidateGenerator, ABC):
 
     @contextmanager
     def active(self, state: GenerationState) -> Iterator[None]:
-        """Hold whatever drafting needs (a draft model made ready), and let go of it.
+        """Hold whatever drafting needs (its own model made ready), and let go of it.
 
         Entered once or more in a generation, always with the same state; the first time starts it.
         """
         if self._generation is not state:
             self._generation = state
             self.start(state)
-        yield
+        with self._runner.active() if self._runner is not None else nullcontext():
+            yield
 
     def make_verifier(self, processors: Sequence[Any], num_rows: int) -> Verifier:
         """The rule that judges this drafter's trees; asked for while the drafter is active.

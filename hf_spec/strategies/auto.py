@@ -119,7 +119,7 @@ class AutoDrafter(Drafter):
         self.virtual_tokens = own[0] if own else None
 
     @property
-    def forwards(self) -> int:  # type: ignore[override]
+    def forwards(self) -> int:
         """Forward passes of all drafters."""
         return sum(source.drafter.forwards for source in self._sources)
 

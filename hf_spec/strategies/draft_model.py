@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import heapq
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 
@@ -161,11 +160,6 @@ class DraftModelDrafter(Drafter):
         self._sent: dict[int, Unmerged] = {}
         self.counters: dict[str, int] = {}
 
-    @property
-    def forwards(self) -> int:  # type: ignore[override]
-        """Forward passes of the draft model."""
-        return self._runner.forwards if self._runner is not None else 0
-
     def start(self, state: GenerationState) -> None:
         """Empty keys and values for every row."""
         self._runner = ModelRunner(self.model, state.num_rows, batching=self.config.batching)
@@ -179,14 +173,6 @@ class DraftModelDrafter(Drafter):
         assert self._runner is not None, "a row restarts after the generation has begun"
         self._runner.restart(row)
         self.policy.restart(row)
-
-    @contextmanager
-    def active(self, state: GenerationState) -> Iterator[None]:
-        """Make the draft model ready; it is as it was found afterwards."""
-        with super().active(state):
-            assert self._runner is not None, "made at the start"
-            with self._runner.active():
-                yield
 
     def draft(self, state: GenerationState) -> DraftTree:
         """One tree per unfinished row, one draft forward per level."""

@@ -12,8 +12,7 @@ The draft depends on committed tokens and features alone, so it is judged by nod
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -155,11 +154,6 @@ class FalconDrafter(Drafter):
         self._roots: list[int] = []
         self.counters: dict[str, int] = {}
 
-    @property
-    def forwards(self) -> int:  # type: ignore[override]
-        """Passes of the head."""
-        return self._runner.forwards if self._runner is not None else 0
-
     def start(self, state: GenerationState) -> None:
         """Rows without pairs."""
         self._runner = HeadRunner(self.head, state.num_rows)
@@ -172,14 +166,6 @@ class FalconDrafter(Drafter):
         """One row without pairs, and a policy that knows nothing of it."""
         self._pairs[row] = self._no_pairs(row)
         self.policy.restart(row)
-
-    @contextmanager
-    def active(self, state: GenerationState) -> Iterator[None]:
-        """Make the head ready; it is as it was found afterwards."""
-        with super().active(state):
-            assert self._runner is not None, "made at the start"
-            with self._runner.active():
-                yield
 
     def draft(self, state: GenerationState) -> DraftTree:
         """One tree per unfinished row, in one pass per k depths over all rows."""
