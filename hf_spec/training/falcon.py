@@ -101,7 +101,9 @@ def train_falcon(
         head.train()
         return acceptance(matches)
 
-    facts = {**asdict(settings), "texts": len(texts), "start": start and str(start.folder)}
+    # By name: the adapter goes to others, whom this machine's folders do not concern.
+    started = start.folder.name if start is not None and start.folder is not None else None
+    facts = {**asdict(settings), "texts": len(texts), "start": started}
     head.train()
     figures = train(parameters, loss, epochs, run, folder / "training", evaluate, facts)
     options = {
