@@ -5,100 +5,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from xml.sax.saxutils import escape
 
+from hf_spec import pictures
 from hf_spec.decoding.graph import TokenGraph
 from hf_spec.decoding.tree import DraftTree
+from hf_spec.pictures import ACCEPTED, PADDING, PALE, REFUSED, ROWS, Canvas
 
 IMAGES = Path(__file__).parent / "images"
-
-INK, PALE, ACCEPTED, REFUSED, PADDING = "#1f2937", "#e5e7eb", "#bbf7d0", "#ffffff", "#fca5a5"
-ROWS = ("#bfdbfe", "#fde68a", "#ddd6fe")
-WIDTH, HEIGHT, GAP_X, GAP_Y = 76, 28, 34, 14
 
 # "the cat sat on" is committed; its last token, the root, is not stored yet.
 WORDS = ["on", "the", "a", "mat", "floor", "chair", "and", "."]
 PARENTS = [-1, 0, 0, 1, 1, 2, 3, 3]
-KEPT = [0, 1, 3, 6]
+KEPT = [1, 3, 6]
 BONUS = "slept"
-
-
-class Canvas:
-    """Shapes of an SVG picture on white ground."""
-
-    def __init__(self, width: int, height: int, title: str):
-        self.parts = [
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-            f'viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="13" '
-            f'fill="{INK}">',
-            f"<title>{escape(title)}</title>",
-            '<defs><marker id="tip" markerWidth="8" markerHeight="8" refX="7" refY="4" '
-            f'orient="auto"><path d="M0 0L8 4L0 8Z" fill="{INK}"/></marker></defs>',
-            f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
-        ]
-
-    def box(
-        self, x: float, y: float, size: tuple[float, float], fill: str, label: str = ""
-    ) -> None:
-        """A rectangle with a centred label."""
-        width, height = size
-        self.parts.append(
-            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="3" '
-            f'fill="{fill}" stroke="{INK}" stroke-width="0.8"/>'
-        )
-        if label:
-            self.text(x + width / 2, y + height / 2 + 4.5, label, "middle")
-
-    def text(self, x: float, y: float, words: str, anchor: str = "start") -> None:
-        """A line of text."""
-        self.parts.append(
-            f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}">{escape(words)}</text>'
-        )
-
-    def arrow(self, start: tuple[float, float], end: tuple[float, float], dashed: bool) -> None:
-        """A line with a tip."""
-        dash = ' stroke-dasharray="5 4"' if dashed else ""
-        self.parts.append(
-            f'<line x1="{start[0]:g}" y1="{start[1]:g}" x2="{end[0]:g}" y2="{end[1]:g}" '
-            f'stroke="{INK}" stroke-width="1.2"{dash} marker-end="url(#tip)"/>'
-        )
-
-    def __str__(self) -> str:
-        return "\n".join([*self.parts, "</svg>", ""])
-
-
-def places(parents: Sequence[int], depths: Sequence[int]) -> list[tuple[float, float]]:
-    """Top left corners of nodes: columns by depth, leaves one below the other."""
-    children: list[list[int]] = [[] for _ in parents]
-    for node, above in enumerate(parents):
-        if above >= 0:
-            children[above].append(node)
-    leaves = [node for node in _depth_first(children) if not children[node]]
-    lines: dict[int, float] = {leaf: line for line, leaf in enumerate(leaves)}
-    # Children stand behind their parents, so from the last node on their lines are known.
-    for node in reversed(range(len(parents))):
-        if children[node]:
-            lines[node] = sum(lines[child] for child in children[node]) / len(children[node])
-    return [
-        (20 + depth * (WIDTH + GAP_X), 48 + lines[node] * (HEIGHT + GAP_Y))
-        for node, depth in enumerate(depths)
-    ]
-
-
-def _depth_first(children: Sequence[Sequence[int]], node: int = 0) -> Iterator[int]:
-    yield node
-    for child in children[node]:
-        yield from _depth_first(children, child)
-
-
-def connect(
-    canvas: Canvas, start: tuple[float, float], end: tuple[float, float], dashed: bool = False
-) -> None:
-    """An arrow from the right side of one node to the left side of another."""
-    middle = HEIGHT / 2
-    canvas.arrow((start[0] + WIDTH, start[1] + middle), (end[0], end[1] + middle), dashed)
 
 
 def example_tree() -> DraftTree:
@@ -108,27 +29,7 @@ def example_tree() -> DraftTree:
 
 def token_tree() -> str:
     """A draft tree after its verification."""
-    tree = example_tree()
-    spots = places(tree.host.parent, tree.host.depth)
-    canvas = Canvas(
-        580, 254, "A draft tree: the accepted path is green, the bonus token follows it"
-    )
-    canvas.text(20, 24, "root: last committed token")
-    canvas.text(240, 24, "draft tokens")
-    for node, above in enumerate(tree.host.parent):
-        if above >= 0:
-            connect(canvas, spots[above], spots[node])
-        fill = ACCEPTED if node in KEPT else REFUSED
-        canvas.box(*spots[node], (WIDTH, HEIGHT), fill, WORDS[node])
-    end = spots[KEPT[-1]]
-    bonus = (end[0] + WIDTH + GAP_X, end[1])
-    connect(canvas, end, bonus, dashed=True)
-    canvas.box(*bonus, (WIDTH, HEIGHT), ROWS[0], BONUS)
-    canvas.text(bonus[0] + WIDTH / 2, bonus[1] - 8, "bonus", "middle")
-    canvas.text(
-        20, 240, f"one forward of the target: {len(KEPT) - 1} draft tokens and a bonus token"
-    )
-    return str(canvas)
+    return str(pictures.token_tree(WORDS, PARENTS, KEPT, BONUS))
 
 
 def ancestor_mask() -> str:
@@ -201,21 +102,10 @@ def graph_merge() -> str:
     ]
     for father, word, probability in drafted:
         graph.add(father, words.index(word), probability)
-    spots = places(graph.fathers, graph.depth)
-    canvas = Canvas(580, 200, "A token graph: a merge edge leads to a run that is drafted once")
-    canvas.text(20, 24, "merge_length=1: what follows 'quick brown' is drafted once")
-    for node, edges in enumerate(graph.edges):
-        for child, _ in edges:
-            connect(canvas, spots[node], spots[child], dashed=graph.fathers[child] != node)
-    for node, spot in enumerate(spots):
-        canvas.box(*spot, (WIDTH, HEIGHT), REFUSED, words[graph.tokens[node]])
     sent = len(graph.unmerge(64, 8).tokens) - 1
-    canvas.text(
-        20,
-        188,
-        f"{len(graph) - 1} nodes drafted, {graph.num_merges} merge edge (dashed); "
-        f"as a tree {sent} nodes",
-    )
+    shown = [words[token] for token in graph.tokens]
+    canvas = pictures.token_graph(graph, shown, note=f"as a tree {sent} nodes")
+    canvas.text(20, 24, "merge_length=1: what follows 'quick brown' is drafted once")
     return str(canvas)
 
 

@@ -147,6 +147,7 @@ class DraftModelDrafter(Drafter):
         counters: "draft_nodes", drafted whether or not the target saw them; "merges", edges made
             instead of nodes; "rounds", one per row and draft; "rounds_with_merged_accepted", those
             whose accepted path has a merge edge.
+        graphs: per row the graph of the newest draft.
     """
 
     def __init__(
@@ -159,6 +160,7 @@ class DraftModelDrafter(Drafter):
         self._runner: ModelRunner | None = None
         self._sent: dict[int, Unmerged] = {}
         self.counters: dict[str, int] = {}
+        self.graphs: dict[int, TokenGraph] = {}
 
     def start(self, state: GenerationState) -> None:
         """Empty keys and values for every row."""
@@ -220,7 +222,8 @@ class DraftModelDrafter(Drafter):
         self._runner.keep(kept)
 
     def _count(self, growths: dict[int, _Growth]) -> None:
-        graphs = [growth.graph for growth in growths.values()]
+        self.graphs = {row: growth.graph for row, growth in growths.items()}
+        graphs = self.graphs.values()
         self.counters["rounds"] += len(graphs)
         self.counters["draft_nodes"] += sum(len(graph) - 1 for graph in graphs)
         self.counters["merges"] += sum(graph.num_merges for graph in graphs)

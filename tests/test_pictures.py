@@ -1,0 +1,80 @@
+"""Pictures: every node and edge is drawn, and the padding counted is the one there is."""
+
+from __future__ import annotations
+
+import re
+from xml.etree import ElementTree
+
+import pytest
+
+from hf_spec import pictures
+from hf_spec.decoding.graph import TokenGraph
+from hf_spec.decoding.row_work import BATCHING
+from hf_spec.pictures import ACCEPTED, PADDING, Canvas
+
+
+def boxes(canvas: Canvas, fill: str | None = None) -> int:
+    """Boxes of a colour; the ground is none."""
+    found = re.findall(r'rx="3" fill="([^"]*)"', str(canvas))
+    return len(found) if fill is None else found.count(fill)
+
+
+def test_a_canvas_is_xml_and_shows_itself() -> None:
+    canvas = Canvas(10, 10, "a < b")
+    canvas.box(0, 0, (5, 5), "#ffffff", "<&>")
+    assert ElementTree.fromstring(canvas._repr_svg_()).tag.endswith("svg")
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (" the", "the"),
+        ("\n\n", "↵↵"),
+        ("  ", "␣␣"),
+        ("", "∅"),
+        ("a\nb", "a↵b"),
+        ("internationally", "internati…"),
+    ],
+)
+def test_words_fit_their_boxes(text: str, shown: str) -> None:
+    assert pictures.word(text) == shown
+
+
+def test_a_tree_has_all_nodes_and_the_bonus() -> None:
+    canvas = pictures.token_tree(["r", "a", "b", "c"], [-1, 0, 0, 2], accepted=[2], bonus="d")
+    assert boxes(canvas) == 5
+    assert boxes(canvas, ACCEPTED) == 2
+    assert str(canvas).count("<line") == 4
+    assert str(canvas).count("stroke-dasharray") == 1
+    assert "1 draft token and a bonus token" in str(canvas)
+
+
+def test_the_bonus_stands_beside_refused_children() -> None:
+    """Both follow the same node."""
+    canvas = pictures.token_tree(["r", "a"], [-1, 0], bonus="b")
+    places = re.findall(r'<rect x="(\S+)" y="(\S+)" .* rx="3"', str(canvas))
+    assert len(set(places)) == 3
+
+
+def test_a_graph_has_its_merge_edge() -> None:
+    graph = TokenGraph([9, 0], merge_length=1)
+    for father, token in [(0, 1), (0, 2), (1, 3), (2, 3), (3, 4), (4, 4)]:
+        graph.add(father, token, 0.5)
+    assert graph.num_merges == 1
+    canvas = pictures.token_graph(graph, list("rabccd"), accepted=[1, 3], note="and a note")
+    assert boxes(canvas) == len(graph) == 6
+    assert boxes(canvas, ACCEPTED) == 3
+    assert str(canvas).count("stroke-dasharray") == 1
+    assert "5 nodes drafted, 1 merge edge (dashed); and a note" in str(canvas)
+
+
+@pytest.mark.parametrize("batching", BATCHING)
+def test_padding_is_counted(batching: str) -> None:
+    """Three rows send 4, 1 and 2 tokens; they gained 3, 1 and 1, then 1, 2 and 1."""
+    canvas = pictures.padding(batching, [4, 1, 2], [[3, 1, 1], [1, 2, 1]])
+    inputs = 5 if BATCHING[batching].pads_inputs else 0
+    stored = (4 + 2) if BATCHING[batching].pads_kv else 0
+    assert f"inputs: {7 + inputs} places, {inputs} of them padding" in str(canvas)
+    assert f"keys and values: {9 + stored} places, {stored} of them padding" in str(canvas)
+    assert boxes(canvas, PADDING) == inputs + stored
+    assert boxes(canvas) == 16 + inputs + stored
