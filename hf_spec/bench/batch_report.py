@@ -114,29 +114,28 @@ def _padding(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draw speed and padding ratio over the batch size, one line of panels per method."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
+    from matplotlib.figure import Figure
 
     methods = list(dict.fromkeys(row["method"] for row in rows))
-    figure, grid = plt.subplots(
-        len(methods), 2, figsize=(10, 4 * len(methods)), squeeze=False, layout="constrained"
-    )
+    figure = Figure(figsize=(10, 4 * len(methods)), layout="constrained")
+    grid = figure.subplots(len(methods), 2, squeeze=False)
     for (left, right), method in zip(grid, methods, strict=True):
         mine = [row for row in rows if row["method"] == method]
         sizes = [row["batch_size"] for row in mine]
         for mode in MODES:
             left.plot(sizes, [row["ratio"][mode] for row in mine], marker="o", label=mode)
         left.axhline(1.0, color="grey", linewidth=1)
-        left.set(title=method, xlabel="batch size", ylabel="speed relative to plain")
-        left.legend()
+        left.set(title=method, ylabel="speed relative to plain", ylim=(0, None))
         for key, label, style in (
             ("padding_ratio", "measured", "-"),
             ("padding_ratio_model", "model of Appendix B, same accepted length", "--"),
         ):
             right.plot(sizes, [row[key] for row in mine], style, marker="o", label=label)
-        right.set(title=method, xlabel="batch size", ylabel="padding ratio")
-        right.legend()
+        right.set(title=method, ylabel="padding ratio")
+        for axes in (left, right):
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(sizes, map(str, sizes))
+            axes.set_xlabel("batch size")
+            axes.grid(alpha=0.3)
+            axes.legend(frameon=False, fontsize="small")
     figure.savefig(path)
-    plt.close(figure)
