@@ -31,6 +31,7 @@ class Canvas:
     """
 
     def __init__(self, width: int, height: int, title: str):
+        self.title = title
         self.parts = [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
             f'viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="13" '
@@ -69,6 +70,9 @@ class Canvas:
 
     def __str__(self) -> str:
         return "\n".join([*self.parts, "</svg>", ""])
+
+    def __repr__(self) -> str:
+        return f"<{self.title}>"
 
     def _repr_svg_(self) -> str:
         return str(self)
@@ -221,9 +225,16 @@ def _depths(parents: Sequence[int]) -> list[int]:
 def connect(
     canvas: Canvas, start: tuple[float, float], end: tuple[float, float], dashed: bool = False
 ) -> None:
-    """An arrow from the right side of one node to the left side of another."""
-    middle = HEIGHT / 2
-    canvas.arrow((start[0] + WIDTH, start[1] + middle), (end[0], end[1] + middle), dashed)
+    """An arrow from one node to another: rightwards from side to side, else from top to bottom."""
+    if end[0] > start[0]:
+        ends = (start[0] + WIDTH, start[1] + HEIGHT / 2), (end[0], end[1] + HEIGHT / 2)
+    else:
+        down = end[1] > start[1]
+        ends = (
+            (start[0] + WIDTH / 2, start[1] + HEIGHT * down),
+            (end[0] + WIDTH / 2, end[1] + HEIGHT * (not down)),
+        )
+    canvas.arrow(*ends, dashed)
 
 
 def _fitting(spots: Sequence[tuple[float, float]], title: str) -> Canvas:

@@ -23,6 +23,7 @@ def test_a_canvas_is_xml_and_shows_itself() -> None:
     canvas = Canvas(10, 10, "a < b")
     canvas.box(0, 0, (5, 5), "#ffffff", "<&>")
     assert ElementTree.fromstring(canvas._repr_svg_()).tag.endswith("svg")
+    assert repr(canvas) == "<a < b>"
 
 
 @pytest.mark.parametrize(
@@ -66,6 +67,18 @@ def test_a_graph_has_its_merge_edge() -> None:
     assert boxes(canvas, ACCEPTED) == 3
     assert str(canvas).count("stroke-dasharray") == 1
     assert "5 nodes drafted, 1 merge edge (dashed); and a note" in str(canvas)
+
+
+def test_an_edge_that_leads_back_ends_outside_of_the_boxes() -> None:
+    """From the third column up to the second."""
+    graph = TokenGraph([0], merge_length=0)
+    for father, token in [(0, 1), (0, 2), (2, 3), (3, 1)]:
+        graph.add(father, token, 0.5)
+    back = re.search(r"<line (.*) stroke-dasharray", str(pictures.token_graph(graph, "rabc")))
+    assert back is not None
+    ends = dict(re.findall(r'([xy][12])="(\S+)"', back[1]))
+    assert float(ends["x1"]) > float(ends["x2"])
+    assert float(ends["y2"]) == pictures.TOP + pictures.HEIGHT
 
 
 @pytest.mark.parametrize("batching", BATCHING)
