@@ -63,6 +63,7 @@ class Contender:
             counting them needs a call of its own.
         batches: whether it takes more than one row.
         compiles: whether new shapes take minutes, so that it is warmed up at full length.
+        ours: whether it runs in our engine, whose parts can be timed.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Contender:
     prepare: Callable[[Tensor, int, Tensor | None], int | None] | None = None
     batches: bool = True
     compiles: bool = False
+    ours: bool = False
 
 
 def plain(model: PreTrainedModel, settings: Settings = GREEDY) -> Contender:
@@ -169,7 +171,7 @@ def strategy(
         method = {"spec_strategy": config, "assistant": assistant}
         return speculative(model, ids, new_tokens, mask, settings, **method)
 
-    return Contender(name or config.strategy, run)
+    return Contender(name or config.strategy, run, ours=True)
 
 
 def speculative(

@@ -76,4 +76,4 @@ def knowing(model: Any, make_drafter: Callable[[list[list[int]]], Drafter], name
     def prepare(ids: Tensor, new_tokens: int, mask: Tensor | None = None) -> None:
         answers(ids, new_tokens, mask)
 
-    return Contender(name, run, prepare)
+    return Contender(name, run, prepare, ours=True)
