@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation import StoppingCriteriaList, StopStringCriteria
 
-from hf_spec.adapters import peft_type
+from hf_spec.adapters import peft_hook
 from hf_spec.call_checks import Settings, check_arguments, check_settings, check_streamer
 from hf_spec.decoding import attention
 from hf_spec.decoding.batching import ContinuousBatch, as_they_finish
@@ -72,7 +72,7 @@ def enable() -> None:
     if hasattr(generate, _WRAPPED):
         return
     attention.register()
-    peft_type.enable()
+    peft_hook.enable()
     for name, method in (
         ("generate", _wrap(generate)),
         ("generate_batch", _wrap_batch(generate, GenerationMixin.generate_batch)),
@@ -88,7 +88,7 @@ def disable() -> None:
     """Give `GenerationMixin` back as it was; twice is harmless."""
     if not hasattr(GenerationMixin.generate, _WRAPPED):
         return
-    peft_type.disable()
+    peft_hook.disable()
     for name in ("generate", "generate_batch", "generate_batch_iter"):
         original = getattr(vars(GenerationMixin)[name], _WRAPPED)
         if original is None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from accelerate.utils import align_module_device
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from hf_spec.errors import UnsupportedError
@@ -74,8 +73,9 @@ def dense_copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 def _without_tuners(module: nn.Module) -> nn.Module:
     """Take what PEFT put around layers off them again."""
-    if isinstance(module, BaseTunerLayer):
-        return module.get_base_layer()
+    inner = getattr(module, "get_base_layer", None)
+    if callable(inner):
+        return inner()
     for name, child in list(module.named_children()):
         setattr(module, name, _without_tuners(child))
     return module

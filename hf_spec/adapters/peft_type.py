@@ -6,31 +6,26 @@
 An adapter takes no part in the model's forward pass, whose output is the same bit for bit. It hangs
 on the model in a module without weights, where `generate(spec_strategy=...)` finds it. A LoRA
 beside it works as if it were alone.
+
+Importing this module makes PEFT know the type; `peft_hook` sees to it.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 from peft import PeftConfig, PeftType
-from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING, inject_adapter_in_model
-from peft.tuners.tuners_utils import BaseTuner
+from peft.mapping import inject_adapter_in_model
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils import register_peft_method
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.integrations.peft import PeftAdapterMixin
 
-from hf_spec.adapters.folder import PEFT_TYPE, SpecAdapter, is_adapter, load_adapter
-from hf_spec.adapters.layer import LAYER_NAME, SpecLayer, spec_layer
+from hf_spec.adapters.folder import PEFT_TYPE, SpecAdapter, load_adapter
+from hf_spec.adapters.layer import LAYER_NAME, spec_layer
 from hf_spec.errors import AssistantError, SpecError
 from hf_spec.models.assistant import build
-
-# Attribute of the wrapper that holds what it wraps.
-_WRAPPED = "_hf_spec_wrapped"
 
 
 @dataclass
@@ -80,6 +75,46 @@ class SpecPeftConfig(PeftConfig):
         return cls.of(
             load_adapter(name, revision=kwargs.get("revision"), token=kwargs.get("token"))
         )
+
+
+class SpecLayer(nn.Module, BaseTunerLayer):
+    """The adapters of a model: PEFT switches them here as it does in a layer of a LoRA.
+
+    Attributes:
+        adapters: by the names that PEFT knows them by.
+    """
+
+    # Not weights: PEFT need not cast, freeze or save them.
+    adapter_layer_names = ()
+    other_param_names = ("adapters",)
+    # It wraps no layer whose they would be.
+    weight = None  # type: ignore[assignment]
+    bias = None  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adapters: dict[str, SpecAdapter] = {}
+        self._active_adapter: list[str] = []
+        self._disable_adapters = False
+        self.merged_adapters: list[str] = []
+
+    @property
+    def active(self) -> list[SpecAdapter]:
+        """The adapters that are switched on."""
+        if self._disable_adapters:
+            return []
+        return [self.adapters[name] for name in self.active_adapters]
+
+    def set_adapter(self, adapter_names: str | list[str], inference_mode: bool = False) -> None:
+        """Choose among the adapters here; a name of none of them, as of a LoRA, changes nothing."""
+        names = [adapter_names] if isinstance(adapter_names, str) else adapter_names
+        known = [name for name in names if name in self.adapters]
+        if known or not names:
+            self._active_adapter = known
+
+    def extra_repr(self) -> str:
+        """Names and methods."""
+        return ", ".join(f"{name}: {adapter.method}" for name, adapter in self.adapters.items())
 
 
 class SpecTuner(BaseTuner):
@@ -151,74 +186,19 @@ class SpecTuner(BaseTuner):
         return {}
 
 
-def enable() -> None:
-    """Make PEFT know the type, and transformers' `load_adapter` read it; twice is harmless."""
-    if PEFT_TYPE not in PeftType.__members__:
-        _add_member(PEFT_TYPE)
-    if PeftType(PEFT_TYPE) not in PEFT_TYPE_TO_TUNER_MAPPING:
-        register_peft_method(name=PEFT_TYPE.lower(), config_cls=SpecPeftConfig, model_cls=SpecTuner)
-    if not hasattr(PeftAdapterMixin.load_adapter, _WRAPPED):
-        wrapped = _wrap(PeftAdapterMixin.load_adapter)
-        PeftAdapterMixin.load_adapter = wrapped  # type: ignore[method-assign]
+def hang(model: Any, adapter: SpecAdapter, name: str) -> None:
+    """Put `adapter` on `model` as transformers' `load_adapter` puts one.
 
-
-def disable() -> None:
-    """Give transformers' `load_adapter` back as it was; PEFT keeps the type."""
-    original = getattr(PeftAdapterMixin.load_adapter, _WRAPPED, None)
-    if original is not None:
-        PeftAdapterMixin.load_adapter = original  # type: ignore[method-assign]
-
-
-def _add_member(name: str) -> None:
-    """Add a member to PEFT's enum of types, which has no way of its own to take one."""
-    member = str.__new__(PeftType, name)
-    member._name_ = member._value_ = name
-    PeftType._member_names_.append(name)
-    PeftType._member_map_[name] = member
-    PeftType._value2member_map_[name] = member
-    type.__setattr__(PeftType, name, member)
-
-
-def _wrap(original: Any) -> Any:
-    """The original reads files by itself, a pickle too; adapters of ours go past it."""
-
-    @functools.wraps(original)
-    def load_adapter_(
-        self: PreTrainedModel,
-        peft_model_id: Any = None,
-        adapter_name: str | None = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        where = _download_arguments(kwargs)
-        if peft_model_id is None or not is_adapter(peft_model_id, **where):
-            return original(self, peft_model_id, adapter_name, *args, **kwargs)
-        if kwargs.get("is_trainable"):
-            raise AssistantError(_NOT_TRAINED_HERE)
-        _hang(self, load_adapter(peft_model_id, **where), adapter_name or "default")
-        return None
-
-    setattr(load_adapter_, _WRAPPED, original)
-    return load_adapter_
-
-
-def _download_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Revision and token, from where transformers looks for them."""
-    given: dict[str, Any] = {}
-    given.update(getattr(kwargs.get("load_config"), "download_kwargs", None) or {})
-    given.update(kwargs.get("download_kwargs") or {})
-    given.update(kwargs.get("adapter_kwargs") or {})
-    return {name: given.get(name) for name in ("revision", "token")}
-
-
-def _hang(model: Any, adapter: SpecAdapter, name: str) -> None:
+    Raises:
+        AssistantError: if the name is taken or the adapter does not fit.
+    """
     if name in getattr(model, "peft_config", {}):
         raise AssistantError(f"there is an adapter {name!r} already; pass another adapter_name")
     inject_adapter_in_model(SpecPeftConfig.of(adapter), model, name)
     model._hf_peft_config_loaded = True
 
 
-_NOT_TRAINED_HERE = (
+NOT_TRAINED_HERE = (
     "an adapter of hf_spec is not trained through PEFT, as it has no part in the model's forward "
     "pass; use `hf-spec train`"
 )
@@ -231,5 +211,19 @@ def _usable(config: Any) -> SpecAdapter:
             "model.load_adapter(folder) or PeftModel.from_pretrained(model, folder)"
         )
     if not config.inference_mode:
-        raise AssistantError(_NOT_TRAINED_HERE)
+        raise AssistantError(NOT_TRAINED_HERE)
     return config.adapter
+
+
+def _add_member(name: str) -> None:
+    """Add a member to PEFT's enum of types, which has no way of its own to take one."""
+    member = str.__new__(PeftType, name)
+    member._name_ = member._value_ = name
+    PeftType._member_names_.append(name)
+    PeftType._member_map_[name] = member
+    PeftType._value2member_map_[name] = member
+    type.__setattr__(PeftType, name, member)
+
+
+_add_member(PEFT_TYPE)
+register_peft_method(name=PEFT_TYPE.lower(), config_cls=SpecPeftConfig, model_cls=SpecTuner)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from peft import PeftModel
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_spec.adapters.folder import (
@@ -26,17 +25,25 @@ from hf_spec.models.adaptive_tokens import METHOD as SDSAT
 from hf_spec.models.adaptive_tokens import from_adapter as tokens_from_adapter
 from hf_spec.models.disco_classifier import METHOD as DISCO
 from hf_spec.models.disco_classifier import DiscoClassifier
+from hf_spec.models.draft_head import METHOD as DRAFT
 from hf_spec.models.falcon_head import METHOD as FALCON
 from hf_spec.models.falcon_head import FalconHead
-from hf_spec.models.trained_draft import METHOD, draft_from_adapter
 
 Made = TypeVar("Made")
 
 _MADE: WeakKeyDictionary[PreTrainedModel, dict[Hashable, Any]] = WeakKeyDictionary()
 
+
+def _draft_model(adapter: SpecAdapter, target: PreTrainedModel) -> PreTrainedModel:
+    # Its LoRA needs PEFT, which takes long to import.
+    from hf_spec.models.trained_draft import draft_from_adapter
+
+    return draft_from_adapter(adapter, target)
+
+
 # Method -> what makes its module of an adapter and a target.
 BUILDERS: dict[str, Callable[[SpecAdapter, PreTrainedModel], Any]] = {
-    METHOD: draft_from_adapter,
+    DRAFT: _draft_model,
     DISCO: lambda adapter, target: DiscoClassifier.from_adapter(adapter),
     FALCON: FalconHead.from_adapter,
     SDSAT: lambda adapter, target: tokens_from_adapter(target, adapter),
@@ -65,7 +72,7 @@ def resolve_draft_model(
     if isinstance(assistant, (str, os.PathLike)):
         assistant = _load(os.fspath(assistant), target)
     elif isinstance(assistant, SpecAdapter):
-        assistant = build(_of_method(assistant, METHOD), target)
+        assistant = build(_of_method(assistant, DRAFT), target)
     unwrap = getattr(assistant, "get_base_model", None)
     model = unwrap() if callable(unwrap) else assistant
     if not isinstance(model, PreTrainedModel):
@@ -192,9 +199,9 @@ def find_assistant(assistant: Any, target: PreTrainedModel, methods: Collection[
     """
     if isinstance(assistant, (list, tuple)):
         return [None if one is None else find_assistant(one, target, methods) for one in assistant]
-    if isinstance(assistant, PeftModel):
-        mine = active_adapters(assistant.get_base_model())
-        return mine[0] if mine and assistant.peft_type == PEFT_TYPE else assistant
+    unwrap = getattr(assistant, "get_base_model", None)
+    if callable(unwrap) and getattr(assistant, "peft_type", None) == PEFT_TYPE:
+        return next(iter(active_adapters(unwrap())), assistant)
     if assistant is not None:
         return assistant
     fitting = [adapter for adapter in active_adapters(target) if adapter.method in methods]
@@ -241,10 +248,10 @@ def _of_method(adapter: SpecAdapter, method: str) -> SpecAdapter:
 def _load(name: str, target: PreTrainedModel) -> PreTrainedModel:
     def make() -> PreTrainedModel:
         if is_adapter(name):
-            return _build(load_adapter(name, METHOD), target)
+            return _build(load_adapter(name, DRAFT), target)
         return _model(name, target)
 
-    return read_once(target, METHOD, name, make)
+    return read_once(target, DRAFT, name, make)
 
 
 def _model(name: str, target: PreTrainedModel) -> PreTrainedModel:

@@ -22,6 +22,9 @@ from transformers import PreTrainedModel
 from hf_spec.errors import UnsupportedError
 from hf_spec.placement import weight_rows
 
+# Of the adapters that bring such a head.
+METHOD = "draft"
+
 
 class FewTokensHead(nn.Module):
     """The target's head for the tokens of `vocabulary`; every other one gets the logit -inf.

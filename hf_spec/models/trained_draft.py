@@ -14,10 +14,9 @@ from transformers import PreTrainedModel
 
 from hf_spec.adapters.folder import BaseModel, SpecAdapter
 from hf_spec.adapters.reading import check_tensors, read_vocabulary, whole_number
-from hf_spec.models.draft_head import DraftHead
+from hf_spec.models.draft_head import METHOD, DraftHead
 from hf_spec.models.truncated import own_copy, truncated_draft
 
-METHOD = "draft"
 LORA_PREFIX = "lora."
 VOCABULARY = "vocabulary"
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from hf_spec.adapters.layer import LAYER_NAME, SpecLayer, active_adapters, spec_layer
+from hf_spec.adapters.layer import LAYER_NAME, active_adapters, spec_layer
+from hf_spec.adapters.peft_type import SpecLayer
 from tests.adapters.samples import sample
 
 
