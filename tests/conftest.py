@@ -16,6 +16,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from hf_spec.checkpoints import gemma3_270m, smollm2_135m_instruct
+from tests.installed import Built, build, install
 
 
 @pytest.fixture(autouse=True)
@@ -45,3 +46,15 @@ def smollm2() -> tuple[Any, Any]:
 def gemma3() -> tuple[Any, Any]:
     """Gemma-3-270M, base model with a sliding window: (model, tokenizer)."""
     return load_float32(gemma3_270m())
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """The source archive and the wheel."""
+    return build(tmp_path_factory.mktemp("built"))
+
+
+@pytest.fixture(scope="session")
+def programs(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the programs of an environment with the wheel."""
+    return install(built.wheel, tmp_path_factory.mktemp("environment"))

@@ -1,11 +1,16 @@
-"""The packages that setup.cfg names are the ones on disk, and no setting stands in two files."""
+"""What setup.cfg says is what lies on disk, and archive and wheel are whole, light and run."""
 
 from __future__ import annotations
 
 import configparser
+import statistics
+import tarfile
+import zipfile
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+import pytest
+
+from tests.installed import PACKAGES, ROOT, Built, User
 
 
 def read_setup_cfg() -> configparser.ConfigParser:
@@ -22,8 +27,7 @@ def packages_under(folder: Path) -> set[str]:
 
 def test_setup_cfg_names_every_package() -> None:
     named = set(read_setup_cfg()["options"]["packages"].split())
-    roots = ("hf_spec", "kernels/hf_spec_kernels")
-    on_disk = {name for root in roots for name in packages_under(ROOT / root)}
+    on_disk = {name for root in PACKAGES for name in packages_under(ROOT / root)}
     assert named == on_disk
 
 
@@ -39,3 +43,94 @@ def test_every_package_has_an_init() -> None:
 def test_pyproject_leaves_the_package_to_setup_cfg() -> None:
     assert "[project]" not in (ROOT / "pyproject.toml").read_text().splitlines()
     assert not [name for name in read_setup_cfg().sections() if "tool" in name]
+
+
+# Records of measurements stay in the checkout.
+LEFT_OUT = "hf_spec/bench/results/"
+
+
+def files_on_disk() -> set[str]:
+    """Every file of the packages, as an import would find it."""
+    found = set()
+    for root in PACKAGES:
+        folder = ROOT / root
+        for path in folder.rglob("*"):
+            name = path.relative_to(folder.parent).as_posix()
+            if path.is_file() and path.suffix != ".pyc" and not name.startswith(LEFT_OUT):
+                found.add(name)
+    return found
+
+
+class TestBuilt:
+    def test_the_wheel_has_every_file_of_the_packages(self, built: Built) -> None:
+        with zipfile.ZipFile(built.wheel) as wheel:
+            names = set(wheel.namelist())
+        assert {name for name in names if ".dist-info/" not in name} == files_on_disk()
+        assert any(name.endswith("licenses/LICENSE") for name in names)
+
+    def test_the_source_archive_says_what_it_leaves_out(self, built: Built) -> None:
+        with tarfile.open(built.archive) as archive:
+            names = {name.partition("/")[2] for name in archive.getnames()}
+        assert names >= {"LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.cfg"}
+        assert not [name for name in names if name.startswith("tests")]
+
+    def test_the_metadata(self, built: Built) -> None:
+        with zipfile.ZipFile(built.wheel) as wheel:
+            [name] = (name for name in wheel.namelist() if name.endswith("/METADATA"))
+            lines = wheel.read(name).decode().splitlines()
+        config = read_setup_cfg()
+        assert f"Version: {config['metadata']['version']}" in lines
+        extras = {line.split()[1] for line in lines if line.startswith("Provides-Extra:")}
+        assert extras == set(config["options.extras_require"])
+        needed = [line for line in lines if line.startswith("Requires-Dist") and ";" not in line]
+        assert len(needed) == len(config["options"]["install_requires"].split())
+
+
+RUN = """
+import sys, torch, hf_spec, hf_spec_kernels
+from transformers import LlamaConfig, LlamaForCausalLM
+from hf_spec.bench.prompts import load_prompts
+from hf_spec.strategies.published_trees import published_trees
+for package in (hf_spec, hf_spec_kernels):
+    assert package.__file__.startswith(sys.prefix), package.__file__
+assert load_prompts() and published_trees("falcon")
+torch.manual_seed(0)
+config = LlamaConfig(
+    vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+)
+model = LlamaForCausalLM(config).eval()
+prompt = torch.tensor([[5, 6, 7, 5, 6, 7, 5, 6]])
+options = {"max_new_tokens": 8, "do_sample": False}
+found = model.generate(prompt, **options, spec_strategy="lookup")
+assert found.tolist() == model.generate(prompt, **options).tolist()
+"""
+
+# Processor time, on which other work of the machine has little say, and both in one process.
+IMPORT = """
+import sys, time
+start = time.process_time()
+from transformers import GenerationMixin
+middle = time.process_time()
+import hf_spec
+print((time.process_time() - start) / (middle - start))
+print(*{"peft", "bitsandbytes", "matplotlib", "typer", "gguf"} & set(sys.modules))
+"""
+
+
+class TestInstalled:
+    @pytest.fixture
+    def user(self, programs: Path, tmp_path: Path) -> User:
+        return User(programs, tmp_path, {})
+
+    def test_it_runs(self, user: User) -> None:
+        user.python(RUN)
+
+    def test_importing_is_silent_and_cheap(self, user: User) -> None:
+        """Less than 1.5 times what transformers' generation module takes by itself."""
+        ratios = []
+        for _ in range(5):
+            done = user.run("python", "-c", IMPORT)
+            ratio, optional = done.stdout.splitlines()
+            assert optional + done.stderr == ""
+            ratios.append(float(ratio))
+        assert statistics.median(ratios) < 1.5, ratios

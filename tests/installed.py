@@ -1,0 +1,110 @@
+"""The package as users get it: built, and installed where this checkout is not to be found."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import site
+import subprocess
+import sys
+import tarfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+# What a build reads. A copy of it, because a build leaves its own files beside them.
+SOURCES = ("LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.cfg")
+PACKAGES = ("hf_spec", "kernels/hf_spec_kernels")
+# Variables that lead to this checkout, or that these tests set for themselves.
+OWN_VARIABLES = ("HF_HUB_OFFLINE", "PYTHONPATH", "TRITON_INTERPRET")
+
+
+@dataclass(frozen=True)
+class Built:
+    """The files of a release.
+
+    Attributes:
+        archive: the source archive.
+        wheel: built from the archive.
+    """
+
+    archive: Path
+    wheel: Path
+
+
+def build(folder: Path) -> Built:
+    """Build the source archive and, from it, the wheel."""
+    source = folder / "source"
+    ignored = shutil.ignore_patterns("__pycache__")
+    for name in PACKAGES:
+        shutil.copytree(ROOT / name, source / name, ignore=ignored)
+    for name in SOURCES:
+        shutil.copy(ROOT / name, source)
+    archive = _run_backend("build_sdist", source, folder)
+    with tarfile.open(archive) as opened:
+        opened.extractall(folder / "unpacked", filter="data")
+    [unpacked] = (folder / "unpacked").iterdir()
+    return Built(archive, _run_backend("build_wheel", unpacked, folder))
+
+
+def _run_backend(verb: str, source: Path, out: Path) -> Path:
+    code = f"from setuptools import build_meta as b; print(b.{verb}({str(out)!r}))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=source, check=True, capture_output=True, text=True
+    )
+    return out / done.stdout.split()[-1]
+
+
+@dataclass(frozen=True)
+class User:
+    """Somebody in an empty folder, with the wheel in an environment of its own.
+
+    Attributes:
+        programs: folder of the environment's programs.
+        home: where they are started.
+        variables: beside those of this process.
+    """
+
+    programs: Path
+    home: Path
+    variables: dict[str, str]
+
+    def run(self, program: str, *arguments: Any) -> subprocess.CompletedProcess[str]:
+        """Run a program of the environment, which must end with status 0."""
+        known = {name: os.environ[name] for name in os.environ if name not in OWN_VARIABLES}
+        done = subprocess.run(
+            [self.programs / program, *map(str, arguments)],
+            cwd=self.home,
+            env={**known, **self.variables},
+            check=False,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, f"{program} {arguments}: {done.stdout}{done.stderr}"
+        return done
+
+    def hf_spec(self, *arguments: Any) -> str:
+        """What `hf-spec` prints."""
+        return self.run("hf-spec", *arguments).stdout
+
+    def python(self, code: str) -> str:
+        """What a program prints."""
+        return self.run("python", "-c", code).stdout
+
+
+def install(wheel: Path, folder: Path) -> Path:
+    """Make an environment with the wheel; returns the folder of its programs.
+
+    The other packages are those of the environment that runs the tests: installing torch again
+    would take minutes. A line in a .pth file shows the way to them; .pth files that lie there, such
+    as that of an editable install of this checkout, are not read.
+    """
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    programs = folder / "bin"
+    options = ("--no-deps", "--no-index", "--quiet", "--disable-pip-version-check")
+    pip = [sys.executable, "-m", "pip", "--python", programs / "python", "install", *options]
+    subprocess.run([*pip, wheel], check=True)
+    [packages] = folder.glob("lib/python*/site-packages")
+    (packages / "others.pth").write_text("\n".join(site.getsitepackages()) + "\n")
+    return programs
