@@ -1,0 +1,196 @@
+"""What README and documents promise, tried as a new user tries it: with the wheel, from nothing.
+
+Only the commands are used, in an environment that has the package from its wheel and in a folder
+that was empty. Every text is that of plain `generate()` in this process.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_spec.adapters.folder import CONFIG_NAME, STRATEGIES, load_adapter
+from hf_spec.checkpoints import smollm2_135m_instruct
+from tests.adapters.local_hub import LocalHub, local_hub
+from tests.installed import ROOT, User
+
+pytestmark = pytest.mark.real
+
+ADAPTERS = sorted((ROOT / "examples" / "adapters").iterdir())
+PROMPT = "def add(a, b):\n    return a + b\n\ndef subtract(a, b):\n"
+NEW_TOKENS = 16
+TOKEN = "hf_local"
+HUB_NAME = "me/my-head"
+WORDS = ("sun", "moon", "rain", "wind", "snow", "tree", "river", "bird")
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[LocalHub]:
+    with local_hub(TOKEN) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def user(programs: Path, hub: LocalHub, tmp_path_factory: pytest.TempPathFactory) -> User:
+    home = tmp_path_factory.mktemp("home")
+    variables = {
+        # Where float32 gives the same tokens whatever the order of the sums.
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_ENDPOINT": hub.url,
+        "HF_HOME": str(home / "hub"),
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_TOKEN": TOKEN,
+    }
+    return User(programs, home, variables)
+
+
+@pytest.fixture(scope="module")
+def model() -> Path:
+    return smollm2_135m_instruct()
+
+
+@pytest.fixture(scope="module")
+def plain(smollm2: tuple[Any, Any]) -> str:
+    """What the model says by itself behind the prompt."""
+    target, tokenizer = smollm2
+    inputs = tokenizer(PROMPT, return_tensors="pt")
+    output = target.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
+    new = output[0, inputs["input_ids"].shape[1] :]
+    return tokenizer.decode(new, skip_special_tokens=True)
+
+
+@pytest.fixture(scope="module")
+def prompts(user: User) -> Path:
+    """Forty short prompts, some of which a training holds back."""
+    path = user.home / "prompts.jsonl"
+    rows = [
+        {"id": f"p{n}", "task": "words", "turns": [f"Say {WORDS[n % len(WORDS)]} {n} times."]}
+        for n in range(40)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def answers(user: User, model: Path, prompts: Path) -> Path:
+    path = user.home / "answers.jsonl"
+    few = ("--max-new-tokens", 6, "--batch-size", 40, "--dtype", "float32")
+    user.hf_spec("train", "responses", "--model", model, "--prompts", prompts, "--out", path, *few)
+    return path
+
+
+@pytest.fixture(scope="module")
+def head(user: User, model: Path, answers: Path) -> Path:
+    """A Falcon head that knows how these answers begin, with a tree chosen on this machine."""
+    path = user.home / "my-head"
+    small = ("--block-size", 1, "--vocabulary", 512, "--batch-tokens", 256, "--dtype", "float32")
+    user.hf_spec("train", "falcon", "--model", model, "--responses", answers, "--out", path, *small)
+    tree = ("--depth", 2, "--num-ranks", 2, "--max-nodes", 4, "--drafted-nodes", 4)
+    runs = ("--max-answers", 4, "--generations", 1, "--new-tokens", 4, "--repeats", 1)
+    where = ("--model", model, "--adapter", path, "--responses", answers)
+    user.hf_spec("calibrate", "falcon", *where, *tree, *runs)
+    return path
+
+
+@pytest.fixture(scope="module")
+def results(user: User, model: Path, head: Path, prompts: Path) -> Path:
+    path = user.home / "results.json"
+    what = ("--strategy", f"falcon@{head.name}", "--prompts", prompts, "--no-baselines")
+    few = ("--per-task", 1, "--new-tokens", 8, "--repeats", 1)
+    table = user.hf_spec("bench", model, *what, *few, "--out", path)
+    assert "falcon" in table
+    return path
+
+
+@pytest.fixture(scope="module")
+def pushed(user: User, hub: LocalHub, head: Path, results: Path) -> str:
+    """The head on the Hub, with a card that has its figures."""
+    user.hf_spec("card", head.name, "--results", results, "--license", "apache-2.0")
+    address = user.hf_spec("push", head.name, HUB_NAME)
+    assert address.startswith(f"{hub.url}/{HUB_NAME}/commit/")
+    return HUB_NAME
+
+
+def generate(user: User, model: Path, strategy: str) -> dict[str, Any]:
+    options = ("--raw", "--max-new-tokens", NEW_TOKENS, "--json", "--strategy", strategy)
+    return json.loads(user.hf_spec("generate", model, PROMPT, *options))
+
+
+def test_the_demo(user: User) -> None:
+    page = user.hf_spec("demo", "--repeats", 1, "--max-new-tokens", 8)
+    assert "identical" in page
+    assert "NO" not in page
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda path: path.name)
+def test_the_shipped_adapters(user: User, model: Path, plain: str, adapter: Path) -> None:
+    method = json.loads((adapter / CONFIG_NAME).read_text())["method"]
+    found = generate(user, model, f"{STRATEGIES[method]}@{adapter}")
+    assert found["text"] == plain
+    assert found["stats"]["drafted_tokens"] > 0
+
+
+def test_a_trained_adapter_is_whole(user: User, head: Path) -> None:
+    options = load_adapter(head, "falcon").options
+    assert options["training"]["texts"] > 0
+    assert options["calibration"]["choices"]
+    assert (head / "training" / "run.json").is_file()
+    assert not list(user.home.rglob("*.part"))
+
+
+def test_verify(user: User, model: Path, head: Path, prompts: Path) -> None:
+    what = ("--strategy", "lookup", "--strategy", f"falcon@{head.name}", "--prompts", prompts)
+    few = ("--per-task", 1, "--new-tokens", 8, "--sampled-prompts", 1, "--draws", 20)
+    page = user.hf_spec("verify", model, *what, *few, "--out", "report.json")
+    assert page.count("passed") == 2
+    report = json.loads((user.home / "report.json").read_text())
+    assert report["passed"]
+    assert len(report["strategies"]) == 2
+
+
+def test_the_card_has_the_figures(hub: LocalHub, pushed: str) -> None:
+    repository = hub.repositories[pushed]
+    card = repository.commits[repository.branches["main"]]["README.md"].decode()
+    assert "library_name: hf_spec" in card
+    assert "license: apache-2.0" in card
+    assert "| `falcon" in card
+
+
+def test_the_pushed_adapter_by_its_name(user: User, model: Path, pushed: str, plain: str) -> None:
+    found = generate(user, model, f"falcon@{pushed}")
+    assert found["text"] == plain
+    assert found["stats"]["drafted_tokens"] > 0
+    options = ("--raw", "--max-new-tokens", NEW_TOKENS, "--assistant", pushed)
+    assert user.hf_spec("generate", model, PROMPT, *options) == plain + "\n"
+
+
+def test_the_pushed_adapter_without_an_import(
+    user: User, model: Path, pushed: str, plain: str
+) -> None:
+    code = f"""
+import sys
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained({str(model)!r})
+tokenizer = AutoTokenizer.from_pretrained({str(model)!r})
+inputs = tokenizer({PROMPT!r}, return_tensors="pt")
+options = {{"max_new_tokens": {NEW_TOKENS}, "do_sample": False}}
+assert "hf_spec" not in sys.modules
+found = model.generate(
+    **inputs, **options, custom_generate={pushed!r}, trust_remote_code=True,
+    return_dict_in_generate=True,
+)
+assert found.spec_stats.drafted_tokens > 0
+assert sys.modules["hf_spec"].__file__.startswith(sys.prefix)
+print(tokenizer.decode(found.sequences[0, inputs["input_ids"].shape[1] :]), end="")
+"""
+    assert user.python(code) == plain
+
+
+def test_what_the_readme_shows(user: User, plain: str) -> None:
+    text = (ROOT / "README.md").read_text()
+    [code] = (block for block in text.split("```python\n")[1:] if "spec_strategy" in block)
+    assert plain[:20] in user.python(code.split("```")[0])
