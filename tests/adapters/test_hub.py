@@ -16,10 +16,9 @@ from huggingface_hub import constants, hf_api
 from peft import PeftModel
 
 from hf_spec import AssistantError, SpecAdapter
-from hf_spec.adapters import hub as hub_module
 from hf_spec.adapters.folder import CONFIG_NAME, WEIGHTS_NAME, is_adapter, load_adapter
-from hf_spec.adapters.hub import Place, push_adapter
-from tests.adapters.local_hub import LocalHub, local_hub
+from hf_spec.adapters.hub import PUSHED, Place, push_adapter
+from tests.adapters.local_hub import LocalHub, Repository, local_hub
 from tests.adapters.samples import METHODS, drafted, fresh_model, plain, sample, save_sample
 from tests.tiny_models import build
 
@@ -231,17 +230,16 @@ print(adapter.push_to_hub("org/copy"))
         }
         environment.pop("HF_HUB_OFFLINE", None)
         folder = save_sample(tmp_path / "falcon", "falcon")
-        push = "from hf_spec.adapters.hub import push_adapter as push\n"
-        push += f"push({str(folder)!r}, 'org/falcon', revision='next')"
-        subprocess.run([sys.executable, "-c", push], env=environment, check=True)
+        files = {name: folder / name for name in PUSHED if (folder / name).is_file()}
+        repository = server.repositories["org/falcon"] = Repository(private=True)
+        repository.commit("next", {name: path.read_bytes() for name, path in files.items()})
         subprocess.run([sys.executable, "-c", code], env=environment, check=True)
-        files = server.repositories["org/falcon"]
-        assert "custom_generate/generate.py" in files.commits[files.branches["next"]]
-        assert "org/copy" in server.repositories
+        copy = server.repositories["org/copy"]
+        assert "custom_generate/generate.py" in copy.commits[copy.branches["main"]]
 
 
 def test_a_place() -> None:
     assert Place.of("org/a") == Place("org/a")
     assert Place.of("org/a@v1", token="t") == Place("org/a", "v1", "t")
     assert Place.of("org/a", "v1") == Place("org/a", "v1")
-    assert set(hub_module.PUSHED) >= {CONFIG_NAME, WEIGHTS_NAME}
+    assert set(PUSHED) >= {CONFIG_NAME, WEIGHTS_NAME}

@@ -24,6 +24,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 import torch
+from accelerate import PartialState
 from hf_spec.training.responses import Response
 from hf_spec.training.teacher import Example
 from hf_spec.training.trainer import TrainSettings
@@ -34,8 +35,6 @@ responses = [
     for n in range(20)
 ]
 run = TrainSettings(epochs=2, accumulate=2, batch_tokens=40, learning_rate=0.01)
-folder = Path(sys.argv[1])
-folder.mkdir(exist_ok=True)
 def opinion(response):
     tokens = torch.tensor([[token, 3] for token in response.response])
     return Example(response, tokens, torch.tensor([[0.7, 0.3]] * len(tokens)))
@@ -46,10 +45,13 @@ def count(save):
         saves.append(1)
         return save(*args, **kwargs)
     return counting
-"""
-END = """
-from accelerate import PartialState
-(folder / f"saves{PartialState().process_index}").write_text(str(len(saves)))
+def start(method):
+    saves.clear()
+    folder = Path(sys.argv[1], method)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+def finish():
+    (folder / f"saves{PartialState().process_index}").write_text(str(len(saves)))
 """
 METHODS = {
     "draft": """
@@ -73,12 +75,20 @@ model = build("llama")
 disco.train_disco(model, hf_spec.truncated_draft(model, 2), responses, folder, settings)
 """,
 }
-PORTS = {"draft": 29631, "sdsat": 29633, "disco": 29635}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Folders of one process and of two, with a folder of every method in each."""
+    # All in the same processes: starting one takes longer than its trainings.
+    parts = [f"folder = start({name!r})\n{METHODS[name]}\nfinish()" for name in METHODS]
+    source = START + "\n".join(parts)
+    return run_on_one_and_two(source, tmp_path_factory.mktemp("trained"), 29631)
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_two_processes_equal_one(method: str, tmp_path: Path) -> None:
-    one, two = run_on_one_and_two(START + METHODS[method] + END, tmp_path, PORTS[method])
+def test_two_processes_equal_one(method: str, trained: tuple[Path, Path]) -> None:
+    one, two = (folder / method for folder in trained)
     expected, found = (load_file(folder / WEIGHTS_NAME) for folder in (one, two))
     assert expected.keys() == found.keys()
     for name, tensor in expected.items():
