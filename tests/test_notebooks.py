@@ -1,0 +1,115 @@
+"""The notebooks and scripts of examples/ run, and the outputs that lie there are whole."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_notebook, new_output
+
+from tests.adapters.local_hub import local_hub
+from tests.notebooks import EXAMPLES, NOTEBOOKS, execute, faults
+
+SCRIPTS = sorted(EXAMPLES.glob("*.py"))
+TOPICS = {
+    "quickstart",
+    "five_methods",
+    "train_a_falcon_head",
+    "disco",
+    "batches",
+    "share_an_adapter",
+}
+
+
+def contents() -> dict[str, int]:
+    """Every file below examples/ and when it was written."""
+    files = (path for path in EXAMPLES.rglob("*") if path.is_file())
+    return {str(path.relative_to(EXAMPLES)): path.stat().st_mtime_ns for path in files}
+
+
+def test_every_topic_has_its_notebook() -> None:
+    assert {path.stem for path in NOTEBOOKS} == TOPICS
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_committed_notebooks_are_whole(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    assert faults(notebook) == [], "run: python -m tests.notebooks " + path.stem
+    numbers = [cell.execution_count for cell in notebook.cells if cell.cell_type == "code"]
+    assert numbers == list(range(1, len(numbers) + 1))
+    assert notebook.cells[0].source.startswith("# ")
+
+
+def test_faults_are_seen() -> None:
+    bad = [
+        new_output("stream", name="stdout", text="saved to /home/me/head"),
+        new_output("stream", name="stderr", text="a warning"),
+        new_output("error", ename="ValueError", evalue="no", traceback=[]),
+        new_output("display_data", data={"text/plain": "<Image at C:\\temp>"}),
+    ]
+    for output in bad:
+        cell = new_code_cell("1", outputs=[output], execution_count=1)
+        assert len(faults(new_notebook(cells=[cell]))) == 1, output
+    good = new_output("stream", name="stdout", text="1/2 of https://huggingface.co/org/home/x")
+    cell = new_code_cell("1", outputs=[good], execution_count=1)
+    assert faults(new_notebook(cells=[cell])) == []
+    assert len(faults(new_notebook(cells=[new_code_cell("1")]))) == 2
+
+
+def test_the_documentation_names_every_notebook_and_script() -> None:
+    page = (EXAMPLES.parent / "docs" / "notebooks.md").read_text(encoding="utf-8")
+    names = {Path(name).name for name in re.findall(r"\.\./examples/(\w+\.(?:ipynb|py))", page)}
+    assert names == {path.name for path in [*NOTEBOOKS, *SCRIPTS]}
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebooks_run(path: Path) -> None:
+    before = contents()
+    assert faults(execute(path)) == []
+    assert contents() == before
+
+
+@pytest.mark.real
+def test_the_shared_adapter_is_pushed_and_fetched(tmp_path: Path) -> None:
+    """With a name on a Hub, which here is one on loopback."""
+    with local_hub("hf_local") as hub:
+        environment = {
+            "HF_ENDPOINT": hub.url,
+            "HF_HUB_CACHE": str(tmp_path),
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_TOKEN": "hf_local",
+            "HUB_OWNER": "me",
+        }
+        notebook = execute(EXAMPLES / "share_an_adapter.ipynb", environment)
+    assert set(hub.repositories) == {"me/my-disco", "me/smollm2-135m-draft"}
+    texts = [
+        output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", [])
+    ]
+    assert "pushed\n" in texts
+    assert sum("same answer: True" in text for text in texts) == 4
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_scripts_run(path: Path, tmp_path: Path) -> None:
+    """From any folder."""
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    finished = subprocess.run(
+        [sys.executable, str(path)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.strip()
+    assert "False" not in finished.stdout
+    assert len(path.read_text(encoding="utf-8").splitlines()) < 60
