@@ -25,14 +25,12 @@ from hf_spec.checkpoints import gemma3_270m, smollm2_135m_instruct
 from hf_spec.training.cli_common import load_target
 
 # Defaults are made for larger models; the short drafts pay on a CPU (docs/draft-models.md).
-WITH_DRAFT = (
-    "draft",
+SHORT_DRAFTS = (
     "draft:max_draft_tokens=2",
-    "tree",
     "tree:max_draft_tokens=2,max_nodes=5",
-    "gsd",
     "gsd:max_draft_tokens=3,max_nodes=5",
 )
+ALL_DRAFTS = ("draft", "tree", "gsd", *SHORT_DRAFTS)
 
 
 @dataclass(frozen=True)
@@ -43,12 +41,14 @@ class Subject:
         name: of the model and of its files.
         folder: gives the folder of the model.
         draft: assistant of the strategies that draft with a model.
+        drafts: these strategies; of an untrained draft the long ones are only slower.
         adapters: method -> adapter of that method; those that are not there are left out.
     """
 
     name: str
     folder: Callable[[], Path]
     draft: str
+    drafts: tuple[str, ...]
     adapters: dict[str, str]
 
     def entries(self, adapters: Path) -> list[Entry]:
@@ -56,7 +56,7 @@ class Subject:
         at = {method: str(adapters / name) for method, name in self.adapters.items()}
         found = {method: path for method, path in at.items() if Path(path).is_dir()}
         draft = found.get("draft", self.draft)
-        texts = ["none", "lookup", *(f"{entry}@{draft}" for entry in WITH_DRAFT)]
+        texts = ["none", "lookup", *(f"{entry}@{draft}" for entry in self.drafts)]
         texts += [f"{method}@{path}" for method, path in found.items() if method != "draft"]
         at_hand = [found[method] for method in ("falcon", "draft") if method in found]
         return list(with_assistants([parse_entry(text) for text in (*texts, "auto")], at_hand))
@@ -67,9 +67,10 @@ SUBJECTS = {
         "SmolLM2-135M-Instruct",
         smollm2_135m_instruct,
         "truncated:2",
+        ALL_DRAFTS,
         {method: f"smollm2-135m-{method}" for method in ("draft", "disco", "falcon", "sdsat")},
     ),
-    "gemma3": Subject("Gemma-3-270M", gemma3_270m, "truncated:4", {}),
+    "gemma3": Subject("Gemma-3-270M", gemma3_270m, "truncated:4", SHORT_DRAFTS, {}),
 }
 
 

@@ -49,9 +49,13 @@ def test_the_adapters_of_this_checkout_are_found() -> None:
 def test_every_file_is_written(
     folder: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiny = replace(SUBJECTS["gemma3"], folder=lambda: folder, draft="truncated:2")
+    tiny = replace(
+        SUBJECTS["gemma3"],
+        folder=lambda: folder,
+        draft="truncated:2",
+        drafts=("tree:max_draft_tokens=2",),
+    )
     monkeypatch.setitem(full.SUBJECTS, "gemma3", tiny)
-    monkeypatch.setattr(full, "WITH_DRAFT", ("tree:max_draft_tokens=2",))
     out = tmp_path / "out"
     options = ["--new-tokens", "3", "--repeats", "1", "--per-task", "1", "--no-compiled"]
     main(["--model", "gemma3", "--batch", "1", "2", "--out", str(out), *options])
