@@ -106,8 +106,7 @@ def token_tree(
         parents.append(kept[-1])
     # The bonus token follows the path, but nobody drafted it.
     bonus_node = len(words) - 1 if bonus is not None else -1
-    depths = _depths(parents)
-    spots = places(parents, depths)
+    spots = places(parents)
     canvas = _fitting(spots, "A draft tree: the accepted path is green, the bonus token follows it")
     canvas.text(MARGIN, 24, "root: last committed token")
     canvas.text(240, 24, "draft tokens")
@@ -135,7 +134,7 @@ def token_graph(
         accepted: the accepted nodes, without the root.
         note: below the picture; the number of nodes and merge edges by default.
     """
-    spots = places(graph.fathers, graph.depth)
+    spots = places(graph.fathers)
     canvas = _fitting(spots, "A token graph: a merge edge leads to a run that is drafted once")
     for node, edges in enumerate(graph.edges):
         for child, _ in edges:
@@ -191,7 +190,7 @@ def _padded(row: int, counts: Sequence[int]) -> list[str]:
     return [*_line(row, [counts[row]]), *[PADDING] * (max(counts) - counts[row])]
 
 
-def places(parents: Sequence[int], depths: Sequence[int]) -> list[tuple[float, float]]:
+def places(parents: Sequence[int]) -> list[tuple[float, float]]:
     """Top left corners of nodes: columns by depth, leaves one below the other."""
     children: list[list[int]] = [[] for _ in parents]
     for node, above in enumerate(parents):
@@ -205,7 +204,7 @@ def places(parents: Sequence[int], depths: Sequence[int]) -> list[tuple[float, f
             lines[node] = sum(lines[child] for child in children[node]) / len(children[node])
     return [
         (MARGIN + depth * (WIDTH + GAP_X), TOP + lines[node] * (HEIGHT + GAP_Y))
-        for node, depth in enumerate(depths)
+        for node, depth in enumerate(_depths(parents))
     ]
 
 

@@ -10,10 +10,10 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import nbformat
 from nbclient import NotebookClient
@@ -63,27 +63,12 @@ def execute(path: Path, environment: Mapping[str, str] | None = None) -> Any:
             "PYTHONDONTWRITEBYTECODE": "1",
             "TQDM_DISABLE": "1",
         }
-        with variables({**own, **(environment or {})}):
+        with mock.patch.dict(os.environ, {**own, **(environment or {})}):
             client.execute()
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs = [one for one in cell.outputs if one.get("name") != "stderr"]
     return notebook
-
-
-@contextmanager
-def variables(values: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables, which a kernel inherits."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def faults(notebook: Any) -> list[str]:

@@ -18,11 +18,11 @@ LAYER_NAME = "spec_adapters"
 
 def spec_layer(model: nn.Module) -> SpecLayer | None:
     """The module with the adapters of `model`, None if there is none."""
-    if not hasattr(model, LAYER_NAME):
+    layer = getattr(model, LAYER_NAME, None)
+    if layer is None:
         return None
     from hf_spec.adapters.peft_type import SpecLayer
 
-    layer = getattr(model, LAYER_NAME)
     return layer if isinstance(layer, SpecLayer) else None
 
 

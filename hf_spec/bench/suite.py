@@ -144,10 +144,11 @@ class Benchmark:
     def _profile(self, contenders: Sequence[Contender], plan: Plan) -> list[dict[str, Any]]:
         """Seconds by part of a step, for each contender that runs in our engine."""
         found: dict[str, Counter[str]] = {}
+        ours = [contender for contender in contenders if contender.ours]
         batches = list(make_batches(self.prompts, self.tokenizer, plan.batch_size))
         # Shares of a step settle soon: a few batches, spread over the tasks, are enough.
         for batch in batches[:: math.ceil(len(batches) / PROFILED_BATCHES)]:
-            for contender in [one for one in contenders if one.ours]:
+            for contender in ours:
                 if plan.seed is not None:
                     torch.manual_seed(plan.seed)
                 with profiled() as seconds:

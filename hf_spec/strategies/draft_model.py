@@ -198,7 +198,8 @@ class DraftModelDrafter(Drafter):
             else growth.graph.unmerge(self.shape.max_nodes, limits[row])
             for row, growth in growths.items()
         }
-        self._count(growths)
+        self.graphs = {row: growth.graph for row, growth in growths.items()}
+        self._count()
         distributions = [
             growths[row].distributions.get(node)
             for row in growths
@@ -221,8 +222,7 @@ class DraftModelDrafter(Drafter):
             self.policy.observe(row, verdict.tree.host.height(row), len(path))
         self._runner.keep(kept)
 
-    def _count(self, growths: dict[int, _Growth]) -> None:
-        self.graphs = {row: growth.graph for row, growth in growths.items()}
+    def _count(self) -> None:
         graphs = self.graphs.values()
         self.counters["rounds"] += len(graphs)
         self.counters["draft_nodes"] += sum(len(graph) - 1 for graph in graphs)
