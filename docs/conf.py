@@ -10,6 +10,8 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
 
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["wide.css"]
 html_show_copyright = False
 
 # Links to headings, such as page.md#a-heading, as GitHub makes them.
