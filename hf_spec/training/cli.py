@@ -42,7 +42,8 @@ from hf_spec.training.falcon import FalconTrainSettings, train_falcon
 from hf_spec.training.features import Text, disk_need, in_words, stored_texts
 from hf_spec.training.responses import ResponseSettings, generate_responses, read_responses
 from hf_spec.training.run_record import with_options
-from hf_spec.training.sdsat import LAYOUTS, LOSSES, SdsatTrainSettings, train_sdsat
+from hf_spec.training.sdsat import train_sdsat
+from hf_spec.training.sdsat_student import LAYOUTS, LOSSES, SdsatTrainSettings
 from hf_spec.training.teacher import Example, teacher_examples
 from hf_spec.training.trainer import TrainSettings, processes
 from hf_spec.training.windows import START_SHARE

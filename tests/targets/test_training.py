@@ -61,9 +61,9 @@ settings = draft.DraftTrainSettings(num_layers=2, rank=4, vocabulary_size=64, he
 draft.train_draft(build("llama"), examples, folder, settings, run)
 """,
     "sdsat": """
-from hf_spec.training import sdsat
+from hf_spec.training import sdsat, sdsat_student
 sdsat.save_adapter = count(sdsat.save_adapter)
-settings = sdsat.SdsatTrainSettings(rank=4, held_back=0.2, window=3)
+settings = sdsat_student.SdsatTrainSettings(rank=4, held_back=0.2, window=3)
 sdsat.train_sdsat(build("llama"), examples, folder, settings, run)
 """,
     "disco": """

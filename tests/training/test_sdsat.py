@@ -16,12 +16,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from hf_spec import OptionError, SdsatConfig, UnsupportedError
 from hf_spec.models.adaptive_tokens import merge_lora
 from hf_spec.training.responses import Response
-from hf_spec.training.sdsat import (
-    SdsatTrainSettings,
-    Student,
-    train_sdsat,
-)
+from hf_spec.training.sdsat import train_sdsat
 from hf_spec.training.sdsat_chains import Text, agreement
+from hf_spec.training.sdsat_student import SdsatTrainSettings, Student
 from hf_spec.training.teacher import Example, teacher_examples
 from hf_spec.training.trainer import MicroBatch, TrainSettings
 from hf_spec.training.windows import draw_windows
