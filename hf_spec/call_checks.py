@@ -11,6 +11,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from hf_spec.decoding.kv_cache import check_reusable
 from hf_spec.decoding.streaming import BatchStreamer
+from hf_spec.decoding.vocabulary import vocab_size
 from hf_spec.errors import OptionError, UnsupportedError
 from hf_spec.model_checks import check_rope
 
@@ -238,12 +239,6 @@ def check_inputs(
         )
     _check_cache(model, model_kwargs.get("past_key_values"), input_ids)
     check_rope(model, max_length)
-
-
-def vocab_size(model: PreTrainedModel) -> int:
-    """Number of token ids that have an embedding."""
-    embeddings: Any = model.get_input_embeddings()
-    return embeddings.weight.shape[0]
 
 
 def _check_mask(model: PreTrainedModel, mask: Tensor) -> None:

@@ -17,12 +17,13 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from hf_spec.call_checks import Settings, check_batch_streamer, check_inputs, vocab_size
+from hf_spec.call_checks import Settings, check_batch_streamer, check_inputs
 from hf_spec.decoding.batching import ContinuousBatch, Prepared, Request
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.processors import check_processors
 from hf_spec.decoding.row_work import BATCHING
 from hf_spec.decoding.state import StopRules
+from hf_spec.decoding.vocabulary import vocab_size
 from hf_spec.distributed_checks import check_ranks
 from hf_spec.errors import OptionError, UnsupportedError
 from hf_spec.outputs import SpecBatchOutput, SpecRequestOutput, SpecStats

@@ -73,10 +73,10 @@ NO_REPEATS = {"no_repeat_ngram_size": 1}
 
 
 @cache
-def tiny(seed: int) -> LlamaForCausalLM:
+def tiny(seed: int, vocab_size: int = VOCAB) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=VOCAB,
+        vocab_size=vocab_size,
         hidden_size=16,
         intermediate_size=16,
         num_hidden_layers=1,
@@ -123,6 +123,14 @@ def arguments(strategy: str) -> dict[str, Any]:
     return {
         "lookup": {"spec_strategy": LookupConfig(max_matches=3)},
         "draft": {"spec_strategy": DraftConfig(max_draft_tokens=2), "assistant": draft},
+        "wider": {
+            "spec_strategy": DraftConfig(max_draft_tokens=2),
+            "assistant": tiny(1, VOCAB + 3),
+        },
+        "narrower": {
+            "spec_strategy": TreeConfig(children=3, max_nodes=12, sample_drafts=True),
+            "assistant": tiny(1, VOCAB - 3),
+        },
         "confident": {
             "spec_strategy": DraftConfig(length_policy="confidence", confidence_threshold=0.2),
             "assistant": draft,
@@ -251,6 +259,10 @@ CASES = [
     ("draft", PLAIN),
     ("draft", TOP_K),
     ("draft", REPETITION),
+    ("wider", PLAIN),
+    ("wider", REPETITION),
+    ("narrower", PLAIN),
+    ("narrower", REPETITION),
     ("confident", PLAIN),
     ("disco", PLAIN),
     ("disco", TOP_K),

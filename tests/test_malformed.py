@@ -33,7 +33,7 @@ Part = tuple[str, Any]
 @cache
 def other_vocabulary() -> T.PreTrainedModel:
     config = T.LlamaConfig(
-        vocab_size=50,
+        vocab_size=VOCAB + 200,
         hidden_size=8,
         intermediate_size=8,
         num_hidden_layers=1,

@@ -6,6 +6,7 @@ Also the prompts, the tokenizer and the strategies that the tests share.
 from __future__ import annotations
 
 import atexit
+import copy
 import shutil
 import tempfile
 from functools import cache
@@ -293,6 +294,15 @@ def random_adaptive_tokens(
 def draft_model(name: str, num_layers: int = 2) -> PreTrainedModel:
     """The first layers of the named model, made once per session."""
     return hf_spec.truncated_draft(build(name), num_layers)
+
+
+@cache
+def padded(model: PreTrainedModel, rows: int) -> PreTrainedModel:
+    """A copy of a model with an embedding of `rows` rows, more or fewer than it has."""
+    model = copy.deepcopy(model)
+    torch.manual_seed(5)
+    model.resize_token_embeddings(rows, mean_resizing=False)
+    return model.eval()
 
 
 @cache

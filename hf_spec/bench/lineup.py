@@ -15,6 +15,7 @@ from hf_spec.bench import contenders as ways
 from hf_spec.bench.contenders import Contender, Settings
 from hf_spec.bench.oracle import oracle
 from hf_spec.bench.synthetic import synthetic
+from hf_spec.decoding.vocabulary import vocab_size
 from hf_spec.errors import OptionError
 from hf_spec.model_checks import check_model
 from hf_spec.models.assistant import resolve_draft_model
@@ -111,12 +112,14 @@ def make_contenders(
 
 
 def _draft_models(model: PreTrainedModel, entries: Sequence[Entry]) -> dict[str, PreTrainedModel]:
-    """Every draft model that an entry has, once, by the name of its baseline."""
+    """Every draft model that an entry has and transformers takes, once, by its baseline's name."""
     found: dict[int, PreTrainedModel] = {}
     for _, config, assistant in entries:
         if config.strategy in WITH_DRAFT_MODEL:
             draft = resolve_draft_model(config.strategy, assistant, model)
-            found.setdefault(id(draft), draft)
+            # Between vocabularies of two sizes transformers translates, whatever their tokenizers.
+            if vocab_size(draft) == vocab_size(model):
+                found.setdefault(id(draft), draft)
     return {
         "transformers assistant" + (f" {number}" if number > 1 else ""): draft
         for number, draft in enumerate(found.values(), start=1)

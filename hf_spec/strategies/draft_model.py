@@ -30,6 +30,7 @@ from hf_spec.decoding.runner import ForwardOutput, ModelRunner
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.transfer import fetch
 from hf_spec.decoding.tree import DraftTree, Verdict
+from hf_spec.decoding.vocabulary import vocab_size
 from hf_spec.errors import OptionError
 from hf_spec.models.assistant import resolve_draft_model
 from hf_spec.strategies.base import PolicyConfig, register
@@ -42,7 +43,7 @@ def make_drafter(
 ) -> DraftModelDrafter:
     """The drafter of this family of configs, with its draft model found and checked."""
     model = resolve_draft_model(config.strategy, assistant, target)
-    return DraftModelDrafter(config, model, make_policy(config, target))
+    return DraftModelDrafter(config, model, make_policy(config, target), vocab_size(target))
 
 
 @register("draft", make_drafter)
@@ -142,6 +143,7 @@ class DraftModelDrafter(Drafter):
         config: shape, length policy and sampling.
         model: the draft model; shares the target's vocabulary.
         policy: when a row stops drafting; the configured one by default, if it needs no adapter.
+        num_tokens: V of the target, where the draft model's own differs by padding.
 
     Attributes:
         counters: "draft_nodes", drafted whether or not the target saw them; "merges", edges made
@@ -151,12 +153,17 @@ class DraftModelDrafter(Drafter):
     """
 
     def __init__(
-        self, config: DraftConfig, model: PreTrainedModel, policy: LengthPolicy | None = None
+        self,
+        config: DraftConfig,
+        model: PreTrainedModel,
+        policy: LengthPolicy | None = None,
+        num_tokens: int | None = None,
     ):
         self.config = config
         self.shape = config.shape
         self.model = model
         self.policy = policy or make_policy(config, model)
+        self.num_tokens = num_tokens
         self._runner: ModelRunner | None = None
         self._sent: dict[int, Unmerged] = {}
         self.counters: dict[str, int] = {}
@@ -164,7 +171,12 @@ class DraftModelDrafter(Drafter):
 
     def start(self, state: GenerationState) -> None:
         """Empty keys and values for every row."""
-        self._runner = ModelRunner(self.model, state.num_rows, batching=self.config.batching)
+        self._runner = ModelRunner(
+            self.model,
+            state.num_rows,
+            batching=self.config.batching,
+            num_tokens=self.num_tokens,
+        )
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.policy.start(state.num_rows)
         self.samples = state.do_sample and self.config.sample_drafts

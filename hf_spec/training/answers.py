@@ -30,11 +30,19 @@ SHARD_RESPONSES = 256
 FORWARD_TOKENS = 1024
 
 
-def answer_logits(model: PreTrainedModel, batch: Sequence[Response]) -> Tensor:
-    """(answer tokens, V) logits in front of each answer token, by the engine's packed forward."""
+def answer_logits(
+    model: PreTrainedModel, batch: Sequence[Response], num_tokens: int | None = None
+) -> Tensor:
+    """(answer tokens, V) logits in front of each answer token, by the engine's packed forward.
+
+    Args:
+        model: reads the texts.
+        batch: the texts.
+        num_tokens: V, where the model's own differs by padding.
+    """
     chains = [[*r.prompt[-1:], *r.response[:-1]] for r in batch]
     tree = DraftTree.from_rows([(chain, list(range(-1, len(chain) - 1))) for chain in chains])
-    runner = ModelRunner(model, len(batch))
+    runner = ModelRunner(model, len(batch), num_tokens=num_tokens)
     with runner.active():
         return runner.forward(tree, [response.prompt for response in batch]).logits
 

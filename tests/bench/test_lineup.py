@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from hf_spec import AssistantError, LookupConfig, OptionError
+from hf_spec import AssistantError, LookupConfig, OptionError, TreeConfig
 from hf_spec.bench.contenders import GREEDY, parse_entry
 from hf_spec.bench.lineup import AssistantFinder, Suite, make_contenders, short_name
 from tests.model_watch import count_forwards
-from tests.tiny_models import build, save_disco_adapter
+from tests.tiny_models import VOCAB, build, draft_model, padded, save_disco_adapter
 
 LOOKUP, TREE, DRAFT = (
     parse_entry(text) for text in ("lookup", "tree@truncated:2", "draft@truncated:2")
@@ -38,6 +38,11 @@ class TestContenders:
             "transformers assistant",
             "transformers assistant 2",
         ]
+
+    def test_transformers_takes_drafts_of_its_own_width_alone(self, model: Any) -> None:
+        entries = [("padded", TreeConfig(), padded(draft_model("llama"), VOCAB + 3))]
+        assert names(model, entries, Suite())[-1] == "padded"
+        assert "transformers assistant" not in names(model, entries, Suite())
 
     def test_economize_cannot_sample(self, model: Any) -> None:
         assert names(model, [], Suite(temperature=1.0)) == ["plain", "transformers lookup"]

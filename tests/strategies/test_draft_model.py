@@ -401,14 +401,14 @@ class TestRefusals:
     @pytest.mark.parametrize("strategy", ["draft", "tree"])
     def test_another_vocabulary(self, strategy: str) -> None:
         config = LlamaConfig(
-            vocab_size=VOCAB + 1,
+            vocab_size=VOCAB + 129,
             hidden_size=16,
             intermediate_size=16,
             num_hidden_layers=1,
             num_attention_heads=2,
         )
         other = LlamaForCausalLM(config).eval()
-        with pytest.raises(AssistantError, match="vocabulary has 98 tokens, the target's 97"):
+        with pytest.raises(AssistantError, match="vocabulary has 226 tokens, the target's 97"):
             build("llama").generate(
                 PROMPT, max_new_tokens=4, spec_strategy=strategy, assistant=other
             )

@@ -19,6 +19,7 @@ from hf_spec.training.responses import (
     generate_responses,
     read_responses,
 )
+from hf_spec.training.teacher import Example, teacher_examples
 from tests.tiny_models import VOCAB, build
 
 SETTINGS = ResponseSettings(max_new_tokens=12, max_prompt_tokens=40)
@@ -64,3 +65,9 @@ def path(
 @pytest.fixture
 def responses(path: Path) -> list[Response]:
     return list(read_responses(path))
+
+
+@pytest.fixture
+def examples(model: PreTrainedModel, responses: list[Response], tmp_path: Path) -> list[Example]:
+    """The answers with the target's opinions of them."""
+    return teacher_examples(model, responses, tmp_path / "teacher", top=8)

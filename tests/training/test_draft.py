@@ -18,19 +18,13 @@ from hf_spec.training.draft import (
     acceptance,
     train_draft,
 )
-from hf_spec.training.responses import Response
 from hf_spec.training.split import split_by_hash
-from hf_spec.training.teacher import Example, teacher_examples
+from hf_spec.training.teacher import Example
 from hf_spec.training.trainer import METRICS, TrainSettings
 from tests.tiny_models import build
 
 SETTINGS = DraftTrainSettings(num_layers=2, rank=4, vocabulary_size=60, held_back=0.3)
 RUN = TrainSettings(epochs=30, batch_tokens=100, learning_rate=0.02, evaluate_every=1000)
-
-
-@pytest.fixture
-def examples(model: PreTrainedModel, responses: list[Response], tmp_path: Path) -> list[Example]:
-    return teacher_examples(model, responses, tmp_path / "teacher", top=8)
 
 
 @pytest.mark.parametrize("vocabulary_size", [60, None])
