@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -10,7 +11,9 @@ import torch
 
 @pytest.fixture(scope="module", autouse=True)
 def two_threads() -> Iterator[None]:
+    """Two threads, shared by the processes of `pytest -n`."""
     before = torch.get_num_threads()
-    torch.set_num_threads(2)
+    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    torch.set_num_threads(max(1, 2 // processes))
     yield
     torch.set_num_threads(before)
