@@ -322,7 +322,8 @@ class TestRefusals:
             processors.check_processors([subclass.__new__(subclass)], 1)
 
     def test_rows_of_another_batch(self) -> None:
-        penalty = hf.RepetitionPenaltyLogitsProcessor(1.2, torch.zeros(3, dtype=torch.long))
+        penalty = hf.RepetitionPenaltyLogitsProcessor(1.2)
+        penalty.prompt_ignore_length = torch.zeros(3, dtype=torch.long)
         self.refuse(
             UnsupportedError, "holds 3 rows for a batch of 5", "ragged", logits_processor=[penalty]
         )

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers.utils.import_utils import KERNELS_MAX_VERSION, KERNELS_MIN_VERSION
 
 ROOT = Path(__file__).parents[2]
 
@@ -93,9 +94,11 @@ def test_transformers_generates_beside_our_folder() -> None:
     run_in_project_root()
 
 
-# transformers 5.23 accepts 0.18.2 up to 0.19 and refuses what is older. Both must leave it working,
-# and our folder, which comes first on the path, must not hide the package.
-@pytest.mark.parametrize(("version", "accepted"), [("0.17.2", False), ("0.18.2", True)])
+# Whether transformers accepts the package or not must leave it working, and our folder, which comes
+# first on the path, must not hide the package.
+@pytest.mark.parametrize(
+    ("version", "accepted"), [(KERNELS_MIN_VERSION, True), (KERNELS_MAX_VERSION, False)]
+)
 def test_transformers_generates_with_a_kernels_package(
     tmp_path: Path, version: str, accepted: bool
 ) -> None:
