@@ -17,7 +17,13 @@ pytestmark = [pytest.mark.real, pytest.mark.slow]
 
 NEW_TOKENS = 32
 STRATEGIES = ("lookup", "draft", "tree")
-FALCON_TREES = {1: "chain", 2: "falcon-llama", 3: "auto", 4: [[0], [1], [1, 0], [1, 0, 2], [2]]}
+FALCON_TREES: list[tuple[int, Any]] = [
+    (1, "chain"),
+    (2, "falcon-llama"),
+    (2, "falcon-vicuna"),
+    (3, "auto"),
+    (4, [[0], [1], [1, 0], [1, 0, 2], [2]]),
+]
 
 
 def texts() -> list[str]:
@@ -67,9 +73,14 @@ def test_identical(
 
 
 @pytest.mark.parametrize("index", range(12))
-@pytest.mark.parametrize("block_size", FALCON_TREES)
+@pytest.mark.parametrize(("block_size", "tree"), FALCON_TREES)
 def test_untrained_falcon_heads(
-    block_size: int, index: int, gemma3: Any, prompts: list[Tensor], expected: list[Tensor]
+    block_size: int,
+    tree: Any,
+    index: int,
+    gemma3: Any,
+    prompts: list[Tensor],
+    expected: list[Tensor],
 ) -> None:
     """A wrong draft costs time, never a token; layers of the head have the target's window."""
     model = gemma3[0]
@@ -79,7 +90,7 @@ def test_untrained_falcon_heads(
         prompts[index],
         max_new_tokens=NEW_TOKENS,
         do_sample=False,
-        spec_strategy=FalconConfig(tree=FALCON_TREES[block_size]),
+        spec_strategy=FalconConfig(tree=tree),
         assistant=head,
         return_dict_in_generate=True,
     )
