@@ -80,10 +80,10 @@ class TestAssistants:
 
     def test_another_vocabulary(self) -> None:
         refuse(
-            f"the assistant's vocabulary has 50 tokens, the target's {VOCAB}",
+            f"the assistant's vocabulary has {2 * VOCAB + 50} tokens, the target's {VOCAB}",
             error=AssistantError,
             spec_strategy="tree",
-            assistant=small_llama(vocab_size=50),
+            assistant=small_llama(vocab_size=2 * VOCAB + 50),
         )
 
     @pytest.mark.parametrize("make", [t5, mamba, model_without_head])
