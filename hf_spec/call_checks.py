@@ -11,7 +11,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from hf_spec.decoding.kv_cache import check_reusable
 from hf_spec.decoding.streaming import BatchStreamer
-from hf_spec.decoding.vocabulary import vocab_size
+from hf_spec.decoding.vocabulary import num_embeddings
 from hf_spec.errors import OptionError, UnsupportedError
 from hf_spec.model_checks import check_rope
 
@@ -212,7 +212,7 @@ def check_inputs(
             "text given as input_ids can"
         )
     low, high = int(input_ids.min()), int(input_ids.max())
-    vocab = vocab_size(model)
+    vocab = num_embeddings(model)
     if low < 0 or high >= vocab:
         raise UnsupportedError(
             f"input_ids hold values from {low} to {high}; the model's vocabulary is 0 to "

@@ -23,7 +23,7 @@ from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.processors import check_processors
 from hf_spec.decoding.row_work import BATCHING
 from hf_spec.decoding.state import StopRules
-from hf_spec.decoding.vocabulary import vocab_size
+from hf_spec.decoding.vocabulary import num_embeddings
 from hf_spec.distributed_checks import check_ranks
 from hf_spec.errors import OptionError, UnsupportedError
 from hf_spec.outputs import SpecBatchOutput, SpecRequestOutput, SpecStats
@@ -94,7 +94,7 @@ class BatchCall:
             raise OptionError(f"max_batch={max_batch!r} must be a whole number of at least 1")
         streamer = given.pop("streamer", None)
         check_batch_streamer(streamer)
-        prompts = read_prompts(given.pop("inputs", None), vocab_size(model))
+        prompts = read_prompts(given.pop("inputs", None), num_embeddings(model))
         requests = _requests(prompts, _copies(settings))
         if settings["pad_token_id"] is None:
             # Nothing is padded; without a token for it, generate() would warn of every prompt.

@@ -15,7 +15,7 @@ from hf_spec.bench import contenders as ways
 from hf_spec.bench.contenders import Contender, Settings
 from hf_spec.bench.oracle import oracle
 from hf_spec.bench.synthetic import synthetic
-from hf_spec.decoding.vocabulary import vocab_size
+from hf_spec.decoding.vocabulary import num_embeddings
 from hf_spec.errors import OptionError
 from hf_spec.model_checks import check_model
 from hf_spec.models.assistant import resolve_draft_model
@@ -117,8 +117,8 @@ def _draft_models(model: PreTrainedModel, entries: Sequence[Entry]) -> dict[str,
     for _, config, assistant in entries:
         if config.strategy in WITH_DRAFT_MODEL:
             draft = resolve_draft_model(config.strategy, assistant, model)
-            # Between vocabularies of two sizes transformers translates, whatever their tokenizers.
-            if vocab_size(draft) == vocab_size(model):
+            # Another size needs both tokenizers there, and goes through text.
+            if num_embeddings(draft) == num_embeddings(model):
                 found.setdefault(id(draft), draft)
     return {
         "transformers assistant" + (f" {number}" if number > 1 else ""): draft

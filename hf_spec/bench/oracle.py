@@ -18,7 +18,7 @@ from hf_spec.bench.contenders import Contender, PlainAnswers, Run, speculative
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.engine import generate_with
 from hf_spec.decoding.length_policy import DraftedToken, LengthPolicy
-from hf_spec.decoding.vocabulary import vocab_size
+from hf_spec.decoding.vocabulary import num_embeddings
 from hf_spec.strategies.draft_model import DraftConfig, DraftModelDrafter
 
 
@@ -53,7 +53,7 @@ def oracle(model: Any, draft: PreTrainedModel, name: str = "oracle") -> Contende
     """
 
     def drafter(answers: list[list[int]]) -> Drafter:
-        return DraftModelDrafter(DraftConfig(), draft, OraclePolicy(answers), vocab_size(model))
+        return DraftModelDrafter(DraftConfig(), draft, OraclePolicy(answers), num_embeddings(model))
 
     return knowing(model, drafter, name)
 

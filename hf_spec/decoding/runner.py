@@ -29,7 +29,7 @@ from hf_spec.decoding.row_work import BATCHING, RowWork, fill_up
 from hf_spec.decoding.step_graphs import StepGraphs
 from hf_spec.decoding.tree import DraftTree
 from hf_spec.decoding.virtual_tokens import VirtualTokens
-from hf_spec.decoding.vocabulary import fit_logits, fit_tokens, vocab_size
+from hf_spec.decoding.vocabulary import fit_logits, fit_tokens, num_embeddings
 from hf_spec.placement import execution_device
 
 # A long prompt is run in stretches of this many tokens per row; bounds masks and activations.
@@ -80,7 +80,7 @@ class ModelRunner(RowStorage):
         hidden_layers: indices into `hidden_states` that each forward returns.
         virtual_tokens: what the nodes with negative token ids stand for, if there are any.
         batching: what is padded, a key of `BATCHING`.
-        num_tokens: V of the sequences and the logits, where the model's own differs by padding.
+        vocab_size: V of the sequences and the logits, where the model's own differs by padding.
 
     Attributes:
         forwards: forward passes so far.
@@ -96,7 +96,7 @@ class ModelRunner(RowStorage):
         hidden_layers: Sequence[int] = (),
         virtual_tokens: VirtualTokens | None = None,
         batching: str = "unpadded",
-        num_tokens: int | None = None,
+        vocab_size: int | None = None,
     ):
         super().__init__(num_rows, BATCHING[batching])
         self.model = model
@@ -105,8 +105,8 @@ class ModelRunner(RowStorage):
         self.padding_run = 0
         self._hidden_layers = list(hidden_layers)
         self._virtual_tokens = virtual_tokens
-        self._own_tokens = vocab_size(model)
-        self._num_tokens = num_tokens or self._own_tokens
+        self._own_size = num_embeddings(model)
+        self._vocab_size = vocab_size or self._own_size
         self._packed = False
         self._graphs: StepGraphs | None = None
         self._cache = PoolCache(self.pool, model.config.get_text_config().num_hidden_layers)
@@ -262,8 +262,8 @@ class ModelRunner(RowStorage):
         logits_to_keep: Tensor | int,
         **kwargs: Any,
     ) -> Any:
-        if self._own_tokens < self._num_tokens:
-            tokens = fit_tokens(tokens, self._own_tokens)
+        if self._own_size < self._vocab_size:
+            tokens = fit_tokens(tokens, self._own_size)
         if self._takes_positions:
             kwargs["position_ids"] = positions
         if self._keeps_logits:
@@ -281,8 +281,8 @@ class ModelRunner(RowStorage):
     def _output(
         self, logits: Tensor, states: Sequence[Tensor], inputs: PackedInputs | RectangularInputs
     ) -> ForwardOutput:
-        if self._own_tokens != self._num_tokens:
-            logits = fit_logits(logits, self._num_tokens)
+        if self._own_size != self._vocab_size:
+            logits = fit_logits(logits, self._vocab_size)
         hidden = dict(zip(self._hidden_layers, states, strict=True))
         pending = {row: list(places) for row, places in inputs.pending.items()}
         return ForwardOutput(logits, hidden, pending, inputs.nodes)

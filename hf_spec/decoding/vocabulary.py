@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 PADDED_ROWS = 128
 
 
-def vocab_size(model: PreTrainedModel) -> int:
+def num_embeddings(model: PreTrainedModel) -> int:
     """Number of token ids that have an embedding."""
     embeddings: Any = model.get_input_embeddings()
     return embeddings.weight.shape[0]

@@ -19,7 +19,7 @@ from hf_spec.adapters.folder import (
 )
 from hf_spec.adapters.hub import Place
 from hf_spec.adapters.layer import active_adapters
-from hf_spec.decoding.vocabulary import PADDED_ROWS, vocab_size
+from hf_spec.decoding.vocabulary import PADDED_ROWS, num_embeddings
 from hf_spec.errors import AssistantError, OptionError, SpecError, UnsupportedError
 from hf_spec.model_checks import check_model
 from hf_spec.models.adaptive_tokens import METHOD as SDSAT
@@ -85,7 +85,7 @@ def resolve_draft_model(
         check_model(model)
     except SpecError as error:
         raise AssistantError(f"the assistant cannot draft: {error}") from error
-    sizes = [vocab_size(m) for m in (target, model)]
+    sizes = [num_embeddings(m) for m in (target, model)]
     if abs(sizes[0] - sizes[1]) > PADDED_ROWS:
         raise AssistantError(
             f"the assistant's vocabulary has {sizes[1]} tokens, the target's {sizes[0]}, more than "

@@ -280,6 +280,6 @@ def _drafter_of(
     if strategy == "disco":
         chain = make_drafter(DiscoConfig(), target, assistant)
         assert isinstance(chain, DraftModelDrafter), "what spec_strategy='disco' makes"
-        tree = DraftModelDrafter(grown, chain.model, chain.policy, chain.num_tokens)
+        tree = DraftModelDrafter(grown, chain.model, chain.policy, chain.vocab_size)
         return tree, chain.policy.max_draft_tokens
     return make_drafter(grown, target, assistant), int(grown.max_draft_tokens or 0)

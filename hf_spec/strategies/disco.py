@@ -26,7 +26,7 @@ from hf_spec.adapters.folder import SpecAdapter, beside, load_adapter
 from hf_spec.adapters.reading import whole_number
 from hf_spec.decoding.length_policy import DraftedToken, LengthPolicy, register_policy
 from hf_spec.decoding.transfer import send
-from hf_spec.decoding.vocabulary import vocab_size
+from hf_spec.decoding.vocabulary import num_embeddings
 from hf_spec.errors import AssistantError, OptionError
 from hf_spec.models.assistant import made_once, resolve_draft_model
 from hf_spec.models.disco_classifier import METHOD, DiscoClassifier, draft_features
@@ -111,7 +111,7 @@ def _make_drafter(
     adapter = _adapter_of(assistant)
     policy = _policy_of(adapter, config, target)
     draft = find_draft_model(adapter, target)
-    return DraftModelDrafter(config, draft, policy, vocab_size(target))
+    return DraftModelDrafter(config, draft, policy, num_embeddings(target))
 
 
 @register("disco", _make_drafter)

@@ -30,7 +30,7 @@ from hf_spec.decoding.runner import ForwardOutput, ModelRunner
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.transfer import fetch
 from hf_spec.decoding.tree import DraftTree, Verdict
-from hf_spec.decoding.vocabulary import vocab_size
+from hf_spec.decoding.vocabulary import num_embeddings
 from hf_spec.errors import OptionError
 from hf_spec.models.assistant import resolve_draft_model
 from hf_spec.strategies.base import PolicyConfig, register
@@ -39,11 +39,15 @@ COUNTERS = ("draft_nodes", "merges", "rounds", "rounds_with_merged_accepted")
 
 
 def make_drafter(
-    config: DraftConfig, target: PreTrainedModel, assistant: object
+    config: DraftConfig,
+    target: PreTrainedModel,
+    assistant: object,
+    kind: type[DraftModelDrafter] | None = None,
 ) -> DraftModelDrafter:
     """The drafter of this family of configs, with its draft model found and checked."""
     model = resolve_draft_model(config.strategy, assistant, target)
-    return DraftModelDrafter(config, model, make_policy(config, target), vocab_size(target))
+    policy = make_policy(config, target)
+    return (kind or DraftModelDrafter)(config, model, policy, num_embeddings(target))
 
 
 @register("draft", make_drafter)
@@ -143,7 +147,7 @@ class DraftModelDrafter(Drafter):
         config: shape, length policy and sampling.
         model: the draft model; shares the target's vocabulary.
         policy: when a row stops drafting; the configured one by default, if it needs no adapter.
-        num_tokens: V of the target, where the draft model's own differs by padding.
+        vocab_size: V of the target, where the draft model's own differs by padding.
 
     Attributes:
         counters: "draft_nodes", drafted whether or not the target saw them; "merges", edges made
@@ -157,13 +161,13 @@ class DraftModelDrafter(Drafter):
         config: DraftConfig,
         model: PreTrainedModel,
         policy: LengthPolicy | None = None,
-        num_tokens: int | None = None,
+        vocab_size: int | None = None,
     ):
         self.config = config
         self.shape = config.shape
         self.model = model
         self.policy = policy or make_policy(config, model)
-        self.num_tokens = num_tokens
+        self.vocab_size = vocab_size
         self._runner: ModelRunner | None = None
         self._sent: dict[int, Unmerged] = {}
         self.counters: dict[str, int] = {}
@@ -175,7 +179,7 @@ class DraftModelDrafter(Drafter):
             self.model,
             state.num_rows,
             batching=self.config.batching,
-            num_tokens=self.num_tokens,
+            vocab_size=self.vocab_size,
         )
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.policy.start(state.num_rows)

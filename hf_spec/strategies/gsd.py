@@ -14,21 +14,19 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PreTrainedModel
 
-from hf_spec.decoding.length_policy import make_policy
 from hf_spec.decoding.longest_path import LongestPath
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.tree import DraftTree
 from hf_spec.decoding.verification import Walk
-from hf_spec.decoding.vocabulary import vocab_size
 from hf_spec.errors import OptionError
-from hf_spec.models.assistant import resolve_draft_model
 from hf_spec.strategies.base import register
-from hf_spec.strategies.draft_model import DraftModelDrafter, TreeConfig, TreeShape
+from hf_spec.strategies.draft_model import DraftModelDrafter, TreeConfig, TreeShape, make_drafter
 
 
-def _make_drafter(config: GsdConfig, target: PreTrainedModel, assistant: object) -> GsdDrafter:
-    model = resolve_draft_model(config.strategy, assistant, target)
-    return GsdDrafter(config, model, make_policy(config, target), vocab_size(target))
+def _make_drafter(
+    config: GsdConfig, target: PreTrainedModel, assistant: object
+) -> DraftModelDrafter:
+    return make_drafter(config, target, assistant, GsdDrafter)
 
 
 @register("gsd", _make_drafter)

@@ -31,18 +31,18 @@ FORWARD_TOKENS = 1024
 
 
 def answer_logits(
-    model: PreTrainedModel, batch: Sequence[Response], num_tokens: int | None = None
+    model: PreTrainedModel, batch: Sequence[Response], vocab_size: int | None = None
 ) -> Tensor:
     """(answer tokens, V) logits in front of each answer token, by the engine's packed forward.
 
     Args:
         model: reads the texts.
         batch: the texts.
-        num_tokens: V, where the model's own differs by padding.
+        vocab_size: V, where the model's own differs by padding.
     """
     chains = [[*r.prompt[-1:], *r.response[:-1]] for r in batch]
     tree = DraftTree.from_rows([(chain, list(range(-1, len(chain) - 1))) for chain in chains])
-    runner = ModelRunner(model, len(batch), num_tokens=num_tokens)
+    runner = ModelRunner(model, len(batch), vocab_size=vocab_size)
     with runner.active():
         return runner.forward(tree, [response.prompt for response in batch]).logits
 

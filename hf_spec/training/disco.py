@@ -31,7 +31,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from hf_spec.adapters.folder import BaseModel, SpecAdapter, save_adapter
-from hf_spec.decoding.vocabulary import vocab_size
+from hf_spec.decoding.vocabulary import num_embeddings
 from hf_spec.errors import OptionError
 from hf_spec.models.assistant import resolve_draft_model
 from hf_spec.models.disco_classifier import FEATURES, METHOD, DiscoClassifier, draft_features
@@ -308,7 +308,7 @@ def _guesses(
 ) -> dict[str, Tensor]:
     parts: dict[str, list[Tensor]] = {"features": [], "matched": [], "labels": []}
     for batch in answer_batches(shard):
-        draft_logits = answer_logits(draft, batch, vocab_size(model))
+        draft_logits = answer_logits(draft, batch, num_embeddings(model))
         target_logits = answer_logits(model, batch) if labels == "soft" else draft_logits
         chosen = torch.tensor([token for response in batch for token in response.response])
         places = torch.tensor([i for response in batch for i in range(len(response.response))])

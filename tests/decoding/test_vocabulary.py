@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_spec.decoding.vocabulary import fit_logits, fit_tokens, vocab_size
+from hf_spec.decoding.vocabulary import fit_logits, fit_tokens, num_embeddings
 from tests.tiny_models import VOCAB, build, padded
 
 
 @pytest.mark.parametrize("rows", [VOCAB, VOCAB + 31, VOCAB - 40])
-def test_vocab_size_counts_rows(rows: int) -> None:
-    assert vocab_size(padded(build("llama"), rows)) == rows
+def test_num_embeddings_counts_rows(rows: int) -> None:
+    assert num_embeddings(padded(build("llama"), rows)) == rows
 
 
 def test_tokens_beyond_the_last_row_are_read_as_it() -> None:

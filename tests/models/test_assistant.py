@@ -138,6 +138,8 @@ class TestRefusals:
             resolve_draft_model("draft", headless, target)
 
     def test_another_vocabulary(self, target: PreTrainedModel) -> None:
+        padded = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB + 128, **SMALL))
+        assert resolve_draft_model("draft", padded, target) is padded
         other = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB + 129, **SMALL))
         with pytest.raises(AssistantError, match="vocabulary has 226 tokens, the target's 97"):
             resolve_draft_model("draft", other, target)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -52,7 +53,7 @@ def test_output_is_the_targets(name: str, strategy: str, rows: int, kind: str) -
 def test_padding_rows_are_never_proposed(name: str) -> None:
     """The target with more rows drafts what the target says, however likely the new rows are."""
     target = build(name)
-    itself = padded(target, VOCAB + 31)
+    itself = copy.deepcopy(padded(target, VOCAB + 31))
     with torch.no_grad():
         itself.get_output_embeddings().weight[VOCAB:] *= 100
     output = target.generate(
@@ -84,7 +85,7 @@ def test_transformers_loop_takes_its_candidates() -> None:
     target = build("llama")
     itself = padded(target, VOCAB + 31)
     prompt = prompts("llama", "one")["input_ids"]
-    drafter = DraftModelDrafter(DraftConfig(max_draft_tokens=4), itself, num_tokens=VOCAB)
+    drafter = DraftModelDrafter(DraftConfig(max_draft_tokens=4), itself, vocab_size=VOCAB)
     candidates, _ = drafter.get_candidates(prompt)
     answers = PlainAnswers(target)(prompt, 4)
     assert candidates[0, prompt.shape[1] :].tolist() == answers[0]
