@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+import hf_spec
 from hf_spec import FalconConfig
 from hf_spec.bench.prompts import Prompt, load_prompts
+from hf_spec.decoding.vocabulary import num_embeddings
 from hf_spec.models.adaptive_tokens import adaptive_tokens
 from hf_spec.models.falcon_head import FalconHead, FalconShape
-from tests.tiny_models import left_padded
+from tests.tiny_models import left_padded, padded
 
 pytestmark = pytest.mark.real
 
@@ -107,6 +109,32 @@ def test_the_trained_adapters_are_accepted(
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("prompt", PROMPTS[::6], ids=lambda prompt: prompt.id)
+@pytest.mark.parametrize("strategy", ["draft", "tree"])
+def test_drafts_padded_to_another_size(
+    strategy: str, prompt: Prompt, smollm2: Any, expected: dict[str, Tensor]
+) -> None:
+    """As in the Qwen2.5 family; rows that are only padding change neither text nor acceptance."""
+    model, tokenizer = smollm2
+    draft = hf_spec.truncated_draft(model, 2)
+    ids = prompt.encode(tokenizer)
+    plain = expected[prompt.id][:, : ids.shape[1] + UNTRAINED_NEW_TOKENS]
+    accepted = []
+    for rows in (0, 128, -128):
+        assistant = padded(draft, num_embeddings(model) + rows)
+        output = model.generate(
+            ids,
+            max_new_tokens=UNTRAINED_NEW_TOKENS,
+            do_sample=False,
+            spec_strategy=strategy,
+            assistant=assistant,
+            return_dict_in_generate=True,
+        )
+        assert output.sequences.tolist() == plain.tolist()
+        accepted.append(output.spec_stats.accepted_tokens)
+    assert accepted[1] == accepted[0]
+
+
 def test_adaptive_tokens_leave_the_logits_alone(smollm2: Any) -> None:
     """To the bit, while the adapter hangs on the model."""
     model, tokenizer = smollm2
