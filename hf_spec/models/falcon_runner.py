@@ -10,16 +10,17 @@ kept is the state behind the pair before the newest k - 1, and the features of t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from hf_spec.decoding.attention import PackedStep, Segment, packed_attention
-from hf_spec.decoding.cpu_linear import fast_cpu_linears
+from hf_spec.decoding.attention import PackedAttention, PackedStep, Segment, takes_packed
+from hf_spec.decoding.cpu_linear import fast_cpu_linears, fast_products
 from hf_spec.decoding.kv_cache import KVPool
 from hf_spec.decoding.step_graphs import StepGraphs
 from hf_spec.errors import UnsupportedError
@@ -27,6 +28,9 @@ from hf_spec.models.falcon_head import FalconHead, State
 
 # Pairs of a prompt that run at once; bounds masks and activations.
 FEED_CHUNK = 1024
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass
@@ -86,6 +90,18 @@ class Blocks:
     visible: Tensor | None
 
 
+def _chosen_forward(method: Callable[Concatenate[HeadRunner, P], R]) -> Callable[..., R]:
+    """Run a method of an active runner with its attention and its fast products."""
+
+    @wraps(method)
+    def run(self: HeadRunner, *args: P.args, **kwargs: P.kwargs) -> R:
+        assert self._attention is not None, "passes happen while active"
+        with fast_products(), self._attention.chosen():
+            return method(self, *args, **kwargs)
+
+    return run
+
+
 class HeadRunner:
     """A head, its key-value pool and its forward passes.
 
@@ -102,6 +118,7 @@ class HeadRunner:
         self.pool = KVPool(num_slots)
         self.forwards = 0
         self._size = head.shape.block_size
+        self._attention: PackedAttention | None = None
         self._graphs: StepGraphs | None = None
         self._mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=head.attention.device)
 
@@ -113,16 +130,18 @@ class HeadRunner:
             UnsupportedError: if its layers take no attention function.
         """
         with ExitStack() as stack:
-            if not stack.enter_context(packed_attention(self.head.attention)):
+            if not takes_packed(self.head.attention):
                 raise UnsupportedError(
                     f"{type(self.head.attention).__name__} takes no attention function, which the "
                     "blocks of a Falcon head need; use spec_strategy='draft' or 'tree'"
                 )
+            self._attention = PackedAttention(self.head.attention)
             stack.enter_context(fast_cpu_linears(self.head))
             self._graphs = StepGraphs(self.head.attention, self.pool, self._mask.device)
             stack.callback(self._graphs.clear)
             yield self
 
+    @_chosen_forward
     def feed(
         self, rows: Sequence[PairRow], texts: Sequence[Sequence[int]]
     ) -> tuple[Tensor, State | None]:
@@ -158,6 +177,7 @@ class HeadRunner:
             row.features = row.features[len(row.features) - self._size + 1 :]
         return torch.stack(newest), state
 
+    @_chosen_forward
     def grow(
         self,
         rows: Sequence[PairRow],
@@ -192,6 +212,7 @@ class HeadRunner:
             outputs = self._run(tokens.flatten(), features.flatten(0, 2), writes, segments)
         return outputs.view(len(rows), blocks.count, size, -1), state
 
+    @_chosen_forward
     def attend(self, mixed: Tensor, writes: Sequence[Any], segments: Sequence[Segment]) -> Tensor:
         """One packed pass over (T, H) mixed pairs -> (T, H) foretold features."""
         step, positions = self._begin(writes, segments)
@@ -199,6 +220,7 @@ class HeadRunner:
         (positions,) = self._graphs.put([positions], step)
         return self._attend(mixed, positions, step)
 
+    @fast_products()
     def lists(self, outputs: Tensor, num_ranks: int) -> tuple[Tensor, Tensor, Tensor]:
         """The likeliest tokens behind (M, H) foretold features.
 
