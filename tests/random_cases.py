@@ -59,6 +59,9 @@ class Case:
         given = tiny_models.speculation(self.model, self.strategy)
         config = parse_strategy(given["spec_strategy"])
         known = {name: value for name, value in self.changes.items() if hasattr(config, name)}
+        if self.strategy == "disco":
+            # Its classifier is its policy.
+            known.pop("length_policy", None)
         if not takes_packed(tiny_models.build(self.model)):
             known.pop("batching", None)
         return {**given, "spec_strategy": replace(config, **known)}
@@ -80,6 +83,9 @@ def draw(number: int) -> Case:
     options: dict[str, Any] = {"max_new_tokens": dice.randint(1, 24)}
     for make in dice.sample(OPTIONS, dice.choice((0, 1, 1, 2, 3))):
         options |= make(dice)
+    if "forced_eos_token_id" in options:
+        # transformers refuses to force a token that is suppressed.
+        options.pop("suppress_tokens", None)
     if "min_new_tokens" in options:
         options["min_new_tokens"] = min(options["min_new_tokens"], options["max_new_tokens"])
     return Case(
