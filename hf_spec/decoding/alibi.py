@@ -11,7 +11,6 @@ thread has; without any it is the model's own. It goes when the last forward tha
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +20,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.falcon import modeling_falcon
+
+# What the models call for their bias.
+NAME = "build_alibi_tensor"
 
 
 def uses_alibi(model: PreTrainedModel) -> bool:
@@ -37,9 +39,8 @@ class _Forward(threading.local):
 
 _forward = _Forward()
 _lock = threading.Lock()
-# By owner of a builder: forwards under way.
-_users: Counter[int] = Counter()
-NAME = "build_alibi_tensor"
+# Owners that hold our builder: what each had of its own, and how many forwards need ours.
+_in_place: dict[int, tuple[Any, int]] = {}
 
 
 @contextmanager
@@ -87,21 +88,18 @@ def _tree_builder(plain: Callable[..., Tensor], rounds: bool) -> Callable[..., T
 def _replaced(owner: Any, make: Callable[[Any], Any]) -> Iterator[None]:
     """Put `make(plain)` in the place of the owner's builder while any block needs it."""
     with _lock:
-        if not _users[id(owner)]:
-            plain = getattr(owner, NAME)
-            builder = make(plain)
-            builder.own = vars(owner).get(NAME)
-            setattr(owner, NAME, builder)
-        _users[id(owner)] += 1
+        own, users = _in_place.get(id(owner), (vars(owner).get(NAME), 0))
+        if not users:
+            setattr(owner, NAME, make(getattr(owner, NAME)))
+        _in_place[id(owner)] = own, users + 1
     try:
         yield
     finally:
         with _lock:
-            _users[id(owner)] -= 1
-            if not _users[id(owner)]:
-                del _users[id(owner)]
-                own = vars(owner)[NAME].own
-                if own is None:
-                    delattr(owner, NAME)
-                else:
-                    setattr(owner, NAME, own)
+            own, users = _in_place.pop(id(owner))
+            if users > 1:
+                _in_place[id(owner)] = own, users - 1
+            elif own is None:
+                delattr(owner, NAME)
+            else:
+                setattr(owner, NAME, own)

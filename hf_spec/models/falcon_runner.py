@@ -10,11 +10,10 @@ kept is the state behind the pair before the newest k - 1, and the features of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,9 +27,6 @@ from hf_spec.models.falcon_head import FalconHead, State
 
 # Pairs of a prompt that run at once; bounds masks and activations.
 FEED_CHUNK = 1024
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 @dataclass
@@ -90,18 +86,6 @@ class Blocks:
     visible: Tensor | None
 
 
-def _chosen_forward(method: Callable[Concatenate[HeadRunner, P], R]) -> Callable[..., R]:
-    """Run a method of an active runner with its attention and its fast products."""
-
-    @wraps(method)
-    def run(self: HeadRunner, *args: P.args, **kwargs: P.kwargs) -> R:
-        assert self._attention is not None, "passes happen while active"
-        with fast_products(), self._attention.chosen():
-            return method(self, *args, **kwargs)
-
-    return run
-
-
 class HeadRunner:
     """A head, its key-value pool and its forward passes.
 
@@ -141,7 +125,7 @@ class HeadRunner:
             stack.callback(self._graphs.clear)
             yield self
 
-    @_chosen_forward
+    @fast_products()
     def feed(
         self, rows: Sequence[PairRow], texts: Sequence[Sequence[int]]
     ) -> tuple[Tensor, State | None]:
@@ -177,7 +161,7 @@ class HeadRunner:
             row.features = row.features[len(row.features) - self._size + 1 :]
         return torch.stack(newest), state
 
-    @_chosen_forward
+    @fast_products()
     def grow(
         self,
         rows: Sequence[PairRow],
@@ -212,7 +196,7 @@ class HeadRunner:
             outputs = self._run(tokens.flatten(), features.flatten(0, 2), writes, segments)
         return outputs.view(len(rows), blocks.count, size, -1), state
 
-    @_chosen_forward
+    @fast_products()
     def attend(self, mixed: Tensor, writes: Sequence[Any], segments: Sequence[Segment]) -> Tensor:
         """One packed pass over (T, H) mixed pairs -> (T, H) foretold features."""
         step, positions = self._begin(writes, segments)
@@ -241,9 +225,11 @@ class HeadRunner:
         return PackedStep(self.pool, writes, segments), positions
 
     def _attend(self, mixed: Tensor, positions: Tensor, step: PackedStep) -> Tensor:
-        outputs = self.head.attend(
-            mixed[None], attention_mask=self._mask, position_ids=positions[None], spec_step=step
-        )
+        assert self._attention is not None, "passes happen while active"
+        with self._attention.chosen():
+            outputs = self.head.attend(
+                mixed[None], attention_mask=self._mask, position_ids=positions[None], spec_step=step
+            )
         step.check(self.head.attention, self.head.shape.num_layers)
         return outputs[0]
 
