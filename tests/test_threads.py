@@ -164,6 +164,34 @@ def test_any_mixture_of_calls_is_exact(strategy: str) -> None:
         assert snapshot(model) == before
 
 
+@pytest.mark.parametrize("name", ["falcon_alibi", "gpt_oss", "llama"])
+def test_batches_of_two_threads_share_a_model(name: str) -> None:
+    """Continuous batching beside itself, and beside plain calls."""
+    model = tiny_models.build(name)
+    prompts = [prompt_of(name)[0, :length].tolist() for length in (9, 21, 4, 30)]
+    alone = [
+        model.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False)
+        for prompt in prompts
+    ]
+    expected = [row[0, len(p) :].tolist() for row, p in zip(alone, prompts, strict=True)]
+    before = snapshot(model)
+    barrier = threading.Barrier(2)
+
+    def run(strategy: str) -> list[list[int]]:
+        barrier.wait(PATIENCE)
+        options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "max_batch": 2}
+        given = tiny_models.speculation(name, strategy)
+        found = model.generate_batch(prompts, **options, **given)
+        assert torch.equal(generate(name, None), generate(name, "lookup"))
+        return [output.generated_tokens for output in found.values()]
+
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [pool.submit(run, strategy) for strategy in ("lookup", "tree")]
+        for job in jobs:
+            assert job.result(timeout=PATIENCE) == expected
+    assert snapshot(model) == before
+
+
 def test_the_config_of_a_running_model_reads_as_found() -> None:
     model = tiny_models.build("llama")
     own = model.config._attn_implementation
