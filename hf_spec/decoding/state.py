@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -75,7 +75,9 @@ class GenerationState:
         self._ends: list[int | None] = [None] * self.num_rows
         self._asked = [0] * self.num_rows
         self._depths: list[list[int]] = [[] for _ in self.tokens]
+        # What criteria were shown of all rows, and what they are shown of rows that have ended.
         self._shown_scores: list[Tensor] = []
+        self._padding_scores: list[list[Tensor]] = [[] for _ in self.tokens]
         self.feed = StreamFeed(self.streamer, self.num_rows)
         self.scores = [[] for _ in self.tokens]
         self.logits = [[] for _ in self.tokens]
@@ -186,15 +188,32 @@ class GenerationState:
         for row in before:
             self._extend(row, verdict)
         self._settle()
-        try:
-            for stop in dict.fromkeys(self._stops):
-                if stop.asks:
-                    self._ask(stop)
-        finally:
-            # A criterion may raise: what it let pass before is out, as in plain generate().
-            if self.streamer is not None:
-                self._stream()
+        self._confirm()
         self.stats.count_round([max(0, self.generated[row] - n) for row, n in before.items()])
+
+    def missing_scores(self) -> dict[int, range]:
+        """Rows that have ended whose scores criteria wait for; between two rounds.
+
+        Returns:
+            Per row which places after its end are asked for, in tokens of padding: from 0 on where
+            its last token has to run, too.
+        """
+        asked = self._asked[0]
+        ended = {row for row in range(self.num_rows) if self._ended_by(row, asked)}
+        going_on = [self.generated[row] for row in range(self.num_rows) if row not in ended]
+        if not (self.keep_scores and self.stop.asks and self.stop.pads and going_on):
+            return {}
+        wanted = {
+            row: range(len(self._padding_scores[row]), min(going_on) - self.generated[row])
+            for row in sorted(ended)
+        }
+        return {row: places for row, places in wanted.items() if places}
+
+    def show_padding(self, scores: Mapping[int, Sequence[Tensor]]) -> None:
+        """Let criteria see the scores of rows that have ended, each (V,), and ask on."""
+        for row, found in scores.items():
+            self._padding_scores[row] += found
+        self._confirm()
 
     def finish(self) -> SpecGenerateOutput:
         """Close the streamer and return the sequences in the layout of plain `generate()`."""
@@ -209,8 +228,8 @@ class GenerationState:
         # The annotations of transformers say LongTensor and tuple[Tensor]; it fills in the same.
         fields: dict[str, Any] = {
             "sequences": sequences.to(self.device),
-            "scores": self._per_step(self.scores, 0, longest) if self.keep_scores else None,
-            "logits": self._per_step(self.logits, 0, longest) if self.keep_logits else None,
+            "scores": self._per_step(self.scores, longest) if self.keep_scores else None,
+            "logits": self._per_step(self.logits, longest) if self.keep_logits else None,
         }
         return SpecGenerateOutput(**fields, spec_stats=stats)
 
@@ -228,21 +247,38 @@ class GenerationState:
 
     def _extend(self, row: int, verdict: Verdict) -> None:
         """Append what the verdict gives to `row`, and note where a rule for single rows holds."""
-        host, stop = verdict.tree.host, self._stops[row]
-        accepted, block = len(verdict.accepted[row]), verdict.tokens(row)
-        for index, token in enumerate(block):
+        stop, before = self._stops[row], self.generated[row]
+        accepted = len(verdict.accepted[row])
+        for index, token in enumerate(verdict.tokens(row)):
             self.append(row, token, index + 1 if index < accepted else 0)
             if verdict.scores is not None:
                 self.scores[row].append(verdict.scores[row][index])
             if verdict.logits is not None:
                 self.logits[row].append(verdict.logits[row][index])
-            if self._ends[row] is None:
-                frame = self.frames[row, : self.frame_length(row)]
-                if stop.end_row(frame.to(self.device) if stop.reads_frames else frame, token):
-                    self._ends[row] = self.generated[row]
+            if self._ends[row] is None and stop.end_row(self._newest_frame(row), token):
+                self._ends[row] = self.generated[row]
+            if self._ends[row] is not None and stop.pads:
+                break
+        host, gained = verdict.tree.host, self.generated[row] - before
         self.stats.rows[self.sequence[row]].count(
-            host.num_drafted(row), host.height(row), accepted, len(block)
+            host.num_drafted(row), host.height(row), min(accepted, gained), gained
         )
+
+    def _newest_frame(self, row: int) -> Tensor:
+        """(L,) int64: the row as plain `generate()` holds it; on the host if nobody reads it."""
+        frame = self.frames[row, : self.frame_length(row)]
+        return frame.to(self.device) if self._stops[row].reads_frames else frame
+
+    def _confirm(self) -> None:
+        """Ask the criteria as far as all is there, then hand on what is certain."""
+        try:
+            for stop in dict.fromkeys(self._stops):
+                if stop.asks:
+                    self._ask(stop)
+        finally:
+            # A criterion may raise: what it let pass before is out, as in plain generate().
+            if self.streamer is not None:
+                self._stream()
 
     def _ask(self, stop: StopRules) -> None:
         """Ask the criteria of one call about every step that all of its rows have reached."""
@@ -259,12 +295,18 @@ class GenerationState:
 
     def _reached(self, stop: StopRules, rows: Sequence[int], step: int) -> bool:
         """Whether plain `generate()` takes this step and all its tokens are there."""
-        ended = [self._ended_by(row, step - 1) for row in rows]
-        there = (
-            self.generated[row] >= step or (gone and stop.pads)
-            for row, gone in zip(rows, ended, strict=True)
+        ended = {row for row in rows if self._ended_by(row, step - 1)}
+        return len(ended) < len(rows) and all(
+            self.generated[row] >= step or (stop.pads and row in ended and self._scored(row, step))
+            for row in rows
         )
-        return not all(ended) and all(there)
+
+    def _scored(self, row: int, step: int) -> bool:
+        """Whether a row that has ended lacks no scores that a criterion may read."""
+        return not self.keep_scores or len(self._all_scores(row)) >= step
+
+    def _all_scores(self, row: int) -> list[Tensor]:
+        return self.scores[row] + self._padding_scores[row]
 
     def _ended_by(self, row: int, step: int) -> bool:
         """Whether a rule held for `row` within its first `step` tokens."""
@@ -281,9 +323,14 @@ class GenerationState:
 
     def _scores_until(self, rows: Sequence[int], step: int) -> tuple[Tensor, ...]:
         """The scores of the first steps, each (rows, V)."""
-        self._shown_scores += self._per_step(
-            [self.scores[row] for row in rows], len(self._shown_scores), step
-        )
+        held = [self._all_scores(row) for row in rows]
+        for index in range(len(self._shown_scores), step):
+            together = torch.stack([scores[index] for scores in held])
+            self._shown_scores.append(together)
+            for row, scores in zip(rows, together, strict=True):
+                if index < len(self.scores[row]):
+                    # One copy in memory, not two.
+                    self.scores[row][index] = scores
         return tuple(self._shown_scores)
 
     def _settle(self) -> None:
@@ -336,9 +383,9 @@ class GenerationState:
             self.feed.send(row, self.tokens[row][prompt : prompt + length], ended)
 
     @staticmethod
-    def _per_step(rows: Sequence[list[Tensor]], start: int, stop: int) -> tuple[Tensor, ...]:
+    def _per_step(rows: list[list[Tensor]], steps: int) -> tuple[Tensor, ...]:
         blank = torch.zeros_like(rows[0][0])
         return tuple(
             torch.stack([row[step] if step < len(row) else blank for row in rows])
-            for step in range(start, stop)
+            for step in range(steps)
         )

@@ -20,10 +20,21 @@ from transformers.generation.stopping_criteria import (
     StopStringCriteria,
 )
 
+from hf_spec.decoding.copies import own_copy
 from hf_spec.errors import UnsupportedError
 
 # Criteria whose answer for a row depends on that row alone. Exactly these: a subclass may do more.
 PER_ROW = (StopStringCriteria, MaxTimeCriteria)
+
+
+def for_one_sequence(criteria: Sequence[Any]) -> list[Any]:
+    """The criteria of a call for one of its sequences, where each is a batch of its own.
+
+    Raises:
+        UnsupportedError: if a class that may remember earlier calls cannot be copied.
+    """
+    known = (MaxLengthCriteria, EosTokenCriteria, *PER_ROW)
+    return [c if type(c) in known else own_copy(c, "several sequences") for c in criteria]
 
 
 class StopRules:

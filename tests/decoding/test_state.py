@@ -312,10 +312,39 @@ def test_scores_are_kept_per_step_for_committed_tokens_only() -> None:
     assert output.sequences[:, 4:].tolist() == [[11, 12, 0], [14, 15, 16]]
     assert [step[:, 0].tolist() for step in output.scores] == [[1, 4], [2, 5], [0, 6]]
     assert [step[:, 0].tolist() for step in output.logits] == [[-1, -4], [-2, -5], [0, -6]]
-    seen = [None if s is None else len(s) for _, s in criterion.shown]
-    assert seen == [1, 2, 3], "asked at every step, also where length or end of sequence stop"
-    last = criterion.shown[1][1]
-    assert [step[:, 0].tolist() for step in last] == [[1, 4], [2, 5]]
+    seen = [[step[:, 0].tolist() for step in shown] for _, shown in criterion.shown]
+    assert seen == [[[1, 4]], [[1, 4], [2, 5]]]
+
+
+def test_criteria_wait_for_the_scores_of_rows_that_have_ended() -> None:
+    """Plain generate() runs such rows on, on padding, and shows their scores with the others."""
+    criterion = EndRowOn(98, 98)
+    rules = MaxLengthCriteria(9), EosTokenCriteria(12), criterion
+    state = make_state(*rules, keep_scores=True)
+    ones = torch.ones(3)
+    commit(state, [11, 12, 13], [14], scores=[[ones * 1, ones * 2, ones * 3], [ones * 4]])
+    assert state.missing_scores() == {}, "row 0 was not asked about up to its end"
+    commit(state, [], [15, 16, 17], scores=[[], [ones * 5, ones * 6, ones * 7]])
+    assert len(criterion.shown) == 2
+    assert state.missing_scores() == {0: range(2)}
+    state.show_padding({0: [ones * 8, ones * 9]})
+    assert state.missing_scores() == {}
+    assert len(criterion.shown) == 4
+    seen = [step[:, 0].tolist() for step in criterion.shown[-1][1]]
+    assert seen == [[1, 4], [2, 5], [8, 6], [9, 7]]
+    commit(state, [], [18], scores=[[], [ones * 10]])
+    assert state.missing_scores() == {0: range(2, 3)}
+    state.show_padding({0: [ones * 11]})
+    assert len(criterion.shown) == 5, "asked at the last step, too"
+    assert state.missing_scores() == {}
+    output = state.finish()
+    assert [step[:, 0].tolist() for step in output.scores] == [
+        [1, 4],
+        [2, 5],
+        [0, 6],
+        [0, 7],
+        [0, 10],
+    ]
 
 
 def test_the_streamer_gets_committed_blocks_once_and_in_order() -> None:
