@@ -318,7 +318,8 @@ class GenerationState:
         prompt = self._prompt_lengths[rows[0]]
         frames = self.frames[list(rows), : prompt + step]
         for place, row in enumerate(rows):
-            frames[place, prompt + self.generated[row] :] = self.pad_token_id
+            if self.generated[row] < step:
+                frames[place, prompt + self.generated[row] :] = self.pad_token_id
         return frames.to(self.device)
 
     def _scores_until(self, rows: Sequence[int], step: int) -> tuple[Tensor, ...]:
