@@ -1,12 +1,15 @@
-"""Stopping criteria of every kind that a user may write; each keeps what it was shown."""
+"""Stopping criteria of every kind that a user may write; calls with them, beside plain ones."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import StoppingCriteria
+from transformers import StoppingCriteria, StoppingCriteriaList
+
+from hf_spec import BatchStreamer
 
 Answer = bool | Tensor
 
@@ -130,3 +133,64 @@ class Confident(Recording):
         if scores is None:
             return False
         return scores[-1].softmax(dim=-1).amax(dim=-1).min() > self.least
+
+
+def run(model: Any, given: dict[str, Any], rules: list[Any]) -> tuple[Any, str, list[Any]]:
+    """Output, error and the criteria that were asked, from copies that remember nothing yet."""
+    rules = copy.deepcopy(rules)
+    try:
+        output = model.generate(**given, stopping_criteria=StoppingCriteriaList(rules))
+    except StoppedError as error:
+        return None, str(error), rules
+    return output, "", rules
+
+
+def compare(
+    model: Any, given: dict[str, Any], rules: list[Any], speculation: dict[str, Any]
+) -> tuple[Any, Any]:
+    """Check that a call with criteria is as in plain `generate()`.
+
+    Compared are tokens, what each criterion was shown at each call, scores, logits, exceptions,
+    what was streamed, and the statistics with the tokens that came out.
+
+    Returns:
+        Both outputs, None where a criterion failed.
+    """
+    width = given["input_ids"].shape[1]
+    expected, error, right = run(model, given, rules)
+    streamed: dict[int, list[int]] = {row: [] for row in range(len(given["input_ids"]))}
+    streamer = BatchStreamer(lambda row, tokens: streamed[row].extend(tokens))
+    output, problem, mine = run(model, {**given, **speculation, "streamer": streamer}, rules)
+    assert problem == error
+    for ours, theirs in zip(mine, right, strict=True):
+        assert ours.calls == theirs.calls
+        for step, at_step in zip(ours.scores or [], theirs.scores or [], strict=True):
+            torch.testing.assert_close(step, at_step, atol=2e-4, rtol=1e-4)
+    pad = given.get("pad_token_id", 0)
+    if error:
+        # Plain generate() streams a token after the criteria have seen it.
+        wanted = torch.tensor(right[0].calls[-1])[:, :-1]
+    else:
+        sequences = output if isinstance(output, Tensor) else output.sequences
+        wanted = expected if isinstance(expected, Tensor) else expected.sequences
+        assert sequences.tolist() == wanted.tolist()
+    ends = [width + len(tokens) for tokens in streamed.values()]
+    for row, tokens in streamed.items():
+        assert wanted[row, width : ends[row]].tolist() == tokens
+        assert set(wanted[row, ends[row] :].tolist()) <= {pad}
+    if not error and not isinstance(output, Tensor):
+        assert [row.new_tokens for row in output.spec_stats.rows] == [end - width for end in ends]
+        for part in ("scores", "logits"):
+            _check_scores(getattr(output, part), getattr(expected, part), wanted[:, width:])
+    return output, expected
+
+
+def _check_scores(ours: Any, theirs: Any, said: Tensor) -> None:
+    """Equal wherever a row has a token of its own; after its end the output has zeros."""
+    assert (ours is None) == (theirs is None)
+    for step, (mine, right) in enumerate(zip(ours or [], theirs or [], strict=True)):
+        for row in range(len(said)):
+            if bool(mine[row].any()):
+                torch.testing.assert_close(mine[row], right[row], atol=2e-4, rtol=1e-4)
+            else:
+                assert bool((said[row, step:] == said[row, step]).all()), "only padding follows"

@@ -1,12 +1,10 @@
 """Random calls with stopping criteria of every kind: all is as in plain `generate()`.
 
-Compared are the tokens, what each criterion was shown at each call, scores, what was streamed, and
-the statistics with the tokens that came out.
+See `tests.criteria.compare` for what is compared.
 """
 
 from __future__ import annotations
 
-import copy
 import random
 from typing import Any
 
@@ -15,11 +13,9 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteriaList
 
-from hf_spec import BatchStreamer
 from tests import criteria, tiny_models
 
 MODELS = ("llama", "gemma3", "bloom", "gpt2")
-# Tokens after which scores are compared: an ended row of the output has none.
 FEW, MANY = 12, 300
 
 
@@ -80,28 +76,6 @@ def random_options(draw: random.Random, said: Tensor) -> dict[str, Any]:
     return options
 
 
-def run(model: Any, given: dict[str, Any], rules: list[Any]) -> tuple[Any, str, list[Any]]:
-    """Output, error and the criteria that were asked, from copies that remember nothing yet."""
-    rules = copy.deepcopy(rules)
-    try:
-        output = model.generate(**given, stopping_criteria=StoppingCriteriaList(rules))
-    except criteria.StoppedError as error:
-        return None, str(error), rules
-    return output, "", rules
-
-
-def check_scores(ours: Any, theirs: Any, ends: list[int]) -> None:
-    """Equal wherever a row has a token of its own; after its end the output has zeros."""
-    assert (ours is None) == (theirs is None)
-    if ours is None:
-        return
-    assert len(ours) == len(theirs)
-    for step, (mine, right) in enumerate(zip(ours, theirs, strict=True)):
-        for row, end in enumerate(ends):
-            if step < end:
-                torch.testing.assert_close(mine[row], right[row], atol=2e-4, rtol=1e-4)
-
-
 def check_generate(draw: random.Random, name: str, strategy: str) -> None:
     model = tiny_models.build(name)
     given = tiny_models.left_padded(random_prompts(draw, name))
@@ -110,38 +84,7 @@ def check_generate(draw: random.Random, name: str, strategy: str) -> None:
     said = free[:, width:]
     given |= random_options(draw, said)
     rules: list[Any] = [random_criterion(draw, said) for _ in range(draw.choice([1, 1, 2]))]
-    expected, error, right = run(model, given, rules)
-    streamed: dict[int, list[int]] = {row: [] for row in range(len(said))}
-    streamer = BatchStreamer(lambda row, tokens: streamed[row].extend(tokens))
-    given |= tiny_models.speculation(name, strategy)
-    output, problem, mine = run(model, {**given, "streamer": streamer}, rules)
-    assert problem == error
-    for ours, theirs in zip(mine, right, strict=True):
-        assert ours.calls == theirs.calls
-        if ours.scores is not None:
-            for step, at_step in zip(ours.scores, theirs.scores, strict=True):
-                torch.testing.assert_close(step, at_step, atol=2e-4, rtol=1e-4)
-    if error:
-        # Plain generate() streams a token after the criteria have seen it.
-        confirmed = [row[width:-1] for row in right[0].calls[-1]]
-        assert all(
-            confirmed[row][: len(tokens)] == tokens and set(confirmed[row][len(tokens) :]) <= {0, 5}
-            for row, tokens in streamed.items()
-        )
-        return
-    sequences = output if isinstance(output, Tensor) else output.sequences
-    wanted = expected if isinstance(expected, Tensor) else expected.sequences
-    assert sequences.tolist() == wanted.tolist()
-    ends = [len(tokens) for tokens in streamed.values()]
-    pads = given.get("pad_token_id", 0)
-    for row, tokens in streamed.items():
-        end = width + ends[row]
-        assert wanted[row, width:end].tolist() == tokens
-        assert set(wanted[row, end:].tolist()) <= {pads}
-    if not isinstance(output, Tensor):
-        assert [row.new_tokens for row in output.spec_stats.rows] == ends
-        for part in ("scores", "logits"):
-            check_scores(getattr(output, part), getattr(expected, part), ends)
+    criteria.compare(model, given, rules, tiny_models.speculation(name, strategy))
 
 
 def check_batch(draw: random.Random, name: str, strategy: str) -> None:
@@ -166,7 +109,7 @@ def check_batch(draw: random.Random, name: str, strategy: str) -> None:
     for prompt, output in zip(prompts, outputs.values(), strict=True):
         ids = torch.tensor([prompt])
         alone = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **options}
-        expected, _, _ = run(model, alone, rules)
+        expected, _, _ = criteria.run(model, alone, rules)
         assert output.generated_tokens == expected[0, len(prompt) :].tolist()
         assert output.spec_stats.new_tokens == len(output.generated_tokens)
     assert rules[0].calls == [], "sequences have copies"
