@@ -106,8 +106,11 @@ class StopRules:
             scores: one (B, V) tensor per step, or None.
 
         Raises:
-            UnsupportedError: if an answer is neither for all rows nor for each.
+            UnsupportedError: if an answer is neither for all rows nor for each, or if a criterion
+                changes the text, which plain `generate()` would go on from.
         """
+        # Tensors of inference mode do not count their changes.
+        version = None if input_ids.is_inference() else input_ids._version
         ended = torch.zeros(self.num_rows, dtype=torch.bool, device=input_ids.device)
         for criterion in self._per_step:
             # Combined as plain generate() does it, so whatever it takes for an answer is one here.
@@ -117,6 +120,11 @@ class StopRules:
                     f"{type(criterion).__name__} answered with a shape that makes "
                     f"{tuple(both.shape)} of {self.num_rows} rows; a stopping criterion returns "
                     f"one bool or a bool tensor of shape ({self.num_rows},)"
+                )
+            if version is not None and input_ids._version != version:
+                raise UnsupportedError(
+                    f"{type(criterion).__name__} changed the input_ids it was shown; a stopping "
+                    "criterion can only end sequences here, so use a logits processor"
                 )
             ended = both.reshape(-1)
         going_on = torch.ones_like(ended, dtype=torch.long) & ~ended

@@ -12,6 +12,7 @@ from transformers.generation import EosTokenCriteria, MaxTimeCriteria
 from transformers.generation.stopping_criteria import ConfidenceCriteria
 
 from hf_spec.decoding.stopping import StopRules, for_one_sequence
+from hf_spec.errors import UnsupportedError
 from tests import tiny_models
 
 
@@ -70,6 +71,23 @@ def test_every_criterion_is_asked_once_and_one_answer_is_enough() -> None:
     rules = StopRules(criteria, 3)
     assert rules.ask(torch.zeros(3, 4, dtype=torch.long), None) == [True, False, True]
     assert [criterion.calls for criterion in criteria] == [1, 1]
+
+
+class Rewriting(StoppingCriteria):
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> bool:
+        input_ids[:, -1] = 7
+        return False
+
+
+def test_a_criterion_that_rewrites_the_text_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"Rewriting changed the input_ids.*processor"):
+        StopRules([Rewriting()], 1).ask(torch.zeros(1, 4, dtype=torch.long), None)
+
+
+def test_tensors_of_inference_mode_are_shown_too() -> None:
+    with torch.inference_mode():
+        shown = torch.zeros(2, 4, dtype=torch.long)
+        assert StopRules([PerRow(True, False)], 2).ask(shown, None) == [True, False]
 
 
 @pytest.mark.parametrize(
