@@ -198,14 +198,14 @@ class GenerationState:
             Per row which places after its end are asked for, in tokens of padding: from 0 on where
             its last token has to run, too.
         """
-        asked = self._asked[0]
-        ended = {row for row in range(self.num_rows) if self._ended_by(row, asked)}
-        going_on = [self.generated[row] for row in range(self.num_rows) if row not in ended]
-        if not (self.keep_scores and self.stop.asks and self.stop.pads and going_on):
+        if not (self.keep_scores and self.stop.asks and self.stop.pads):
             return {}
+        ended = [self._ended_by(row, self._asked[row]) for row in range(self.num_rows)]
+        going_on = [n for n, gone in zip(self.generated, ended, strict=True) if not gone]
         wanted = {
             row: range(len(self._padding_scores[row]), min(going_on) - self.generated[row])
-            for row in sorted(ended)
+            for row, gone in enumerate(ended)
+            if gone and going_on
         }
         return {row: places for row, places in wanted.items() if places}
 
