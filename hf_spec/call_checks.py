@@ -186,6 +186,23 @@ def check_batch_streamer(streamer: object) -> None:
         )
 
 
+def check_padding(pad_token_id: object, pads: bool) -> None:
+    """Refuse a call that pads rows and has no token for it, which plain `generate()` fails on.
+
+    Args:
+        pad_token_id: as `generate()` resolved it.
+        pads: whether rows that end are padded.
+
+    Raises:
+        OptionError: says why there is padding.
+    """
+    if pads and pad_token_id is None:
+        raise OptionError(
+            "pad_token_id=None: a stopping criterion with eos_token_id makes generate() pad the "
+            "rows that have ended; set pad_token_id="
+        )
+
+
 def check_inputs(
     model: PreTrainedModel,
     input_ids: Tensor,

@@ -23,9 +23,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.generation import logits_process as hf
 
+from hf_spec.decoding.copies import own_copy
 from hf_spec.errors import OptionError, UnsupportedError
 
 Processor = Callable[[Tensor, Tensor], Tensor]
@@ -174,7 +175,7 @@ class RowProcessors:
         Raises:
             UnsupportedError: if the state of a class cannot be kept apart from that of other rows.
         """
-        own = [p if _is_known(p) else _copy(p, "several sequences") for p in processors]
+        own = [p if _is_known(p) else own_copy(p, "several sequences") for p in processors]
         self.all[row] = NodeProcessors(own, 1)
         self.stateless[row] = NodeProcessors(own, 1, stateless_only=True)
 
@@ -253,7 +254,7 @@ class _AsBatch:
 
     def __init__(self, processor: Any, num_rows: int):
         self.num_rows = num_rows
-        spares = (_copy(processor, f"{num_rows} rows") for _ in range(num_rows - 1))
+        spares = (own_copy(processor, f"{num_rows} rows") for _ in range(num_rows - 1))
         self.copies = [processor, *spares]
 
     def __call__(self, rows: Sequence[int], prefixes: Sequence[Tensor], scores: Tensor) -> Tensor:
@@ -263,19 +264,6 @@ class _AsBatch:
             batch = scores[node].expand(self.num_rows, -1).clone()
             results.append(self.copies[row](frame, batch)[row])
         return torch.stack(results)
-
-
-def _copy(processor: Any, purpose: str) -> Any:
-    # A model inside a processor is no state of it, and too large to copy.
-    members = getattr(processor, "__dict__", {}).values()
-    shared: dict[int, Any] = {id(m): m for m in members if isinstance(m, nn.Module)}
-    try:
-        return copy.deepcopy(processor, shared)
-    except Exception as error:
-        raise UnsupportedError(
-            f"{type(processor).__name__} cannot be copied ({error}), so it cannot follow {purpose} "
-            "that advance at different speeds; use batch size 1"
-        ) from error
 
 
 def _is_known(processor: Any) -> bool:

@@ -22,7 +22,8 @@ from transformers import PreTrainedModel
 from hf_spec.decoding.cpu_linear import cpu_packing_bytes
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.runner import ModelRunner
-from hf_spec.decoding.state import GenerationState, StopRules
+from hf_spec.decoding.state import GenerationState
+from hf_spec.decoding.stopping import StopRules
 from hf_spec.decoding.tree import DraftTree, Verdict
 from hf_spec.errors import OptionError
 from hf_spec.models.assistant import made_once
