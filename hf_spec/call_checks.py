@@ -13,7 +13,7 @@ from hf_spec.decoding.kv_cache import check_reusable
 from hf_spec.decoding.streaming import BatchStreamer
 from hf_spec.decoding.vocabulary import num_embeddings
 from hf_spec.errors import OptionError, UnsupportedError
-from hf_spec.model_checks import check_rope
+from hf_spec.model_checks import check_peft_hooks, check_rope
 
 # Settings that choose another decoding method, and what to say about each.
 OTHER_METHODS = {
@@ -225,6 +225,7 @@ def check_inputs(
                 f"{name} of {given.shape[1]} columns for a prompt of {input_ids.shape[1]} tokens; "
                 "leave it out, or give the prompt as input_ids"
             )
+    check_peft_hooks(model, input_ids.shape[0])
     _check_mask(model, attention_mask)
     if positions is not None:
         expected = attention_mask.long().cumsum(-1) - 1
