@@ -186,6 +186,29 @@ def check_batch_streamer(streamer: object) -> None:
         )
 
 
+def _check_token_types(model: PreTrainedModel, token_type_ids: Tensor | None) -> None:
+    """Refuse token types that are more to the model than leaving them out.
+
+    BERT and its relatives have a table of types, and take type 0 where none is given; CTRL gets
+    none from `generate()`. GPT-2 and its relatives add the embedding of the *token* of that number,
+    so that to them even 0 says something.
+
+    Raises:
+        UnsupportedError: if they would be missed.
+    """
+    if token_type_ids is None or model.config.model_type == "ctrl":
+        return
+    own_table = any(name.endswith("token_type_embeddings") for name, _ in model.named_modules())
+    if own_table and not bool(token_type_ids.any()):
+        return
+    types = sorted(set(token_type_ids.flatten().tolist()))
+    raise UnsupportedError(
+        f"token_type_ids (values {', '.join(map(str, types[:4]))}): {type(model).__name__} "
+        "computes with them, and spec_strategy cannot hand them on; leave them out "
+        "(tokenizer(..., return_token_type_ids=False)), or generate without spec_strategy"
+    )
+
+
 def check_inputs(
     model: PreTrainedModel,
     input_ids: Tensor,
@@ -205,8 +228,9 @@ def check_inputs(
     Raises:
         UnsupportedError: names the row or the value.
     """
-    extra = sorted(k for k, v in model_kwargs.items() if v is not None and k not in UNDERSTOOD)
-    if extra:
+    _check_token_types(model, model_kwargs.get("token_type_ids"))
+    known = {*UNDERSTOOD, "token_type_ids"}
+    if extra := sorted(k for k, v in model_kwargs.items() if v is not None and k not in known):
         raise UnsupportedError(
             f"model inputs {', '.join(extra)} cannot be used with spec_strategy; "
             "text given as input_ids can"
