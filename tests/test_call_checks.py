@@ -90,16 +90,41 @@ class TestSettings:
 
 
 class TestStrategies:
-    @pytest.mark.parametrize("value", ["medusa", "", 3, False, LookupConfig, ["lookup"], {}])
+    @pytest.mark.parametrize("value", ["medusa", "", 3, False, ["lookup"], {"strategy": None}])
     def test_unknown(self, value: Any) -> None:
         refuse("unknown spec_strategy .*; known: .*lookup", error=OptionError, spec_strategy=value)
 
+    def test_a_class_instead_of_an_object(self) -> None:
+        match = r"spec_strategy=LookupConfig is a class; pass an object of it: LookupConfig\(\)"
+        refuse(match, error=OptionError, spec_strategy=LookupConfig)
+
+    @pytest.mark.parametrize("value", [{}, {"name": "lookup"}, {"Strategy": "lookup"}])
+    def test_a_dictionary_that_names_no_strategy(self, value: dict[str, str]) -> None:
+        match = "has no key 'strategy', which names the strategy; known: auto, .*lookup"
+        refuse(match, error=OptionError, spec_strategy=value)
+
     def test_unknown_option(self) -> None:
         refuse(
-            "LookupConfig has no option length; known: .*match_length",
+            "LookupConfig has no option length; did you mean 'copy_length'. known: .*match_length",
             error=OptionError,
             spec_strategy={"strategy": "lookup", "length": 3},
         )
+
+    @pytest.mark.parametrize(
+        ("strategy", "meant"),
+        [
+            ("lokup", "lookup"),
+            ("Falcon", "falcon"),
+            ({"strategy": "drafft"}, "draft"),
+            ({"strategy": "draft", "length_policy": "heuristics"}, "heuristic"),
+            ({"strategy": "lookup", "batching": "unpaded"}, "unpadded"),
+            ({"strategy": "falcon", "tree": "falcon-vicunna"}, "falcon-vicuna"),
+            ({"strategy": "sdsat", "tree": "sdsat5"}, "sdsat-5"),
+            ({"strategy": "gsd", "merge_lenght": 2}, "merge_length"),
+        ],
+    )
+    def test_a_slip_of_the_pen(self, strategy: Any, meant: str) -> None:
+        refuse(f"did you mean '{meant}'.*known: .*", error=OptionError, spec_strategy=strategy)
 
     @pytest.mark.parametrize(
         ("strategy", "option", "value"),

@@ -34,7 +34,7 @@ from hf_spec.decoding.rank_tree import RankTree
 from hf_spec.decoding.runner import ForwardOutput
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.tree import DraftTree, Verdict
-from hf_spec.errors import OptionError
+from hf_spec.errors import OptionError, choices
 from hf_spec.models.adaptive_tokens import METHOD, AdaptiveTokens, adaptive_tokens
 from hf_spec.models.assistant import read_once
 from hf_spec.strategies.base import StrategyConfig, register
@@ -88,7 +88,7 @@ class SdsatConfig(StrategyConfig):
             known = published_trees(METHOD)
             if self.tree not in known:
                 raise OptionError(
-                    f"unknown tree {self.tree!r}; known: {', '.join(known)}, or a list of rank "
+                    f"unknown tree {self.tree!r}; {choices(self.tree, known)}, or a list of rank "
                     "paths such as [[0], [0, 0], [1]]"
                 )
         elif self.tree is not None:
