@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_spec.errors import OptionError
+from hf_spec.errors import OptionError, choices
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def check_policy(name: object) -> None:
         OptionError: names the policies there are.
     """
     if not isinstance(name, str) or name not in _MAKERS:
-        raise OptionError(f"unknown length_policy {name!r}; known: {', '.join(known_policies())}")
+        raise OptionError(f"unknown length_policy {name!r}; {choices(name, known_policies())}")
 
 
 def make_policy(options: Any, target: PreTrainedModel) -> LengthPolicy:

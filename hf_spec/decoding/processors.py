@@ -115,8 +115,9 @@ class NodeProcessors:
     Args:
         processors: the prepared list of `generate()`.
         num_rows: B.
-        stateless_only: leave the third kind out. For draft models, whose scores may differ from
-            the target's in any way, and whose calls must not disturb what a class remembers.
+        stateless_only: leave the third kind out, and what raises errors on some scores. For draft
+            models, whose scores may differ from the target's in any way, and whose calls must not
+            disturb what a class remembers.
     """
 
     def __init__(self, processors: Sequence[Any], num_rows: int, stateless_only: bool = False):
@@ -125,7 +126,7 @@ class NodeProcessors:
         for processor in processors:
             if isinstance(processor, RowProcessors):
                 self._steps.append(_OfRow(processor.stateless if stateless_only else processor.all))
-            elif not stateless_only or _is_known(processor):
+            elif not stateless_only or (_is_known(processor) and not _may_fail(processor)):
                 self._steps.append(_step(processor, num_rows))
 
     def __len__(self) -> int:
@@ -269,6 +270,16 @@ class _AsBatch:
 def _is_known(processor: Any) -> bool:
     kinds = (*PREFIX_FREE, *READS_PREFIX, *HELD_PER_ROW, hf.PrefixConstrainedLogitsProcessor)
     return type(processor) in kinds
+
+
+def _may_fail(processor: Any) -> bool:
+    """Whether transformers' class raises an error on some scores; the draft model's need no mark.
+
+    The watermark that seeds by the candidates themselves indexes with an empty list of floats
+    where none of the forty best tokens is on its green list. Trying them takes long besides.
+    """
+    marks = type(processor) is hf.WatermarkLogitsProcessor
+    return marks and processor.seeding_scheme == "selfhash"
 
 
 def _step(processor: Any, num_rows: int) -> Any:

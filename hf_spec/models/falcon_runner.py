@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hf_spec.decoding.attention import PackedAttention, PackedStep, Segment, takes_packed
 from hf_spec.decoding.cpu_linear import fast_cpu_linears, fast_products
+from hf_spec.decoding.drawing import distribution
 from hf_spec.decoding.kv_cache import KVPool
 from hf_spec.decoding.step_graphs import StepGraphs
 from hf_spec.errors import UnsupportedError
@@ -212,7 +213,7 @@ class HeadRunner:
             (M, ranks) int64 tokens, best first, (M, ranks) float32 their probabilities among the
             tokens that the head knows, and (M, R) float32 all of those.
         """
-        probs = self.head.head.known(outputs).float().softmax(dim=-1)
+        probs = distribution(self.head.head.known(outputs).float())
         likely, places = probs.topk(num_ranks, dim=-1)
         return self.head.head.tokens(places), likely, probs
 

@@ -8,16 +8,19 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from transformers import PreTrainedModel
 
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.length_policy import check_policy
 from hf_spec.decoding.row_work import BATCHING
-from hf_spec.errors import OptionError
+from hf_spec.errors import OptionError, choices
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass(frozen=True)
@@ -38,11 +41,20 @@ class StrategyConfig:
 
     batching: str = field(default="unpadded", kw_only=True)
 
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        """Refuse options that the config does not have, with the names of those it has.
+
+        Raises:
+            OptionError: names the unknown ones.
+        """
+        _check_options(cls, options)
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         if self.batching not in list(BATCHING):
             raise OptionError(
-                f"{type(self).__name__}(batching={self.batching!r}): batching must be one of "
-                f"{', '.join(BATCHING)}"
+                f"{type(self).__name__}(batching={self.batching!r}) is no way of batching; "
+                f"{choices(self.batching, BATCHING)}"
             )
 
     def to_dict(self) -> dict[str, Any]:
@@ -166,23 +178,34 @@ def parse_strategy(value: object) -> StrategyConfig:
     """
     if isinstance(value, StrategyConfig) and value.strategy in _CONFIGS:
         return value
+    if isinstance(value, type) and issubclass(value, StrategyConfig):
+        raise OptionError(
+            f"spec_strategy={value.__name__} is a class; pass an object of it: {value.__name__}()"
+        )
     options: dict[str, Any] = {}
     if isinstance(value, dict):
         options = {str(key): option for key, option in value.items()}
-        value = options.pop("strategy", None)
+        if "strategy" not in options:
+            raise OptionError(
+                f"spec_strategy={value!r:.80} has no key 'strategy', which names the strategy; "
+                f"known: {', '.join(known_strategies())}"
+            )
+        value = options.pop("strategy")
     if not isinstance(value, str) or value not in _CONFIGS:
         raise OptionError(
-            f"unknown spec_strategy {value!r}; known: {', '.join(known_strategies())} "
+            f"unknown spec_strategy {value!r}; {choices(value, known_strategies())} "
             "(a name, or a config object such as hf_spec.LookupConfig())"
         )
-    config_class = _CONFIGS[value]
-    fields = {field.name for field in dataclasses.fields(config_class)}
-    if unknown := sorted(set(options) - fields):
+    return _CONFIGS[value](**options)
+
+
+def _check_options(config_class: type[StrategyConfig], options: Iterable[str]) -> None:
+    fields = sorted(option.name for option in dataclasses.fields(config_class))
+    if unknown := sorted(set(options) - set(fields)):
         raise OptionError(
             f"{config_class.__name__} has no option {', '.join(unknown)}; "
-            f"known: {', '.join(sorted(fields))}"
+            f"{choices(unknown[0], fields)}"
         )
-    return config_class(**options)
 
 
 def make_drafter(config: StrategyConfig, target: PreTrainedModel, assistant: object) -> Drafter:

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_spec.decoding.drafter import Drafter
-from hf_spec.decoding.drawing import draw
+from hf_spec.decoding.drawing import distribution, draw
 from hf_spec.decoding.graph import TokenGraph, Unmerged
 from hf_spec.decoding.length_policy import DraftedToken, LengthPolicy, make_policy
 from hf_spec.decoding.processors import NodeProcessors
@@ -307,7 +307,7 @@ class DraftModelDrafter(Drafter):
                 state.prefix(row, growths[row].graph.path(node)).clone() for row, node in owners
             ]
         logits = output.logits.to(state.device, torch.float32)
-        return self._processors([row for row, _ in owners], prefixes, logits).softmax(dim=-1)
+        return distribution(self._processors([row for row, _ in owners], prefixes, logits))
 
     def _hang(
         self, growth: _Growth, node: int, tokens: Sequence[int], chances: Sequence[float]

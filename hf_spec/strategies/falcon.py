@@ -28,7 +28,7 @@ from hf_spec.decoding.runner import ForwardOutput
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.transfer import fetch, send
 from hf_spec.decoding.tree import DraftTree, Verdict, likeliest
-from hf_spec.errors import OptionError, UnsupportedError
+from hf_spec.errors import OptionError, UnsupportedError, choices
 from hf_spec.models.assistant import resolve_falcon_head
 from hf_spec.models.falcon_head import METHOD, FalconHead, State
 from hf_spec.models.falcon_plan import DraftPass, DraftPlan, draft_plan
@@ -88,7 +88,7 @@ class FalconConfig(PolicyConfig):
             known = ("auto", "chain", *published_trees(METHOD))
             if self.tree not in known:
                 raise OptionError(
-                    f"unknown tree {self.tree!r}; known: {', '.join(known)}, or a list of rank "
+                    f"unknown tree {self.tree!r}; {choices(self.tree, known)}, or a list of rank "
                     "paths such as [[0], [0, 0], [1]]"
                 )
         else:
