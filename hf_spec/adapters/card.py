@@ -18,9 +18,7 @@ from hf_spec.installing import WHERE, install_command
 
 CARD_NAME = "README.md"
 # In every card that is written here; one without it is taken for one written by hand.
-GENERATED = (
-    "<!-- Written by hf_spec, which replaces it. To keep changes, delete this line. -->"
-)
+GENERATED = "<!-- Written by hf_spec, which replaces it. To keep changes, delete this line. -->"
 TASK = "text-generation"
 
 TITLES = {
