@@ -6,10 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from peft import AutoPeftModelForCausalLM
+from transformers import AutoModelForCausalLM
 
+from hf_spec import SpecAdapter
 from hf_spec.adapters.base_name import base_name, is_hub_id, local_name
+from hf_spec.adapters.folder import BaseModel
 from hf_spec.checkpoints import GEMMA3, SMOLLM2
-from tests.adapters.samples import fresh_model
+from tests.adapters.samples import fresh_model, sample
+from tests.tiny_models import repetitive_prompt
 
 
 def loaded_from(name: str | Path) -> Any:
@@ -56,3 +62,19 @@ def test_a_model_from_nowhere() -> None:
 @pytest.mark.parametrize("name", ["tuned", "/a/b", "a/b/c", "a/", "", "../b", "tuned/model dir"])
 def test_what_is_no_hub_id(name: str) -> None:
     assert not is_hub_id(name)
+
+
+def test_the_base_of_an_adapter_is_found_by_its_name_without_the_hub(tmp_path: Path) -> None:
+    """From the Hub's cache, as PEFT looks for it."""
+    repository = tmp_path / "models--org--tiny"
+    fresh_model().save_pretrained(folder(repository / "snapshots/0a1b"))
+    (folder(repository / "refs") / "main").write_text("0a1b")
+    local: dict[str, Any] = {"cache_dir": tmp_path, "local_files_only": True}
+    model = AutoModelForCausalLM.from_pretrained("org/tiny", **local)
+    sdsat = sample("sdsat")
+    adapter = SpecAdapter("sdsat", BaseModel.of(model), sdsat.options, sdsat.tensors)
+    adapter.save_pretrained(tmp_path / "mine")
+    found = AutoPeftModelForCausalLM.from_pretrained(str(tmp_path / "mine"), **local)
+    options: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False}
+    drafted = found.generate(repetitive_prompt(), spec_strategy="sdsat", **options)
+    assert torch.equal(drafted, fresh_model().generate(repetitive_prompt(), **options))
