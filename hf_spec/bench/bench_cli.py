@@ -23,6 +23,7 @@ from hf_spec.bench.report import markdown
 from hf_spec.bench.suite import Benchmark
 from hf_spec.errors import OptionError
 from hf_spec.files import written_whole
+from hf_spec.installing import how_to_install
 from hf_spec.training.cli_common import Dtype, load_target
 
 
@@ -105,7 +106,7 @@ def bench(  # noqa: PLR0913 - one parameter an option
     if out is not None and not out.parent.is_dir():
         raise OptionError(f"--out {out}: there is no folder {out.parent}")
     if plots is not None and importlib.util.find_spec("matplotlib") is None:
-        raise OptionError('--plots needs matplotlib: pip install "hf-spec[bench]"')
+        raise OptionError(f"--plots needs matplotlib: {how_to_install('bench')}")
     chosen = strategy or ([] if synthetic_acceptance is not None else ["lookup"])
     entries = list(with_assistants([parse_entry(text) for text in chosen], assistant or []))
     suite = Suite(

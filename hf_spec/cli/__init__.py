@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib.util
 import sys
 
+from hf_spec.installing import how_to_install
+
 NEEDED_PACKAGES = ("rich", "typer", "yaml")
 
 
@@ -18,7 +20,7 @@ def main() -> None:
     if missing:
         sys.exit(
             f"hf-spec needs {' and '.join(missing)}, which the cli extra installs: "
-            'pip install "hf-spec[cli]"'
+            f"{how_to_install('cli')}"
         )
     from hf_spec.cli.app import build_app
 

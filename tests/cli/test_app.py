@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 import hf_spec.cli
 from hf_spec.cli.app import ENTRIES, build_app, load_command
+from hf_spec.installing import how_to_install
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "command-line.md"
@@ -72,7 +73,7 @@ def test_missing_packages_are_named_with_the_extra(monkeypatch: pytest.MonkeyPat
     with pytest.raises(SystemExit) as stopped:
         hf_spec.cli.main()
     assert "rich and typer and yaml" in str(stopped.value)
-    assert "hf-spec[cli]" in str(stopped.value)
+    assert how_to_install("cli") in str(stopped.value)
 
 
 @pytest.mark.parametrize("name", ENTRIES)
