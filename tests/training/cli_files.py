@@ -48,3 +48,10 @@ def next_step(result: Any) -> list[str]:
     words = shlex.split(line.removeprefix("next: "))
     assert words[0] == "hf-spec"
     return words[1:]
+
+
+def short_bench(folder: Path) -> tuple[Any, ...]:
+    """Options that keep a benchmark to one prompt of the tiny model's alphabet."""
+    prompts = folder / "prompts.txt"
+    prompts.write_text("bacedabaceda\n")
+    return ("--prompts", prompts, "--new-tokens", 3, "--repeats", 1, "--no-baselines")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hf_spec.adapters.folder import load_adapter
-from tests.training.cli_files import next_step, run, save_model, save_responses
+from tests.training.cli_files import next_step, run, save_model, save_responses, short_bench
 
 
 @pytest.fixture
@@ -76,6 +76,6 @@ def test_the_next_command_works(model_folder: Path, responses: Path, tmp_path: P
     words = next_step(run(*train, *SMALL, "--dtype", "bfloat16"))
     assert words[:4] == ["bench", str(model_folder), "--strategy", f"falcon@{out}"]
     assert words[4:] == ["--dtype", "bfloat16"]
-    result = run(*words, "--per-task", 1, "--task", "qa", "--new-tokens", 3, "--repeats", 1)
+    result = run(*words, *short_bench(tmp_path))
     assert result.exit_code == 0, result.output
-    assert f"falcon@{out}" in result.stdout
+    assert "falcon@my head  " in result.stdout

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_spec.adapters.folder import load_adapter
-from tests.training.cli_files import next_step, run, save_model, save_responses
+from tests.training.cli_files import next_step, run, save_model, save_responses, short_bench
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def test_the_next_command_works(
     found = next_step(run(*train, "--window", 2, *options, *SMALL))
     expected = [word.format(model=model_folder, out=out) for word in words]
     assert found == [*expected, "--dtype", "float32"]
-    result = run(*found, "--per-task", 1, "--task", "qa", "--new-tokens", 3, "--repeats", 1)
+    result = run(*found, *short_bench(tmp_path))
     assert result.exit_code == 0, result.output
 
 
