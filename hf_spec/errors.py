@@ -22,6 +22,10 @@ class AssistantError(SpecError):
     """The assistant is missing, of the wrong kind, or does not fit the target model."""
 
 
+class HubError(AssistantError):
+    """The Hugging Face Hub cannot be reached, or refuses; the same call may work later."""
+
+
 class UnsupportedError(SpecError):
     """A model, input or generation setting that no strategy can serve exactly."""
 

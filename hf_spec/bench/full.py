@@ -13,8 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import AutoTokenizer
-
 from hf_spec.bench.bench_cli import run_and_write
 from hf_spec.bench.contenders import parse_entry, with_assistants
 from hf_spec.bench.lineup import Entry, Suite
@@ -22,7 +20,7 @@ from hf_spec.bench.prompts import load_prompts
 from hf_spec.bench.report import markdown
 from hf_spec.bench.suite import Benchmark
 from hf_spec.checkpoints import gemma3_270m, smollm2_135m_instruct
-from hf_spec.training.cli_common import load_target
+from hf_spec.cli.loading import load_target, load_tokenizer
 
 # Defaults are made for larger models; the short drafts pay on a CPU (docs/draft-models.md).
 SHORT_DRAFTS = (
@@ -104,7 +102,7 @@ def main(argv: list[str] | None = None) -> None:
         folder = subject.folder()
         benchmark = Benchmark(
             load_target(str(folder), options.dtype, options.device),
-            AutoTokenizer.from_pretrained(folder),
+            load_tokenizer(str(folder)),
             load_prompts(per_task=options.per_task, tasks=options.task),
             subject.entries(options.adapters),
             suite,

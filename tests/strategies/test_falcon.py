@@ -433,7 +433,7 @@ class TestRefusals:
         self.refuse("needs assistant", assistant=None)
         self.refuse("type Linear is no Falcon head", assistant=torch.nn.Linear(2, 2))
         self.refuse("type LlamaForCausalLM is no Falcon head", assistant=build("llama"))
-        self.refuse("neither a folder nor", assistant="/no/such/head")
+        self.refuse("there is no folder /no/such/head", assistant="/no/such/head")
         self.refuse("has no adapter_config", assistant=tmp_path)
         training = copy.deepcopy(random_head("llama")).train()
         self.refuse("in training mode", assistant=training)
