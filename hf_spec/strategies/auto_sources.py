@@ -29,6 +29,8 @@ FADE = 0.99
 MIN_VALUE = 0.01
 
 PROBABILITY_KINDS = 10
+# Nodes that a level of a draft is expected to send.
+NODES_PER_LEVEL = 4
 # Depths and ranks that are told apart.
 DEPTH_KINDS, RANK_KINDS = 3, 2
 
@@ -85,6 +87,9 @@ class Source:
         self._expected = first, further
         self.tree: DraftTree
         self.limits: Mapping[int, int] = {}
+        # Nodes of a level that are expected to be sent; per row the levels the target went through.
+        self.nodes_per_level = NODES_PER_LEVEL
+        self.reached: dict[int, int] = {}
         self._probs: list[float] | None = None
         self._nodes: list[Shares] = []
         self._levels: list[Shares] = []
@@ -155,8 +160,10 @@ class Source:
         A drafter that reads hidden states needs all nodes that were run; the others know their own.
         """
         accepted: list[list[int]] = [[] for _ in verdict.accepted]
+        self.reached = {}
         for row, limit in self.limits.items():
             path = self._hear(row, verdict.tokens(row), limit)
+            self.reached[row] = len(path)
             accepted[row] = path[: len(verdict.accepted[row])]
         own = Verdict(self.tree, accepted, verdict.bonus)
         self.drafter.observe(verdict if self.drafter.hidden_layers else own, output)
