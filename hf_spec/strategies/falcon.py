@@ -55,11 +55,11 @@ def _make(config: FalconConfig, target: PreTrainedModel, assistant: object) -> D
     if config.max_draft_tokens is None and config.length_policy != "disco":
         config = replace(config, max_draft_tokens=tree.height)
     policy = make_policy(config, target)
+    most = max_sent(config.tree, config.max_nodes, head)
     if config.length_policy == MEASURED:
         drafter = FalconDrafter(head, tree, policy, config.min_draft_tokens)
         config = replace(config, max_nodes=config.max_nodes or len(tree))
         return measured(drafter, target, config, NODES_PER_LEVEL)
-    most = max_sent(config.tree, config.max_nodes, head)
     return FalconDrafter(head, tree, policy, config.min_draft_tokens, most)
 
 
