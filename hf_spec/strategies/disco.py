@@ -34,7 +34,7 @@ from hf_spec.models.disco_classifier import METHOD, DiscoClassifier, draft_featu
 from hf_spec.models.truncated import truncated_draft
 from hf_spec.strategies.base import register
 from hf_spec.strategies.draft_model import DraftConfig, DraftModelDrafter
-from hf_spec.strategies.measured import can_measure, measured
+from hf_spec.strategies.measured import MeasuredPolicy, can_measure, measured
 
 # More than any draft that was ever worth it.
 LONGEST = 1024
@@ -64,6 +64,28 @@ class DiscoPolicy(LengthPolicy):
     def goes_on(self, newest: Sequence[DraftedToken]) -> list[bool]:
         """Whether each token is likely enough to be accepted."""
         return [token.score >= self.threshold for token in newest]
+
+
+class MeasuredDiscoPolicy(MeasuredPolicy):
+    """The classifier says how likely the next level is, time says whether that is enough.
+
+    Args:
+        classified: the policy whose classifier and longest draft it has, but not its threshold.
+    """
+
+    def __init__(self, classified: DiscoPolicy):
+        super().__init__(classified.max_draft_tokens)
+        self.score = classified.score  # type: ignore[method-assign]
+
+    def goes_on(self, newest: Sequence[DraftedToken]) -> list[bool]:
+        """Whether each row's next token is worth its price; all before it have to be accepted."""
+        so_far = [([1.0, *self._reach[token.row]])[-1] for token in newest]
+        return super().goes_on(
+            [
+                replace(token, reach=reach * token.score)
+                for token, reach in zip(newest, so_far, strict=True)
+            ]
+        )
 
 
 def make_policy(config: DraftConfig, target: PreTrainedModel) -> DiscoPolicy:
@@ -122,6 +144,8 @@ def _make_drafter(config: DiscoConfig, target: PreTrainedModel, assistant: objec
     chain = make_chain(config, target, assistant)
     if not (config.leaves_sizes_open and can_measure(target)):
         return chain
+    assert isinstance(chain.policy, DiscoPolicy), "what make_chain gives it"
+    chain.policy = MeasuredDiscoPolicy(chain.policy)
     longest = chain.policy.max_draft_tokens
     return measured(chain, target, replace(config, max_draft_tokens=longest), nodes_per_level=1)
 

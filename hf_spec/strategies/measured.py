@@ -15,8 +15,9 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -181,10 +182,13 @@ class MeasuredPolicy(LengthPolicy):
         max_draft_tokens: most tokens (levels of a tree) drafted in a round.
 
     Attributes:
-        price: in tokens, what a level must be worth; 0 before anybody knows.
+        price: by the levels there are, what another one costs, in tokens that its time would bring
+            elsewhere.
     """
 
-    price = 0.0
+    def __init__(self, max_draft_tokens: int):
+        super().__init__(max_draft_tokens)
+        self.price: Callable[[int], float] = lambda level: 0.0
 
     def start(self, num_rows: int) -> None:
         """Nothing is known of any row."""
@@ -208,7 +212,8 @@ class MeasuredPolicy(LengthPolicy):
         for token in newest:
             self._reach[token.row].append(token.reach)
             likely = self._came_true[token.row].share(_tenth(token.reach))
-            worth.append(likely * self._went_on[token.row].share(None) > self.price)
+            likely *= self._went_on[token.row].share(None)
+            worth.append(likely > self.price(len(self._reach[token.row])))
         return worth
 
     def learn(self, row: int, drafted: int, reached: int, known: int) -> None:
@@ -237,6 +242,27 @@ def _tenth(probability: float) -> int:
 
 
 register_policy(MEASURED, lambda options, _: MeasuredPolicy(options.max_draft_tokens))
+
+
+@dataclass(frozen=True)
+class _LevelPrice:
+    """What drafting another level of one row costs, in tokens.
+
+    A chain sends it, too. Of a tree, the nodes to send are chosen when it is there.
+    """
+
+    source: Source
+    round: Round
+    asked: int
+    rows: int
+
+    def __call__(self, level: int) -> float:
+        draft, verify = self.round.costs.draft[self.source.name], self.round.costs.verify
+        seconds = (draft(level + 1) - draft(level)) / self.asked
+        if self.source.nodes_per_level == 1:
+            nodes = self.rows + level * self.asked
+            seconds += verify(nodes + 1) - verify(nodes)
+        return self.round.rate * seconds
 
 
 class SelfTimedDrafter(MeasuredDrafter):
@@ -330,21 +356,12 @@ class SelfTimedDrafter(MeasuredDrafter):
         asked = {row: depth for row, depth in chosen.asked.get(source.name, {}).items() if depth}
         policy = self._policy(source)
         if policy is not None and asked:
-            policy.price = chosen.rate * self._level_seconds(source, chosen, asked)
+            policy.price = _LevelPrice(source, chosen, len(asked), len(room))
         return {row: room[row] if row in asked else 0 for row in room}
 
     def _stays_whole(self, source: Source) -> bool:
         """Whether the rule that judges the trees reads how they were drafted."""
         return source.drafter.samples or source.drafter.rule is not None
-
-    @staticmethod
-    def _level_seconds(source: Source, chosen: Round, asked: Mapping[int, int]) -> float:
-        """What another level of one row costs: its share of a draft, and its nodes."""
-        costs, depth, nodes = chosen.costs, max(asked.values()), chosen.nodes
-        drafting = costs.draft[source.name](depth + 1) - costs.draft[source.name](depth)
-        more = source.nodes_per_level
-        sending = costs.verify(nodes + more) - costs.verify(nodes)
-        return max(drafting, 0.0) / len(asked) + max(sending, 0.0)
 
     @staticmethod
     def _policy(source: Source) -> MeasuredPolicy | None:

@@ -114,7 +114,7 @@ class TestCosts:
         costs(0.01, 0.1)
         policy = MeasuredPolicy(8)
         policy.start(2)
-        policy.price = 0.5
+        policy.price = lambda level: 0.5
         for _ in range(20):
             for row, reached in ((0, 2), (1, 0)):
                 policy.limit(row)
@@ -123,7 +123,7 @@ class TestCosts:
         tokens = [DraftedToken(row, 5, 0, 0.9, reach=0.9) for row in (0, 1)]
         assert policy.goes_on(tokens) == [True, False]
         policy.restart(1)
-        policy.price = 0.3
+        policy.price = lambda level: 0.3
         assert policy.goes_on(tokens) == [True, True]
 
 
@@ -146,6 +146,7 @@ class TestTimes:
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         heard: list[tuple[int, float, int, float]] = []
+        monkeypatch.setattr(measured, "known_times", lambda target, key, rows, make: make())
         monkeypatch.setattr(RoundTimes, "learn", lambda _, *times: heard.append(times))
         ticks = itertools.count()
         monkeypatch.setattr(measured.time, "perf_counter", lambda: float(next(ticks)))
