@@ -41,7 +41,7 @@ def _make(config: LookupConfig, target: PreTrainedModel, assistant: object) -> D
     if not (config.leaves_sizes_open and can_measure(target)):
         return LookupDrafter(config)
     sources = lookup_sources(config, LONGEST)
-    return SelfTimedDrafter(sources, target, (), LONGEST, 2 * LONGEST)
+    return SelfTimedDrafter(sources, target, config.batching, LONGEST, 2 * LONGEST)
 
 
 @register("lookup", _make)
