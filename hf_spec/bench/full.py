@@ -22,13 +22,8 @@ from hf_spec.bench.suite import Benchmark
 from hf_spec.checkpoints import gemma3_270m, smollm2_135m_instruct
 from hf_spec.cli.loading import load_target, load_tokenizer
 
-# Defaults are made for larger models; the short drafts pay on a CPU (docs/draft-models.md).
-SHORT_DRAFTS = (
-    "draft:max_draft_tokens=2",
-    "tree:max_draft_tokens=2,max_nodes=5",
-    "gsd:max_draft_tokens=3,max_nodes=5",
-)
-ALL_DRAFTS = ("draft", "tree", "gsd", *SHORT_DRAFTS)
+# With their defaults.
+DRAFTS = ("draft", "tree", "gsd")
 
 
 @dataclass(frozen=True)
@@ -39,7 +34,7 @@ class Subject:
         name: of the model and of its files.
         folder: gives the folder of the model.
         draft: assistant of the strategies that draft with a model.
-        drafts: these strategies; of an untrained draft the long ones are only slower.
+        drafts: these strategies.
         adapters: method -> adapter of that method; those that are not there are left out.
     """
 
@@ -65,10 +60,10 @@ SUBJECTS = {
         "SmolLM2-135M-Instruct",
         smollm2_135m_instruct,
         "truncated:2",
-        ALL_DRAFTS,
+        DRAFTS,
         {method: f"smollm2-135m-{method}" for method in ("draft", "disco", "falcon", "sdsat")},
     ),
-    "gemma3": Subject("Gemma-3-270M", gemma3_270m, "truncated:4", SHORT_DRAFTS, {}),
+    "gemma3": Subject("Gemma-3-270M", gemma3_270m, "truncated:4", DRAFTS, {}),
 }
 
 

@@ -24,6 +24,8 @@ SYNTHETIC = (
     ": the drafts of the contenders called synthetic are plain answers with errors, which no "
     "drafter made and whose drafting takes no time."
 )
+# The engine without drafts.
+IDLE = "none"
 # Positions of a draft whose acceptance tables show; plots show all.
 SHOWN_POSITIONS = 5
 Summary = dict[str, Any]
@@ -55,7 +57,27 @@ def summary(records: Sequence[Record]) -> list[Summary]:
     for record in records:
         for task in (record.task, ALL):
             groups[record.batch_size, record.contender, task].append(record)
-    return [_row(*key, group) for key, group in groups.items()]
+    idle = {_occasion(r): r.ratio for r in records if r.contender == IDLE}
+    return [
+        {**_row(*key, group), "ratio_to_none": _ratio_to(idle, group)}
+        for key, group in groups.items()
+    ]
+
+
+def _occasion(record: Record) -> tuple[int, str, int]:
+    return record.batch_size, record.prompt, record.repeat
+
+
+def _ratio_to(
+    others: Mapping[tuple[int, str, int], float], group: Sequence[Record]
+) -> float | None:
+    """The median over prompts of the speed relative to `others` in the same repetition."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for record in group:
+        if _occasion(record) not in others:
+            return None
+        found[record.prompt].append(record.ratio / others[_occasion(record)])
+    return median(median(ratios) for ratios in found.values())
 
 
 def _row(batch_size: int, contender: str, task: str, group: Sequence[Record]) -> Summary:
@@ -174,7 +196,7 @@ def _pages(
 
 
 def _speeds(rows: Sequence[Summary]) -> Table:
-    head = ["", "ratio to plain, median (p20 - p80)", "total time ratio"]
+    head = ["", "ratio to plain, median (p20 - p80)", f"ratio to {IDLE}", "total time ratio"]
     head += ["tokens/s, median (p20 - p80)", "tau", "tokens / target forward", "peak memory, MiB"]
     return Table(
         [*head, "identical"],
@@ -182,6 +204,7 @@ def _speeds(rows: Sequence[Summary]) -> Table:
             [
                 row["contender"],
                 _with_spread(row, "ratio", 2),
+                _number(row.get("ratio_to_none"), 2),
                 f"{row['total_ratio']:.2f}",
                 _with_spread(row, "tokens_per_second", 1),
                 _number(row.get("tau"), 2),

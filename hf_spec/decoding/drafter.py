@@ -67,6 +67,10 @@ class Drafter(CandidateGenerator, ABC):
         """Forward passes of the drafter's own model so far."""
         return self._runner.forwards if self._runner is not None else 0
 
+    def num_forwards(self, depth: int) -> int:
+        """Forwards of its own that a draft of so many levels takes: one a level by default."""
+        return depth
+
     def start(self, state: GenerationState) -> None:
         """Begin the generation of `state` and forget an earlier one. Nothing by default."""
 
