@@ -1,7 +1,8 @@
 """Models that are named: a folder, or a repository of the Hugging Face Hub.
 
 For every file, huggingface_hub asks a Hub that does not answer six times, with growing pauses: most
-of a minute for a model that is not there. Here it is asked once, before anything is loaded.
+of a minute for a model that is not there. Here it is asked once, before anything is loaded. Names
+are checked without transformers, so that the command line answers a wrong one at once.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from typing import Any
 from huggingface_hub import constants
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import get_session, validate_repo_id
-from transformers import AutoModelForCausalLM
 
 from hf_spec.errors import HubError, OptionError
 
@@ -69,6 +69,8 @@ def load_named(kind: Any, name: str, **arguments: Any) -> Any:
         OptionError: if `name` can only be a folder, and there is none.
         HubError: if the Hub cannot be reached and what is asked for is not in the cache.
     """
+    from transformers import AutoModelForCausalLM
+
     check_name(name)
     if Path(name).is_dir():
         return kind.from_pretrained(name, **arguments)

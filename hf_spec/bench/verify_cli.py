@@ -128,7 +128,7 @@ def _verdict(verification: Verification) -> str:
         "passed": "[bold green]passed",
         "failed": "[bold red]FAILED",
         "unproven": f"[bold yellow]NOT PROVEN[/]: no draft was accepted ({unproven}), so none "
-        "could be accepted wrongly; try more or longer prompts, or more --new-tokens",
+        "could be accepted wrongly; try other prompts, more --new-tokens or more --draws",
     }[verification.verdict]
 
 

@@ -17,8 +17,18 @@ DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 # The default of every command that loads a target, see `hf_spec.cli.loading`.
 AUTO: DtypeName = "auto"
 
-ModelArgument = Annotated[str, typer.Argument(help="The target model: folder or Hub id.")]
-ModelOption = Annotated[str, typer.Option(help="The target model: folder or Hub id.")]
+
+def _named_model(name: str) -> str:
+    # The Hub's own rules for names, whose import takes a moment, are needed only now.
+    from hf_spec.hub import check_name
+
+    check_name(name)
+    return name
+
+
+_MODEL_HELP = "The target model: folder or Hub id."
+ModelArgument = Annotated[str, typer.Argument(help=_MODEL_HELP, callback=_named_model)]
+ModelOption = Annotated[str, typer.Option(help=_MODEL_HELP, callback=_named_model)]
 Dtype = Annotated[
     DtypeName,
     typer.Option(help="Of the target; auto: as it is stored, on a CPU float32."),

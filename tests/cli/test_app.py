@@ -50,6 +50,8 @@ ANSWERED_AT_ONCE = [
     ["train", "falcn"],
     ["train", "falcon", "--nois", "x"],
     ["verify", "model", "--dtype", "fp16"],
+    ["bench", "./no-such-model"],
+    ["train", "draft", "--model", "no/such/model"],
     *([*name.split(), "--help"] for name in LEAVES if name != "demo"),
 ]
 
@@ -66,7 +68,7 @@ def test_help_and_wrong_names_import_neither_torch_nor_transformers() -> None:
         "        print('ENDS', stopped.code, heavy & set(sys.modules))"
     )
     ends = [line for line in run_python(code).splitlines() if line.startswith("ENDS")]
-    statuses = [2, 0, 0, 2, 2, 2, 2]
+    statuses = [2, 0, 0, 2, 2, 2, 2, 2, 2]
     statuses += [0] * (len(ANSWERED_AT_ONCE) - len(statuses))
     assert ends == [f"ENDS {status} set()" for status in statuses]
 

@@ -121,6 +121,7 @@ def test_assistants_that_cannot_be(
 
 def test_names_are_checked_before_the_model_is_loaded(tmp_path: Path) -> None:
     for wrong in ("lokup", "lookup:copy_lenght=3"):
-        result = run(tmp_path / "nothing", "text", "--strategy", wrong)
+        result = run(tmp_path, "text", "--strategy", wrong)
         assert result.exit_code == 2
-        assert "nothing" not in result.stderr
+        assert "cannot be loaded" not in result.stderr
+    assert "cannot be loaded" in run(tmp_path, "text").stderr
