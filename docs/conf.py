@@ -11,7 +11,7 @@ exclude_patterns = ["_build"]
 
 html_theme = "furo"
 html_static_path = ["_static"]
-html_css_files = ["wide.css"]
+html_css_files = ["hf_spec.css"]
 html_show_copyright = False
 
 # Links to headings, such as page.md#a-heading, as GitHub makes them.

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_spec.files import written_whole
+from hf_spec.installing import how_to_install
 
 __all__ = ["CheckpointError", "cache_root", "gemma3_270m", "smollm2_135m_instruct"]
 
@@ -115,6 +116,12 @@ def gemma3_270m(cache_dir: str | Path | None = None) -> Path:
     return _obtain(GEMMA3, cache_dir)
 
 
+def hub_id_of(folder: Path) -> str | None:
+    """The Hub id of the model that a folder made by this module holds, else None."""
+    known = {source.folder: source.hub_id for source in (SMOLLM2, GEMMA3)}
+    return known.get(folder.name)
+
+
 def cache_root(cache_dir: str | Path | None = None) -> Path:
     """Return the folder of converted checkpoints: argument, `HF_SPEC_CACHE`, or the default."""
     chosen = cache_dir or os.environ.get("HF_SPEC_CACHE") or Path.home() / ".cache" / "hf_spec"
@@ -150,7 +157,7 @@ def _obtain(
     if importlib.util.find_spec("gguf") is None:
         raise CheckpointError(
             f"{source.hub_id} is in no local cache, and converting its GGUF file needs the package "
-            'gguf: pip install "hf-spec[demo]"'
+            f"gguf: {how_to_install('demo')}"
         )
     from filelock import FileLock
 

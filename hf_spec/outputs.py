@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+# Of the depths of a draft, in a printed table.
+SHOWN_POSITIONS = 5
 
 
 @dataclass
@@ -30,6 +33,9 @@ class RowStats:
         """Tokens gained per target forward, bonus tokens included (see `SpecStats`)."""
         return self.new_tokens / self.target_forwards if self.target_forwards else 0.0
 
+    def __str__(self) -> str:
+        return _table(_counts(self, self.accepted_length))
+
     def count(self, drafted: int, depth: int, accepted: int, gained: int) -> None:
         """Add a round.
 
@@ -51,10 +57,24 @@ class RowStats:
             for position in range(reached):
                 by_position[position] += 1
 
+    def discount(self, depths: Iterable[int]) -> None:
+        """Take back tokens that a stop cut off after their round was counted.
+
+        Args:
+            depths: of each its place in the draft, counted from 1; 0 for a bonus token.
+        """
+        for depth in depths:
+            self.new_tokens -= 1
+            if depth:
+                self.accepted_tokens -= 1
+                self.accepted_by_position[depth - 1] -= 1
+        while self.accepted_by_position and not self.accepted_by_position[-1]:
+            self.accepted_by_position.pop()
+
 
 @dataclass
 class SpecStats:
-    """Counts and times of one `generate()` call.
+    """Counts and times of one `generate()` call; printed, a small table.
 
     The EMS-SD paper calls what a row gains in a step, bonus token included, its acceptance length;
     `accepted_length_mean`, `accepted_length_min` and `padding_ratio` are in that measure (Ni et al.
@@ -83,6 +103,25 @@ class SpecStats:
     verify_seconds: float = 0.0
     other_seconds: float = 0.0
     counters: dict[str, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        parts = {
+            "draft": self.draft_seconds,
+            "target": self.verify_seconds,
+            "other": self.other_seconds,
+        }
+        lines = _counts(self, self.accepted_length_mean)
+        if len(self.rows) > 1:
+            lines.insert(1, ("rows", str(len(self.rows)), ""))
+        if self.target_padding:
+            share = self.target_padding / self.target_tokens
+            lines.append(("padding", str(self.target_padding), f"{share:.0%} of the target's work"))
+        if self.draft_forwards:
+            lines.append(("draft forwards", str(self.draft_forwards), ""))
+        shown = ", ".join(f"{name} {seconds:.2f}" for name, seconds in parts.items())
+        lines.append(("seconds", f"{sum(parts.values()):.2f}", shown))
+        lines += [(name.replace("_", " "), str(n), "") for name, n in self.counters.items()]
+        return _table(lines)
 
     @property
     def drafted_tokens(self) -> int:
@@ -137,6 +176,36 @@ class SpecStats:
     def drafted_by_position(self) -> list[int]:
         """How often a draft reached depth 1, 2, ..., all rows together."""
         return _add_up([row.drafted_by_position for row in self.rows])
+
+
+Line = tuple[str, str, str]
+
+
+def _counts(stats: RowStats | SpecStats, accepted_length: float) -> list[Line]:
+    """Label, value and note of what a row and a whole call both count."""
+    drafted, accepted = stats.drafted_tokens, stats.accepted_tokens
+    lines = [
+        ("new tokens", str(stats.new_tokens), ""),
+        ("target forwards", str(stats.target_forwards), f"{accepted_length:.2f} tokens each"),
+        ("draft tokens", str(drafted), ""),
+    ]
+    if drafted:
+        reached = zip(stats.accepted_by_position, stats.drafted_by_position, strict=False)
+        shares = ", ".join(f"{part / whole:.0%}" for part, whole in list(reached)[:SHOWN_POSITIONS])
+        by_position = f"; by position: {shares}" if shares else ""
+        note = f"{accepted / drafted:.0%} of them{by_position}"
+        lines.append(("accepted", str(accepted), note))
+        lines.append(("tau", f"{stats.tau:.2f}", "accepted draft tokens per target forward"))
+    return lines
+
+
+def _table(lines: Sequence[Line]) -> str:
+    """Lines with their labels and values in columns."""
+    label_len, value_len = (max(len(line[column]) for line in lines) for column in (0, 1))
+    return "\n".join(
+        f"{label:<{label_len}}  {value:>{value_len}}  {note}".rstrip()
+        for label, value, note in lines
+    )
 
 
 def _add_up(counts: list[list[int]]) -> list[int]:

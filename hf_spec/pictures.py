@@ -11,8 +11,26 @@ from xml.sax.saxutils import escape
 from hf_spec.decoding.graph import TokenGraph
 from hf_spec.decoding.row_work import BATCHING
 
-INK, PALE, ACCEPTED, REFUSED, PADDING = "#1f2937", "#e5e7eb", "#bbf7d0", "#ffffff", "#fca5a5"
+GROUND, INK, PALE = "#ffffff", "#1f2937", "#e5e7eb"
+ACCEPTED, REFUSED, PADDING = "#bbf7d0", "#f9fafb", "#fca5a5"
 ROWS = ("#bfdbfe", "#fde68a", "#ddd6fe", "#a5f3fc")
+# What each colour becomes where the reader has chosen a dark theme.
+DARK = {
+    GROUND: "#131416",
+    INK: "#d1d5db",
+    PALE: "#374151",
+    ACCEPTED: "#166534",
+    REFUSED: "#1f2937",
+    PADDING: "#991b1b",
+    **dict(zip(ROWS, ("#1e40af", "#854d0e", "#5b21b6", "#155e75"), strict=True)),
+}
+# The shapes name the light colours themselves, for programs that know no style sheets.
+_RULES = "".join(
+    f'.hf-spec[fill="{light}"],.hf-spec [fill="{light}"]{{fill:{dark}}}'
+    for light, dark in DARK.items()
+)
+_RULES += f'.hf-spec [stroke="{INK}"]{{stroke:{DARK[INK]}}}'
+STYLE = f"<style>@media (prefers-color-scheme: dark){{{_RULES}}}</style>"
 # Of the box of a node and the space between boxes, in pixels.
 WIDTH, HEIGHT, GAP_X, GAP_Y = 76, 28, 34, 14
 MARGIN, TOP, FOOT = 20, 48, 38
@@ -22,7 +40,7 @@ LONGEST_WORD = 10
 
 
 class Canvas:
-    """Shapes of an SVG picture on white ground.
+    """Shapes of an SVG picture, on white ground or, where the reader prefers it, on dark.
 
     Args:
         width: in pixels.
@@ -33,13 +51,15 @@ class Canvas:
     def __init__(self, width: int, height: int, title: str):
         self.title = title
         self.parts = [
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+            f'<svg xmlns="http://www.w3.org/2000/svg" class="hf-spec" '
+            f'width="{width}" height="{height}" '
             f'viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="13" '
             f'fill="{INK}">',
             f"<title>{escape(title)}</title>",
+            STYLE,
             '<defs><marker id="tip" markerWidth="8" markerHeight="8" refX="7" refY="4" '
             f'orient="auto"><path d="M0 0L8 4L0 8Z" fill="{INK}"/></marker></defs>',
-            f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
+            f'<rect width="{width}" height="{height}" fill="{GROUND}"/>',
         ]
 
     def box(

@@ -40,7 +40,7 @@ OPTIONS = {
 }
 
 FENCE = re.compile(
-    r"^(?P<mark><!--.*?-->\n)?```(?P<language>\S*).*?\n(?P<code>.*?)^```$", re.M | re.S
+    r"^(?P<mark><!--[^\n]*-->\n)?```(?P<language>\S*).*?\n(?P<code>.*?)^```$", re.M | re.S
 )
 LINK = re.compile(r"\]\((?P<target>[^)\s]+)\)")
 
@@ -135,7 +135,9 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model and its tokenizer, where the examples expect SmolLM2."""
     folder = tmp_path_factory.mktemp("tiny")
     tiny_models.build("llama").save_pretrained(folder)
-    tiny_models.tokenizer().save_pretrained(folder)
+    tokenizer = tiny_models.tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    tokenizer.save_pretrained(folder)
     return folder
 
 
@@ -233,6 +235,79 @@ def test_the_drawings_are_current() -> None:
     made = runpy.run_path(str(DOCS / "drawings.py"))
     for name, draw in made["DRAWINGS"].items():
         assert (DOCS / "images" / name).read_text("utf-8") == draw(), "run: python docs/drawings.py"
+
+
+def css_rules(path: Path) -> dict[str, str]:
+    """Selectors of a style sheet outside of media queries, and their declarations."""
+    text = re.sub(r"/\*.*?\*/", "", path.read_text("utf-8"), flags=re.S)
+    text = re.sub(r"@media[^{]*\{(?:[^{}]*\{[^{}]*\})*[^{}]*\}", "", text)
+    rules: dict[str, str] = {}
+    for selectors, body in re.findall(r"([^{}]+)\{([^{}]*)\}", text):
+        for selector in selectors.split(","):
+            rules[selector.strip()] = rules.get(selector.strip(), "") + " ".join(body.split())
+    return rules
+
+
+class TestStyle:
+    SHEET = DOCS / "_static/hf_spec.css"
+
+    def test_it_is_used(self) -> None:
+        config = runpy.run_path(str(DOCS / "conf.py"))
+        assert config["html_css_files"] == [self.SHEET.name]
+        assert [path.name for path in self.SHEET.parent.iterdir()] == [self.SHEET.name]
+
+    def test_wide_tables_code_and_plots_scroll_in_their_own_boxes(self) -> None:
+        """The theme's boxes of tables and code scroll; ours only must not keep columns wide."""
+        furo = pytest.importorskip("furo", reason="the extra docs is not installed")
+        theme = css_rules(Path(furo.__file__).parent / "theme/furo/static/styles/furo.css")
+        assert "overflow-x:auto" in theme["[role=main] .table-wrapper.container"]
+        assert "overflow:auto" in theme["pre"]
+        ours = css_rules(self.SHEET)
+        for column in (".main", ".content"):
+            assert "min-width: 0" in ours[column]
+        assert "overflow-x: auto" in ours["article p:has(> img)"]
+
+    def test_pages_leave_tables_and_pictures_to_the_theme(self) -> None:
+        """Written in HTML they would have no box that scrolls, and no style."""
+        found = [
+            page for page in PAGES if re.search(r"<(table|img|pre)\b", FENCE.sub("", read(page)))
+        ]
+        assert found == []
+
+
+def test_the_front_page_shows_a_result_before_it_links() -> None:
+    text = read("docs/index.md")
+    first_link = next(match.start() for match in re.finditer(r"(?<!!)\[[^\]]*\]\([^)]*\)", text))
+    picture = text.index("](images/speeds.svg)")
+    assert picture < first_link
+
+
+def test_the_picture_of_the_front_page_has_the_figures_of_its_record() -> None:
+    """Of everything that ran with its defaults, and of nothing else."""
+    made = runpy.run_path(str(DOCS / "drawings.py"))
+    _, rows = made["measured"]()
+    names = [row["contender"] for row in rows]
+    assert {"none", "lookup", "falcon", "auto"} <= set(names)
+    assert len(set(names)) == len(names)
+    assert not [name for name in names if "=" in name]
+    picture = read("docs/images/speeds.svg")
+    for row in rows:
+        assert f">{row['ratio']:.2f}<" in picture
+    assert "; all outputs identical<" in picture
+
+
+def test_the_printed_statistics_are_what_is_printed(names: dict[str, Any]) -> None:
+    """Labels and notes of the quickstart; the figures are those of a real model."""
+    run_blocks("docs/quickstart.md", names)
+    printed = str(names["outputs"]["lookup"].spec_stats)
+    [shown] = re.findall(
+        r"^```text\n.*?(new tokens.*?)```", read("docs/quickstart.md"), re.M | re.S
+    )
+
+    def words(text: str) -> list[str]:
+        return [re.sub(r"[\d.,% ]+", " ", line).strip() for line in text.strip().splitlines()]
+
+    assert words(shown) == words(printed)
 
 
 def test_the_citation_names_this_version_and_every_method() -> None:

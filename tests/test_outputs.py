@@ -21,6 +21,19 @@ def test_rounds_of_one_row_add_up() -> None:
     assert row.tau == 2
 
 
+def test_tokens_that_a_stop_cut_off_are_taken_back() -> None:
+    row = RowStats()
+    row.count(drafted=5, depth=3, accepted=2, gained=3)
+    row.count(drafted=4, depth=4, accepted=4, gained=5)
+    row.discount([3, 4, 0])
+    assert (row.target_forwards, row.drafted_tokens) == (2, 9), "these were run"
+    assert (row.accepted_tokens, row.new_tokens) == (4, 5)
+    assert row.accepted_by_position == [2, 2]
+    assert row.drafted_by_position == [2, 2, 2, 1]
+    row.discount([2, 0, 1, 2])
+    assert row.accepted_by_position == [1]
+
+
 def test_rows_of_different_depth_add_up() -> None:
     first, second = RowStats(), RowStats()
     first.count(drafted=3, depth=3, accepted=1, gained=2)
@@ -37,6 +50,47 @@ def test_nothing_generated_yet_divides_by_nothing() -> None:
     assert RowStats().tau == 0
     assert SpecStats([]).tau == 0
     assert SpecStats([RowStats()]).accepted_by_position == []
+
+
+class TestPrinted:
+    def test_one_row_by_hand(self) -> None:
+        row = RowStats()
+        row.count(drafted=5, depth=3, accepted=2, gained=3)
+        row.count(drafted=3, depth=3, accepted=1, gained=2)
+        stats = SpecStats([row], 2, draft_forwards=11, counters={"idle_rounds": 1})
+        stats.draft_seconds, stats.verify_seconds, stats.other_seconds = 0.25, 1.5, 0.5
+        assert str(stats).splitlines() == [
+            "new tokens          5",
+            "target forwards     2  2.50 tokens each",
+            "draft tokens        8",
+            "accepted            3  38% of them; by position: 100%, 50%",
+            "tau              1.50  accepted draft tokens per target forward",
+            "draft forwards     11",
+            "seconds          2.25  draft 0.25, target 1.50, other 0.50",
+            "idle rounds         1",
+        ]
+        assert str(row).splitlines() == str(stats).splitlines()[:5]
+
+    def test_a_padded_batch(self) -> None:
+        rows = [RowStats(), RowStats()]
+        for row, gained in zip(rows, (1, 4), strict=True):
+            row.count(drafted=0, depth=0, accepted=0, gained=gained)
+        stats = SpecStats(rows, target_forwards=1, target_tokens=8, target_padding=2)
+        lines = str(stats).splitlines()
+        assert "rows                2" in lines
+        assert "target forwards     1  2.50 tokens each" in lines
+        assert "padding             2  25% of the target's work" in lines
+        # Nothing was drafted, so there is nothing to say of it.
+        assert not any(line.startswith(("accepted", "tau")) for line in lines)
+
+    def test_nothing_yet(self) -> None:
+        assert str(SpecStats([])).startswith("new tokens")
+        assert str(RowStats()).startswith("new tokens")
+
+    def test_repr_names_every_field(self) -> None:
+        text = repr(SpecStats([RowStats()], target_forwards=3))
+        assert text.startswith("SpecStats(rows=[RowStats(")
+        assert "target_forwards=3" in text
 
 
 @pytest.mark.parametrize("strategy", tiny_models.STRATEGIES)

@@ -26,6 +26,40 @@ def test_a_canvas_is_xml_and_shows_itself() -> None:
     assert repr(canvas) == "<a < b>"
 
 
+def luminance(colour: str) -> float:
+    """Relative luminance as the guidelines for accessible web pages define it."""
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [p / 12.92 if p <= 0.03928 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+    return sum(w * part for w, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+@pytest.mark.parametrize("theme", [{}, pictures.DARK], ids=["light", "dark"])
+def test_words_can_be_read_on_every_colour(theme: dict[str, str]) -> None:
+    ink = luminance(theme.get(pictures.INK, pictures.INK))
+    for colour in pictures.DARK.keys() - {pictures.INK}:
+        light, dark = sorted((ink, luminance(theme.get(colour, colour))), reverse=True)
+        # What the guidelines ask for.
+        assert (light + 0.05) / (dark + 0.05) >= 4.5, colour
+
+
+def test_a_picture_follows_a_dark_theme() -> None:
+    """The ground, every box, every word and every line has a rule."""
+    canvas = pictures.padding("padded", [2, 1], [[1, 2]])
+    canvas.arrow((0, 0), (1, 1), dashed=False)
+    root = ElementTree.fromstring(str(canvas))
+    [style] = (element.text or "" for element in root.iter() if element.tag.endswith("style"))
+    rules = dict(re.findall(r'\.hf-spec \[(?:fill|stroke)="(#\w+)"\]\{\w+:(#\w+)\}', style))
+    for element in root.iter():
+        for kind in ("fill", "stroke"):
+            if (colour := element.get(kind)) is not None:
+                assert f'[{kind}="{colour}"]{{{kind}:{pictures.DARK[colour]}}}' in style
+                assert rules[colour] != colour
+    assert "@media (prefers-color-scheme: dark)" in style
+    # The colour of words stands on the picture itself.
+    assert root.get("class") == "hf-spec"
+    assert f'.hf-spec[fill="{pictures.INK}"]' in style
+
+
 @pytest.mark.parametrize(
     ("text", "shown"),
     [

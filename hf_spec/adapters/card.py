@@ -8,13 +8,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from hf_spec.adapters.folder import SpecAdapter, load_adapter
+from hf_spec.adapters.base_name import is_hub_id
+from hf_spec.adapters.folder import SpecAdapter, load_adapter, save_adapter
 from hf_spec.errors import AssistantError
 from hf_spec.files import written_whole
+from hf_spec.installing import WHERE, install_command
 
 CARD_NAME = "README.md"
+# In every card that is written here; one without it is taken for one written by hand.
+GENERATED = "<!-- Written by hf_spec, which replaces it. To keep changes, delete this line. -->"
+TASK = "text-generation"
 
 TITLES = {
     "draft": "A draft model for {}",
@@ -31,23 +36,38 @@ TEMPLATE = """---
 {{ card_data }}
 ---
 
+{{ generated }}
+
 # {{ title }}
 
 An adapter of method `{{ method }}` for the package hf-spec, which drafts tokens inside
 `model.generate()`. The output stays the model's own, whatever is drafted.
 
+## Install
+
+{{ where }}:
+
+```bash
+{{ install }}
+```
+
+## Use
+
 ```python
-import hf_spec
-from transformers import AutoModelForCausalLM
+import hf_spec  # adds spec_strategy= and assistant= to generate()
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained({{ base }})
-model.generate(**inputs, spec_strategy="{{ strategy }}", assistant={{ name }})
+tokenizer = AutoTokenizer.from_pretrained({{ base }})
+inputs = tokenizer("Once upon a time", return_tensors="pt")
+adapter = {{ name }}  # the path of this folder, or its id on the Hub
+model.generate(**inputs, spec_strategy="{{ strategy }}", assistant=adapter, max_new_tokens=64)
 ```
 
 Or without the import, which runs the code in `custom_generate/`:
 
 ```python
-model.generate(**inputs, custom_generate={{ name }}, trust_remote_code=True)
+model.generate(**inputs, custom_generate=adapter, trust_remote_code=True)
 ```
 {% if held_back %}
 ## Held-back texts
@@ -75,6 +95,19 @@ percentile. tau is the number of accepted draft tokens per forward of the model.
 {% endfor %}{% endif %}"""
 
 
+def save_with_card(folder: str | os.PathLike[str], adapter: SpecAdapter) -> None:
+    """Write an adapter and its model card; a card that was written by hand stays.
+
+    Args:
+        folder: created if need be.
+        adapter: as for `save_adapter`.
+    """
+    save_adapter(folder, adapter)
+    path = Path(folder) / CARD_NAME
+    if not path.exists() or _is_generated(path):
+        write_card(folder)
+
+
 def write_card(
     folder: str | os.PathLike[str],
     *,
@@ -86,13 +119,16 @@ def write_card(
 ) -> Path:
     """Write the model card of an adapter.
 
+    Where a card that was written here is replaced, the base, the licence and the data sets that it
+    states are kept unless others are given.
+
     Args:
         folder: of the adapter, from whose options the measured numbers and the training are taken.
         results: what `hf-spec bench --out` wrote, with speeds of the adapter or its strategy.
         base_model: Hub id of the base; by default the name that it had in training.
         license: of the weights, such as "apache-2.0"; not stated by default.
         datasets: Hub ids of the texts it was trained on.
-        overwrite: whether a card that is there may be replaced.
+        overwrite: whether a card that was written by hand may be replaced.
 
     Returns:
         The path of the card.
@@ -105,70 +141,118 @@ def write_card(
     if not folder.is_dir():
         raise AssistantError(f"{folder} is no folder; a card is written into that of an adapter")
     path = folder / CARD_NAME
-    if path.exists() and not overwrite:
-        raise AssistantError(
-            f"{path} is there already, perhaps written by hand; pass overwrite=True to replace it"
-        )
-    adapter = load_adapter(folder)
-    base = base_model or adapter.base.name
+    stated = _stated(path, overwrite)
+    adapter, name = load_adapter(folder), folder.resolve().name
+    base = str(base_model or stated.base_model or adapter.base.name)
+    found = {} if results is None else _read_results(Path(results), adapter, name)
+    metrics = [*_held_back_metrics(adapter), *_speed_metrics(found)]
+    training = _flat(adapter.options.get("training"))
     data = ModelCardData(
-        base_model=base,
+        # The Hub refuses what is no id.
+        base_model=base if is_hub_id(base) else None,
         library_name="hf_spec",
-        license=license,
-        datasets=list(datasets) or None,
-        pipeline_tag="text-generation",
+        license=license or stated.license,
+        datasets=list(datasets) or stated.datasets,
+        pipeline_tag=TASK,
         tags=["speculative-decoding", adapter.method],
         base_model_relation="adapter",
+        model_name=name if metrics else None,
+        eval_results=metrics or None,
     )
-    found = {} if results is None else _read_results(Path(results))
     card = ModelCard.from_template(
         data,
         template_str=TEMPLATE,
+        generated=GENERATED,
         title=TITLES[adapter.method].format(base),
         method=adapter.method,
         strategy=adapter.strategy,
+        where=WHERE.capitalize(),
+        install=install_command(),
         base=json.dumps(base),
-        name=json.dumps(folder.resolve().name),
-        held_back=list(_held_back(adapter)),
-        speeds=_speeds(found, adapter, folder.resolve().name) if found else [],
+        name=json.dumps(name),
+        held_back=[(label, _cell(value)) for label, value in _held_back(adapter)],
+        speeds=[_speed_cells(row) for row in found.get("summary", [])],
         machine=", ".join(f"{key} {value}" for key, value in found.get("environment", {}).items()),
-        training=list(_numbers(adapter.options.get("training"))),
+        training=[(label, _cell(value)) for label, value in training],
     )
     with written_whole(path) as part:
         part.write_text(str(card), encoding="utf-8")
     return path
 
 
-def _held_back(adapter: SpecAdapter) -> Iterator[tuple[str, str]]:
+def _stated(path: Path, overwrite: bool) -> ModelCardData:
+    """The metadata of a card that may be replaced; none of one that was written by hand."""
+    if path.exists() and _is_generated(path):
+        return ModelCard.load(path, ignore_metadata_errors=True).data
+    if path.exists() and not overwrite:
+        raise AssistantError(
+            f"{path} is there already, written by hand; pass overwrite=True to replace it"
+        )
+    return ModelCardData()
+
+
+def _is_generated(path: Path) -> bool:
+    return GENERATED in path.read_text(encoding="utf-8", errors="replace")
+
+
+def _held_back(adapter: SpecAdapter) -> Iterator[tuple[str, Any]]:
     for name in HELD_BACK:
-        yield from _numbers(adapter.options.get(name))
+        yield from _flat(adapter.options.get(name))
 
 
-def _numbers(values: Any) -> Iterator[tuple[str, str]]:
-    """The single values of a JSON object, as text; lists are too long for a table."""
+def _flat(values: Any) -> Iterator[tuple[str, Any]]:
+    """The single values of a JSON object by name; lists are too long for a table."""
     if not isinstance(values, Mapping):
         return
     for name, value in values.items():
-        if isinstance(value, float):
-            yield name, f"{value:.4g}"
-        elif isinstance(value, (bool, int, str)):
-            yield name, str(value).replace("|", "\\|").replace("\n", " ")
-        elif isinstance(value, Mapping):
-            yield from ((f"{name}.{inner}", text) for inner, text in _numbers(value))
+        if isinstance(value, Mapping):
+            yield from ((f"{name}.{inner}", found) for inner, found in _flat(value))
+        elif isinstance(value, (bool, int, float, str)):
+            yield name, value
 
 
-def _read_results(path: Path) -> dict[str, Any]:
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return str(value).replace("|", "\\|").replace("\n", " ")
+
+
+def _held_back_metrics(adapter: SpecAdapter) -> Iterator[EvalResult]:
+    """What the Hub shows: the figures of the adapter, not those of rules it is compared with."""
+    own = f"rules.{adapter.method}."
+    for label, value in _held_back(adapter):
+        name = label.removeprefix(own)
+        if isinstance(value, float) and (name != label or "." not in label):
+            yield _metric("held-back", "held-back answers of the base model", name, value)
+
+
+def _speed_metrics(found: Mapping[str, Any]) -> Iterator[EvalResult]:
+    for row in found.get("summary", []):
+        name = f"speed relative to plain generate(), {row['contender']}, batch {_batch(row)}"
+        yield _metric("hf-spec-bench", "prompts of hf-spec bench", name, row["ratio"], "speedup")
+
+
+def _metric(
+    dataset: str, dataset_name: str, name: str, value: float, kind: str | None = None
+) -> EvalResult:
+    return EvalResult(
+        task_type=TASK,
+        dataset_type=dataset,
+        dataset_name=dataset_name,
+        metric_type=kind or name,
+        metric_name=name,
+        metric_value=float(f"{value:.4g}"),
+    )
+
+
+def _read_results(path: Path, adapter: SpecAdapter, name: str) -> dict[str, Any]:
+    """The results with the rows that name the adapter or, without any, those of its strategy."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         rows = [row for row in found["summary"] if row["task"] == ALL_TASKS]
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise AssistantError(f"{path} holds no results of `hf-spec bench`: {error!r}") from error
-    return {**found, "summary": rows}
-
-
-def _speeds(found: Mapping[str, Any], adapter: SpecAdapter, name: str) -> list[list[str]]:
-    """Rows of the table: those that name the adapter or, without any, those of its strategy."""
-    contenders = {row["contender"] for row in found["summary"]}
+    contenders = {row["contender"] for row in rows}
     named = {one for one in contenders if one.rpartition("@")[2] == name}
     named = named or {one for one in contenders if one == adapter.strategy}
     if not named:
@@ -176,11 +260,15 @@ def _speeds(found: Mapping[str, Any], adapter: SpecAdapter, name: str) -> list[l
             f"the results have nothing of {name!r} or spec_strategy={adapter.strategy!r}; they "
             f"have {', '.join(sorted(contenders)) or 'nothing'}"
         )
-    rows = []
-    for row in found["summary"]:
-        if row["contender"] in named:
-            ratios = [f"{row[key]:.2f}" for key in ("ratio", "ratio_p20", "ratio_p80")]
-            tau = row.get("tau")
-            shown = "" if tau is None else f"{tau:.2f}"
-            rows.append([f"`{row['contender']}`", str(row.get("batch_size", 1)), *ratios, shown])
-    return rows
+    return {**found, "summary": [row for row in rows if row["contender"] in named]}
+
+
+def _speed_cells(row: Mapping[str, Any]) -> list[str]:
+    ratios = [f"{row[key]:.2f}" for key in ("ratio", "ratio_p20", "ratio_p80")]
+    tau = row.get("tau")
+    shown = "" if tau is None else f"{tau:.2f}"
+    return [f"`{row['contender']}`", str(_batch(row)), *ratios, shown]
+
+
+def _batch(row: Mapping[str, Any]) -> int:
+    return row.get("batch_size", 1)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hf_spec.files import written_whole
+from hf_spec.installing import how_to_install
 
 FOLDER = "custom_generate"
 FILES = {
@@ -25,7 +26,7 @@ from hf_spec.adapters.custom_generate import generate
 
 __all__ = ["generate"]
 ''',
-    "requirements.txt": "hf-spec>=0.1\n",
+    "requirements.txt": f"# To install it, {how_to_install()}.\nhf-spec>=0.1\n",
 }
 
 

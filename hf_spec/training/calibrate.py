@@ -20,7 +20,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from hf_spec.adapters.folder import SpecAdapter, load_adapter, save_adapter
+from hf_spec.adapters.card import save_with_card
+from hf_spec.adapters.folder import SpecAdapter, load_adapter
 from hf_spec.bench.contenders import Contender, strategy
 from hf_spec.bench.prompts import Prompt, load_prompts
 from hf_spec.bench.report import per_prompt, spread
@@ -127,7 +128,7 @@ def calibrate_disco(  # noqa: PLR0913 - what is measured, on what, and how
         "calibration": calibration,
     }
     calibrated = replace(adapter, options=options)
-    save_adapter(folder, calibrated)
+    save_with_card(folder, calibrated)
     return calibrated
 
 

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from hf_spec.adapters.folder import SpecAdapter, load_adapter, save_adapter
+from hf_spec.adapters.card import save_with_card
+from hf_spec.adapters.folder import SpecAdapter, load_adapter
 from hf_spec.bench.prompts import load_prompts
 from hf_spec.bench.runner import environment
 from hf_spec.decoding import rank_tree
@@ -139,7 +140,7 @@ def calibrate_falcon(
         "calibration": calibration,
     }
     calibrated = replace(adapter, options=options)
-    save_adapter(folder, calibrated)
+    save_with_card(folder, calibrated)
     return calibrated
 
 

@@ -30,7 +30,8 @@ from torch.nn import functional as F
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from hf_spec.adapters.folder import BaseModel, SpecAdapter, save_adapter
+from hf_spec.adapters.card import save_with_card
+from hf_spec.adapters.folder import BaseModel, SpecAdapter
 from hf_spec.decoding.vocabulary import num_embeddings
 from hf_spec.errors import OptionError
 from hf_spec.models.assistant import resolve_draft_model
@@ -164,7 +165,7 @@ def train_disco(
         validation=evaluate(classifier, held, settings.threshold),
     )
     if processes().is_main_process:
-        save_adapter(folder, adapter)
+        save_with_card(folder, adapter)
     return adapter
 
 

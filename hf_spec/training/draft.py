@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from hf_spec.adapters.folder import SpecAdapter, save_adapter
+from hf_spec.adapters.card import save_with_card
+from hf_spec.adapters.folder import SpecAdapter
 from hf_spec.models.draft_head import check_plain_head
 from hf_spec.models.trained_draft import TrainableDraft
 from hf_spec.training.responses import Response, answer_vocabulary
@@ -94,7 +95,7 @@ def train_draft(
     options = {"training": {**facts, **asdict(run)}, "held_back": figures}
     adapter = draft.to_adapter(options)
     if processes().is_main_process:
-        save_adapter(folder, adapter)
+        save_with_card(folder, adapter)
     return adapter
 
 

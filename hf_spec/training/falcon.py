@@ -16,7 +16,8 @@ from accelerate import PartialState
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_spec.adapters.folder import SpecAdapter, save_adapter
+from hf_spec.adapters.card import save_with_card
+from hf_spec.adapters.folder import SpecAdapter
 from hf_spec.errors import OptionError
 from hf_spec.models.draft_head import check_plain_head
 from hf_spec.models.falcon_head import FalconHead, FalconShape
@@ -113,7 +114,7 @@ def train_falcon(
     }
     adapter = head.to_adapter(options)
     if PartialState().is_main_process:
-        save_adapter(folder, adapter)
+        save_with_card(folder, adapter)
     return adapter
 
 

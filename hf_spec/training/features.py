@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_spec.adapters.folder import BaseModel
+from hf_spec.adapters.base_name import local_name
 from hf_spec.decoding.runner import ModelRunner
 from hf_spec.decoding.tree import DraftTree
 from hf_spec.errors import OptionError
@@ -94,7 +94,7 @@ def stored_texts(model: PreTrainedModel, responses: Sequence[Response], folder: 
         ]
         return {"features": torch.cat(parts)}
 
-    facts = {"target": BaseModel.of(model).name}
+    facts = {"target": local_name(model)}
     passes = stored(folder, "features", responses, facts, compute, num_features)
     return [Text(response, found["features"]) for response, found in passes]
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_spec.adapters.folder import BaseModel
+from hf_spec.adapters.base_name import local_name
 from hf_spec.bench.prompts import Prompt
 from hf_spec.errors import OptionError
 from hf_spec.models.draft_head import frequent_tokens
@@ -90,7 +90,7 @@ def generate_responses(  # noqa: PLR0913 - what is answered, where, how, and who
     """
     head = {
         "format": FORMAT,
-        "model": BaseModel.of(model).name,
+        "model": local_name(model),
         "dtype": str(model.dtype).removeprefix("torch."),
         **asdict(settings),
     }

@@ -11,7 +11,8 @@ import torch
 from accelerate import PartialState
 from transformers import PreTrainedModel
 
-from hf_spec.adapters.folder import BaseModel, SpecAdapter, save_adapter
+from hf_spec.adapters.card import save_with_card
+from hf_spec.adapters.folder import BaseModel, SpecAdapter
 from hf_spec.models.adaptive_tokens import CONFIG_ENTRY
 from hf_spec.models.draft_head import check_plain_head
 from hf_spec.training.infilling import Infilling
@@ -79,7 +80,7 @@ def train_sdsat(
         return None
     adapter = student.tokens.to_adapter(base, options)
     if PartialState().is_main_process:
-        save_adapter(folder, adapter)
+        save_with_card(folder, adapter)
     return adapter
 
 

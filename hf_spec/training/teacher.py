@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_spec.adapters.folder import BaseModel
+from hf_spec.adapters.base_name import local_name
 from hf_spec.training.answers import answer_batches, answer_logits, stored
 from hf_spec.training.responses import Response
 
@@ -66,7 +66,7 @@ def teacher_examples(
             "log_probs": torch.cat([values.half().cpu() for values, _ in parts]),
         }
 
-    facts = {"target": BaseModel.of(model).name, "top": str(top)}
+    facts = {"target": local_name(model), "top": str(top)}
     return [
         Example(response, found["tokens"].long(), found["log_probs"].float().exp())
         for response, found in stored(folder, "teacher", responses, facts, compute)

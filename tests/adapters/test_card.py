@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from huggingface_hub import ModelCard
+from transformers import dynamic_module_utils
 
 from hf_spec import AssistantError, SpecAdapter
-from hf_spec.adapters.card import write_card
-from tests.adapters.samples import METHODS, sample, save_sample
+from hf_spec.adapters.card import GENERATED, save_with_card, write_card
+from hf_spec.adapters.folder import load_adapter
+from hf_spec.checkpoints import SMOLLM2
+from hf_spec.installing import install_command
+from tests import tiny_models
+from tests.adapters.cards import card_metrics
+from tests.adapters.samples import METHODS, fresh_model, sample, save_sample
 
 EXAMPLES = Path(__file__).parents[2] / "examples/adapters"
 
@@ -43,9 +50,31 @@ def test_metadata_and_usage(tmp_path: Path, method: str) -> None:
         "pipeline_tag": "text-generation",
         "tags": ["speculative-decoding", method],
     }
-    assert f'spec_strategy="{sample(method).strategy}", assistant="mine"' in card.text
-    assert 'custom_generate="mine", trust_remote_code=True' in card.text
+    assert f'spec_strategy="{sample(method).strategy}", assistant=adapter' in card.text
+    assert 'adapter = "mine"' in card.text
     assert 'from_pretrained("org/base")' in card.text
+    assert f"```bash\n{install_command()}\n```" in card.text
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_examples_of_a_card_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """In the folder that has the adapter's, with a base that is a folder too."""
+    base = tmp_path / "base"
+    fresh_model().save_pretrained(base)
+    tiny_models.tokenizer().save_pretrained(base)
+    save_sample(tmp_path / "mine", method)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    card = ModelCard.load(write_card("mine", base_model=str(base)))
+    # The Hub would not take a folder for a model's id.
+    assert card.data.base_model is None
+    names: dict[str, Any] = {}
+    for code in re.findall(r"```python\n(.*?)```", card.text, re.S):
+        exec(code, names)
+    assert names["adapter"] == "mine"
 
 
 def test_numbers_of_the_adapter(tmp_path: Path) -> None:
@@ -62,6 +91,25 @@ def test_numbers_of_the_adapter(tmp_path: Path) -> None:
     assert "| `shape.block_size` | 2 |" in text
     assert "tasks" not in text
     assert "## Speed" not in text
+
+
+def test_metrics_are_the_figures_of_the_adapter_alone(tmp_path: Path) -> None:
+    """Not its settings, nor the rules that it was compared with."""
+    disco = sample("disco")
+    options = {
+        **disco.options,
+        "held_back": {"tau": 1.23456, "places": 16, "kind": "greedy"},
+        "validation": {"rules": {"disco": {"f1": 0.75}, "static 1": {"f1": 0.4}}},
+        "training": {"learning_rate": 0.001},
+    }
+    SpecAdapter("disco", disco.base, options, disco.tensors).save_pretrained(tmp_path / "mine")
+    path = write_card(tmp_path / "mine")
+    assert card_metrics(path.parent) == {"tau": 1.235, "f1": 0.75}
+    assert ModelCard.load(path).data.model_name == "mine"
+    rows = results(tmp_path / "r.json", result("disco@mine"), result("disco@mine", batch_size=4))
+    speed = "speed relative to plain generate(), disco@mine, batch "
+    found = card_metrics(write_card(tmp_path / "mine", results=rows).parent)
+    assert found == {"tau": 1.235, "f1": 0.75, f"{speed}1": 1.756, f"{speed}4": 1.756}
 
 
 def test_speeds_of_a_benchmark(tmp_path: Path) -> None:
@@ -107,11 +155,34 @@ def test_results_that_say_nothing(tmp_path: Path) -> None:
 def test_a_card_is_not_replaced_unasked(tmp_path: Path) -> None:
     folder = save_sample(tmp_path, "disco")
     (folder / "README.md").write_text("by hand")
-    with pytest.raises(AssistantError, match="pass overwrite=True"):
+    with pytest.raises(AssistantError, match="by hand; pass overwrite=True"):
         write_card(folder)
+    save_with_card(folder, sample("disco"))
     assert (folder / "README.md").read_text() == "by hand"
     write_card(folder, overwrite=True)
     assert "by hand" not in (folder / "README.md").read_text()
+
+
+def test_a_written_card_is_replaced_and_what_it_states_stays(tmp_path: Path) -> None:
+    """Until someone deletes the line that says so."""
+    folder = tmp_path / "head"
+    save_with_card(folder, sample("falcon"))
+    write_card(folder, license="apache-2.0", datasets=["org/texts"], base_model="org/base")
+    falcon = sample("falcon")
+    options = {**falcon.options, "held_back": {"tau": 1.5}}
+    save_with_card(folder, SpecAdapter("falcon", falcon.base, options, falcon.tensors))
+    path = folder / "README.md"
+    data = ModelCard.load(path).data
+    assert (data.license, data.datasets, data.base_model) == (
+        "apache-2.0",
+        ["org/texts"],
+        "org/base",
+    )
+    assert card_metrics(folder) == {"tau": 1.5}
+    mine = path.read_text().replace(GENERATED, "")
+    path.write_text(mine)
+    save_with_card(folder, falcon)
+    assert path.read_text() == mine
 
 
 def test_what_holds_no_adapter(tmp_path: Path) -> None:
@@ -123,13 +194,32 @@ def test_what_holds_no_adapter(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", sorted(EXAMPLES.iterdir()), ids=lambda path: path.name)
-def test_the_shipped_cards_have_what_the_hub_reads(folder: Path) -> None:
+def test_the_shipped_adapters_name_their_base_by_its_hub_id(folder: Path) -> None:
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == SMOLLM2.hub_id
+    assert config["base"]["name"] == SMOLLM2.hub_id
+
+
+def as_generated(adapter: SpecAdapter, folder: Path) -> Path:
+    """A copy of an adapter without its card."""
+    adapter.save_pretrained(folder / "copy")
+    return folder / "copy"
+
+
+@pytest.mark.parametrize("folder", sorted(EXAMPLES.iterdir()), ids=lambda path: path.name)
+def test_the_shipped_cards_have_what_the_hub_reads(folder: Path, tmp_path: Path) -> None:
     data = ModelCard.load(folder / "README.md").data.to_dict()
     assert data["base_model"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
     assert (data["library_name"], data["license"]) == ("hf_spec", "apache-2.0")
     assert data["base_model_relation"] == "adapter"
     assert data["datasets"]
-    method = json.loads((folder / "adapter_config.json").read_text())["method"]
+    adapter = load_adapter(folder)
+    assert ModelCard.load(folder / "README.md").data.model_name == folder.name
+    copy = as_generated(adapter, tmp_path)
+    write_card(copy)
+    assert card_metrics(folder) == card_metrics(copy) != {}
+    assert install_command() in (folder / "README.md").read_text()
+    method = adapter.method
     assert {"speculative-decoding", "draft-model" if method == "draft" else method} <= set(
         data["tags"]
     )

@@ -9,6 +9,7 @@ from packaging.requirements import Requirement
 
 import hf_spec
 from hf_spec.adapters.custom_code import FILES, write_custom_generate
+from hf_spec.installing import how_to_install
 
 
 def test_they_are_written_and_replaced(tmp_path: Path) -> None:
@@ -32,6 +33,8 @@ def test_the_code_imports_one_function_and_does_nothing_else() -> None:
 
 
 def test_this_version_is_one_that_is_asked_for() -> None:
-    requirement = Requirement(FILES["requirements.txt"].strip())
+    comment, line = FILES["requirements.txt"].splitlines()
+    assert comment == f"# To install it, {how_to_install()}."
+    requirement = Requirement(line)
     assert requirement.name == "hf-spec"
     assert hf_spec.__version__ in requirement.specifier

@@ -134,6 +134,22 @@ class TestBase:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             base.check(copy.deepcopy(model).to(dtype))
 
+    def test_its_own_model_with_an_embedding_of_8_bits(self) -> None:
+        """As GGUF files store it: whole numbers up to 127 times a scale for every 32 weights."""
+        model = build("llama", seed=3)
+        weight = model.get_input_embeddings().weight
+        with torch.no_grad():
+            # In trained embeddings a few weights are much larger than the rest of their block.
+            weight[:, 3] = 6 * weight.std()
+        base = BaseModel.of(model)
+        stored = copy.deepcopy(model)
+        table = stored.get_input_embeddings().weight
+        scale = table.detach().reshape(-1, 32).abs().amax(dim=1, keepdim=True) / 127
+        with torch.no_grad():
+            # Half a step is the most that rounding can change.
+            table += (0.5 * scale).expand(-1, 32).reshape(table.shape)
+        base.check(stored)
+
     def test_the_same_sizes_with_other_weights(self) -> None:
         with pytest.raises(AssistantError, match="other weights"):
             BaseModel.of(build("llama")).check(build("llama", seed=1))

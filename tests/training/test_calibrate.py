@@ -62,6 +62,7 @@ def test_the_best_pair_goes_into_the_adapter(tmp_path: Path) -> None:
     assert len(ticks) == SETTINGS.num_ways * len(PROMPTS) * SETTINGS.repeats
     adapter = load_adapter(tmp_path)
     assert adapter.options == json.loads(json.dumps(made.options))
+    assert "`disco`" in (tmp_path / "README.md").read_text()
     options, calibration = adapter.options, adapter.options["calibration"]
     table = calibration["table"]
     assert len(table) == SETTINGS.num_ways == 1 + 4 + 2

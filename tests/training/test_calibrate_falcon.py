@@ -178,6 +178,7 @@ class TestCalibration:
         made = calibrate(tmp_path, answers)
         after = load_adapter(tmp_path)
         assert after.options == json.loads(json.dumps(made.options))
+        assert "`falcon`" in (tmp_path / "README.md").read_text()
         for name, tensor in before.tensors.items():
             assert tensor.equal(after.tensors[name])
         assert after.options["max_depth"] == 8

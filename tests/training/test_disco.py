@@ -26,6 +26,7 @@ from hf_spec.training.disco import (
     train_disco,
 )
 from hf_spec.training.responses import Response
+from tests.adapters.cards import card_metrics, rounded
 from tests.model_watch import count_forwards
 from tests.tiny_models import VOCAB, build, draft_model
 
@@ -237,6 +238,15 @@ class TestTrain:
         assert len(options["validation_prompts"]) == 2
         assert options["training"]["prompts"] == 10
         assert options["training"]["labels"] == "hard"
+        validation = options["validation"]
+        own = {
+            f"{kind}.{name}": value
+            for kind, figures in validation["rules"]["disco"].items()
+            for name, value in figures.items()
+        }
+        assert card_metrics(tmp_path / "a") == rounded(
+            {"acceptance": validation["acceptance"], **own}
+        )
         assert {"disco", "confidence", "static 1", "static 5"} <= options["validation"][
             "rules"
         ].keys()

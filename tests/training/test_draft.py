@@ -21,6 +21,7 @@ from hf_spec.training.draft import (
 from hf_spec.training.split import split_by_hash
 from hf_spec.training.teacher import Example
 from hf_spec.training.trainer import METRICS, TrainSettings
+from tests.adapters.cards import card_metrics, rounded
 from tests.tiny_models import build
 
 SETTINGS = DraftTrainSettings(num_layers=2, rank=4, vocabulary_size=60, held_back=0.3)
@@ -41,6 +42,7 @@ def test_it_learns_and_drafts(
     assert sum(losses[-5:]) < sum(losses[:5]) - 1
     assert load_adapter(tmp_path / "adapter", "draft").options == adapter.options
     held_back = adapter.options["held_back"]
+    assert card_metrics(tmp_path / "adapter") == rounded(held_back)
     assert held_back.items() <= json.loads(lines[-1]).items()
     # The figures on held-back answers are those of a real generation.
     _, held = split_by_hash(examples, SETTINGS.held_back, lambda e: e.response.id)

@@ -25,6 +25,7 @@ from hf_spec.training.features import Text, stored_texts
 from hf_spec.training.responses import Response
 from hf_spec.training.split import split_by_hash
 from hf_spec.training.trainer import CHECKPOINT, METRICS, TrainSettings
+from tests.adapters.cards import card_metrics, rounded
 from tests.tiny_models import build
 from tests.training.two_processes import run_on_one_and_two
 
@@ -72,6 +73,7 @@ def test_it_learns_and_drafts(
     taus = [row["tau"] for row in metrics if "tau" in row]
     assert taus[-1] > taus[0] + 0.2
     assert adapter.options["held_back"].items() <= metrics[-1].items()
+    assert card_metrics(folder) == rounded(adapter.options["held_back"])
     loaded = load_adapter(folder, "falcon")
     assert loaded.options == adapter.options
     assert loaded.options["max_depth"] == 8

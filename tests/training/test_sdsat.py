@@ -18,6 +18,7 @@ from hf_spec.training.sdsat import train_sdsat
 from hf_spec.training.sdsat_student import SdsatTrainSettings, Student
 from hf_spec.training.teacher import Example
 from hf_spec.training.trainer import MicroBatch, TrainSettings
+from tests.adapters.cards import card_metrics, rounded
 from tests.tiny_models import build, repetitive_prompt
 
 SETTINGS = SdsatTrainSettings(window=3, rank=4, start_share=0.4, held_back=0.2)
@@ -50,6 +51,7 @@ class TestTraining:
         if mode != "full":
             assert adapter is not None
             assert adapter.options["mode"] == mode
+            assert card_metrics(tmp_path / "out") == rounded(adapter.options["held_back"])
             assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
             use = merge_lora(model, adapter) if mode == "lora" else model
             prompt = repetitive_prompt()

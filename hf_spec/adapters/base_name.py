@@ -1,0 +1,49 @@
+"""What a model is called: on this machine, and on the Hugging Face Hub."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+from transformers import PreTrainedModel
+
+from hf_spec.checkpoints import hub_id_of
+
+# A model in the Hub's cache lies in <this><owner>--<name>/snapshots/<commit>.
+CACHE_PREFIX = "models--"
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether `name` has the form "owner/name" of the Hub's ids."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return "/" in name
+
+
+def local_name(model: PreTrainedModel) -> str:
+    """The last part of the folder or Hub id that `model` was loaded from, else its class."""
+    return os.path.basename(os.path.normpath(_source(model)))
+
+
+def base_name(model: PreTrainedModel) -> str:
+    """The Hub id of `model` if that is known, else its local name.
+
+    Known are the models that were loaded by their id, from the Hub's cache, or from a folder that
+    `hf_spec.checkpoints` converted.
+    """
+    source = _source(model)
+    if not os.path.isdir(source):
+        return source if is_hub_id(source) else local_name(model)
+    folder = Path(source).absolute()
+    repository = folder.parent.parent.name
+    if folder.parent.name == "snapshots" and repository.startswith(CACHE_PREFIX):
+        return repository.removeprefix(CACHE_PREFIX).replace("--", "/")
+    return hub_id_of(folder) or local_name(model)
+
+
+def _source(model: PreTrainedModel) -> str:
+    return str(model.config.name_or_path or type(model).__name__)

@@ -1,0 +1,23 @@
+"""How to install this package, said in one place.
+
+It is on no package index yet. There its name could be anybody's, so no text of ours asks pip for
+it by name: pip is given the folder of a checkout.
+"""
+
+from __future__ import annotations
+
+WHERE = "in the folder of a checkout of hf-spec"
+
+
+def install_command(extra: str = "") -> str:
+    """The command that installs the package, to be run `WHERE`.
+
+    Args:
+        extra: of setup.cfg, such as "demo"; none by default.
+    """
+    return f'pip install ".[{extra}]"' if extra else "pip install ."
+
+
+def how_to_install(extra: str = "") -> str:
+    """The command and where to run it, as the end of a sentence."""
+    return f"run {install_command(extra)} {WHERE}"

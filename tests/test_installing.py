@@ -1,0 +1,65 @@
+"""How the package is installed is said in one place, and nowhere by a name no index knows."""
+
+from __future__ import annotations
+
+import configparser
+import re
+from pathlib import Path
+
+import pytest
+
+from hf_spec.installing import WHERE, how_to_install, install_command
+
+ROOT = Path(__file__).parents[1]
+# What users read. The log of changes also tells what was once said.
+TEXTS = [
+    path
+    for pattern in ("*.md", "docs/**/*.md", "examples/**/*", "hf_spec/**/*.py", "kernels/**/*.py")
+    for path in sorted(ROOT.glob(pattern))
+    if path.suffix in {".md", ".py", ".txt", ".ipynb"} and path.name != "CHANGELOG.md"
+]
+# pip may be told other packages, options and folders, such as ".[demo]".
+BY_NAME = re.compile(r"pip3? install [^`\n&;|#]*?(?<![\w/.])hf[-_]spec(?![\w/])")
+
+
+def test_the_command_names_the_folder() -> None:
+    assert install_command() == "pip install ."
+    assert install_command("demo") == 'pip install ".[demo]"'
+    assert how_to_install("cli") == f'run pip install ".[cli]" {WHERE}'
+
+
+@pytest.mark.parametrize("text", ["pip install hf-spec", 'pip install -U "hf_spec[demo]"'])
+def test_a_name_is_seen(text: str) -> None:
+    assert BY_NAME.search(text)
+
+
+@pytest.mark.parametrize("text", ["pip install .", 'pip install -e ".[demo]" && hf-spec demo'])
+def test_a_folder_is_no_name(text: str) -> None:
+    assert not BY_NAME.search(text)
+
+
+def test_no_text_asks_pip_for_the_name() -> None:
+    assert Path("hf_spec/checkpoints.py") in [path.relative_to(ROOT) for path in TEXTS]
+    found = {
+        path.relative_to(ROOT).as_posix(): match[0]
+        for path in TEXTS
+        for line in path.read_text("utf-8").splitlines()
+        if (match := BY_NAME.search(line.partition(WHERE)[0]))
+    }
+    assert found == {}
+
+
+def test_extras_that_are_named_exist() -> None:
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    named = {
+        extra.strip()
+        for path in TEXTS
+        for extras in re.findall(
+            r"""pip install [^\n]*?\.\[([\w,]+)\]|how_to_install\(['"](\w+)['"]\)""",
+            path.read_text("utf-8"),
+        )
+        for extra in ",".join(filter(None, extras)).split(",")
+    }
+    assert {"cli", "demo", "bench"} <= named
+    assert named <= set(config["options.extras_require"])
