@@ -9,13 +9,15 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from hf_spec.cli.options import ENTRY
+
 
 def demo(
     strategy: Annotated[
         list[str] | None,
         typer.Option(
-            help="NAME[:OPTION=JSON,...][@ASSISTANT], compared with none; may be repeated; the "
-            "last is shown beside plain generate(). By default lookup, falcon and auto."
+            help=f"{ENTRY}, compared with none; may be repeated; the last is shown beside plain "
+            "generate(). By default lookup, falcon and auto."
         ),
     ] = None,
     assistant: Annotated[

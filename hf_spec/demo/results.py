@@ -13,7 +13,6 @@ from rich.table import Table
 
 from hf_spec.bench.report import ALL, summary
 from hf_spec.bench.runner import Record
-from hf_spec.demo.lineup import ENGINE_ALONE
 
 
 @dataclass(frozen=True)
@@ -38,16 +37,15 @@ def strategies_table(records: Sequence[Record]) -> Table:
     for heading in (
         "ratio to plain\nmedian (p20-p80)",
         "total\ntime",
-        "total,\nto none",
+        "ratio\nto none",
         "tau",
         "tokens/\nforward",
         "identical",
     ):
         table.add_column(heading, justify="right")
     rows = [row for row in summary(records) if row["task"] == ALL]
-    engine = next((row["total_ratio"] for row in rows if row["contender"] == ENGINE_ALONE), None)
     for row in rows:
-        table.add_row(*_strategy_cells(row, engine))
+        table.add_row(*_strategy_cells(row))
     return table
 
 
@@ -79,18 +77,21 @@ def all_identical(records: Sequence[Record]) -> bool:
     return all(record.identical for record in records)
 
 
-def _strategy_cells(row: Mapping[str, Any], engine: float | None) -> list[str]:
+def _strategy_cells(row: Mapping[str, Any]) -> list[str]:
     same = f"{row['identical']} of {row['outputs']}"
-    tau, over_engine = row.get("tau"), None if engine is None else row["total_ratio"] / engine
     return [
         escape(row["contender"]),
         f"{row['ratio']:.2f} ({row['ratio_p20']:.2f}-{row['ratio_p80']:.2f})",
         f"{row['total_ratio']:.2f}",
-        "-" if over_engine is None or tau is None else f"{over_engine:.2f}",
-        "-" if tau is None else f"{tau:.2f}",
+        _number(row["ratio_to_none"]),
+        _number(row.get("tau")),
         f"{row['tokens_per_forward']:.2f}",
         same if row["identical"] == row["outputs"] else f"[bold red]{same}",
     ]
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
 
 
 def _table(title: str) -> Table:

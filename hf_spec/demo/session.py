@@ -8,25 +8,25 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_spec.bench.contenders import Contender
 from hf_spec.bench.lineup import Entry, Suite, make_contenders
 from hf_spec.bench.prompts import Prompt
 from hf_spec.bench.runner import Plan, Record, environment, measure
 from hf_spec.checkpoints import bars_on_a_terminal_only, smollm2_135m_instruct
+from hf_spec.cli.loading import load_target, load_tokenizer
 from hf_spec.demo.machine import CpuWatch, slowest_to_fastest, warnings
 from hf_spec.demo.prompts import copied_share
 from hf_spec.demo.recording import Recorder, Recording
 from hf_spec.demo.replay import Lane, replay
 from hf_spec.demo.results import Answer, all_identical, prompts_table, strategies_table
-from hf_spec.training.cli_common import load_target
 
 LEGEND = (
-    "total time: of all prompts together. to none: none drafts nothing; its ratio is what the "
-    "engine's packed weights bring, the rest comes from drafts. tau: accepted draft tokens per "
-    "forward of the model. copied: share of the answer's tokens that stand in the prompt, in runs "
-    "of three or more. identical: to plain generate(), in every run."
+    "total time: of all prompts together. ratio to none: none drafts nothing and shows what the "
+    "engine alone brings (packed weights); this column is what drafts add. tau: accepted draft "
+    "tokens per forward of the model. copied: share of the answer's tokens that stand in the "
+    "prompt, in runs of three or more. identical: to plain generate(), in every run."
 )
 
 
@@ -55,7 +55,7 @@ def load() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Fetch the model, if it is on no disk here, and load it in float32."""
     folder = smollm2_135m_instruct()
     with bars_on_a_terminal_only():
-        return load_target(str(folder), "float32"), AutoTokenizer.from_pretrained(folder)
+        return load_target(str(folder), "float32"), load_tokenizer(str(folder))
 
 
 def run(subject: Subject, console: Console) -> bool:

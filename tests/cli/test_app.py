@@ -41,7 +41,6 @@ def run_python(code: str) -> str:
     return done.stdout
 
 
-# `demo` has a page of its own to become light.
 ANSWERED_AT_ONCE = [
     [],
     ["--help"],
@@ -50,7 +49,7 @@ ANSWERED_AT_ONCE = [
     ["train", "falcn"],
     ["train", "falcon", "--nois", "x"],
     ["verify", "model", "--dtype", "fp16"],
-    *([*name.split(), "--help"] for name in LEAVES if name != "demo"),
+    *([*name.split(), "--help"] for name in LEAVES),
 ]
 
 
