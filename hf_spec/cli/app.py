@@ -66,7 +66,7 @@ ENTRIES = {
     "demo": Entry(
         "hf_spec.demo",
         "demo",
-        "Generate three prompts plainly and speculatively with a small real model, and compare.",
+        "Answer four prompts plainly and speculatively with a small real model, and compare.",
     ),
 }
 

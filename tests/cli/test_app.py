@@ -41,7 +41,6 @@ def run_python(code: str) -> str:
     return done.stdout
 
 
-# `demo` has a page of its own to become light.
 ANSWERED_AT_ONCE = [
     [],
     ["--help"],
@@ -52,7 +51,7 @@ ANSWERED_AT_ONCE = [
     ["verify", "model", "--dtype", "fp16"],
     ["bench", "./no-such-model"],
     ["train", "draft", "--model", "no/such/model"],
-    *([*name.split(), "--help"] for name in LEAVES if name != "demo"),
+    *([*name.split(), "--help"] for name in LEAVES),
 ]
 
 

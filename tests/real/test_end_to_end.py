@@ -122,8 +122,9 @@ def generate(user: User, model: Path, strategy: str) -> dict[str, Any]:
 
 def test_the_demo(user: User) -> None:
     page = user.hf_spec("demo", "--repeats", 1, "--max-new-tokens", 8)
-    assert "identical" in page
-    assert "NO" not in page
+    # The wheel has no trained head: plain, none, lookup and auto.
+    assert "falcon is left out" in page
+    assert page.count("4 of 4") == 4
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda path: path.name)
