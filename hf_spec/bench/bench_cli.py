@@ -193,8 +193,10 @@ def _drawn(table: Table) -> Any:
     from rich.text import Text
 
     drawn = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
-    for place, heading in enumerate(table.head):
-        drawn.add_column(Text(heading), justify="right" if place else "left")
+    for place, (heading, *cells) in enumerate(zip(table.head, *table.rows, strict=True)):
+        # Where it is narrow, headings are broken into lines before figures are.
+        width = max(map(len, cells))
+        drawn.add_column(Text(heading), justify="right" if place else "left", min_width=width)
     for row in table.rows:
         drawn.add_row(*map(Text, row))
     return drawn

@@ -21,9 +21,11 @@ SCRIPTS = {"hf-spec", "hf-spec.exe"}
 
 def started_as_command() -> bool:
     """Whether this process was started as `hf-spec` or as `python -m hf_spec`."""
-    by_name = Path(sys.argv[0]).name in SCRIPTS
+    # An interpreter inside another program may have no arguments at all.
+    program = sys.argv[0] if sys.argv else ""
+    by_name = Path(program).name in SCRIPTS
     # While Python looks for the module that -m names, it is called "-m" itself.
-    by_module = sys.argv[0] == "-m" and ("-m", "hf_spec") in pairwise(sys.orig_argv)
+    by_module = program == "-m" and ("-m", "hf_spec") in pairwise(sys.orig_argv)
     return by_name or by_module
 
 

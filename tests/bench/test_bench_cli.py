@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from hf_spec.bench.bench_cli import show
 from hf_spec.bench.suite import Benchmark
 from hf_spec.cli.app import build_app
 
@@ -49,6 +51,23 @@ def test_tables_are_printed_and_every_record_written(command: Any, tmp_path: Pat
     assert plain.endswith("  2 of 2")
     assert any(line.startswith(f"{tree}  ") for line in lines)
     assert not list(tmp_path.glob("*.part"))
+
+
+def test_on_a_terminal_the_tables_are_drawn(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {"batch_size": 1, "contender": "plain", "task": "all", "identical_by_task": None}
+    figures = ("ratio", "tokens_per_second")
+    spreads = {f"{name}{end}": 1.0 for name in figures for end in ("_p20", "", "_p80")}
+    others = {"total_ratio": 1.0, "tokens_per_forward": 1.0, "peak_bytes": None}
+    report = {"summary": [{**row, **spreads, **others, "identical": 2, "outputs": 2}]}
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "100")
+    show(report)
+    drawn = capsys.readouterr().out
+    assert "─ batch size 1" in re.sub(r"\x1b\[[\d;]*m", "", drawn)
+    assert "1.00 (1.00 - 1.00)" in drawn, "figures are not broken"
+    assert "|" not in drawn
 
 
 def test_lookup_is_measured_by_default_and_tasks_can_be_chosen(

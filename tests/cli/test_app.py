@@ -118,6 +118,8 @@ def test_started_as_command(program: str, expected: bool, monkeypatch: pytest.Mo
     monkeypatch.setattr(sys, "argv", [program])
     monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "pytest", "hf_spec"])
     assert hf_spec.cli.started_as_command() is expected
+    monkeypatch.setattr(sys, "argv", [])
+    assert not hf_spec.cli.started_as_command()
 
 
 def test_a_process_that_is_another_module_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:

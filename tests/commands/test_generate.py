@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from hf_spec.cli.app import build_app
 from tests.commands.conftest import PROMPT, make_tokenizer
+from tests.test_hub import hub, nobody  # noqa: F401 - the fixtures
 from tests.tiny_models import build
 
 
@@ -125,3 +126,11 @@ def test_names_are_checked_before_the_model_is_loaded(tmp_path: Path) -> None:
         assert result.exit_code == 2
         assert "cannot be loaded" not in result.stderr
     assert "cannot be loaded" in run(tmp_path, "text").stderr
+
+
+@pytest.mark.usefixtures("nobody")
+def test_a_hub_that_cannot_be_reached() -> None:
+    result = run("org/model", "text")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: org/model is neither a folder nor in the cache, and")
+    assert result.stderr.count("\n") == 1
