@@ -4,60 +4,19 @@ Importing this package lets `model.generate()` and `model.generate_batch()` unde
 `spec_strategy=` and `assistant=`.
 """
 
-from hf_spec.adapters.folder import SpecAdapter
-from hf_spec.decoding.cpu_linear import clear_cpu_packing, cpu_packing_bytes, set_cpu_packing
-from hf_spec.decoding.step_graphs import set_cuda_graphs
-from hf_spec.decoding.streaming import BatchStreamer, BatchTextStreamer
-from hf_spec.errors import AssistantError, OptionError, SpecError, UnsupportedError
-from hf_spec.hook import disable, enable
-from hf_spec.models.truncated import truncated_draft
-from hf_spec.outputs import SpecBatchOutput, SpecGenerateOutput, SpecRequestOutput, SpecStats
-from hf_spec.strategies import (
-    AutoConfig,
-    DiscoConfig,
-    DraftConfig,
-    FalconConfig,
-    GsdConfig,
-    LookupConfig,
-    NoneConfig,
-    SdsatConfig,
-    StrategyConfig,
-    TreeConfig,
-    known_strategies,
-)
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from hf_spec.cli import started_as_command
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "AssistantError",
-    "AutoConfig",
-    "BatchStreamer",
-    "BatchTextStreamer",
-    "DiscoConfig",
-    "DraftConfig",
-    "FalconConfig",
-    "GsdConfig",
-    "LookupConfig",
-    "NoneConfig",
-    "OptionError",
-    "SdsatConfig",
-    "SpecAdapter",
-    "SpecBatchOutput",
-    "SpecError",
-    "SpecGenerateOutput",
-    "SpecRequestOutput",
-    "SpecStats",
-    "StrategyConfig",
-    "TreeConfig",
-    "UnsupportedError",
-    "clear_cpu_packing",
-    "cpu_packing_bytes",
-    "disable",
-    "enable",
-    "known_strategies",
-    "set_cpu_packing",
-    "set_cuda_graphs",
-    "truncated_draft",
-]
-
-enable()
+if TYPE_CHECKING or not started_as_command():
+    from hf_spec.public import *  # noqa: F403 - its `__all__` is the list of names
+    from hf_spec.public import __all__  # noqa: F401
+else:
+    # `hf-spec --help` must not wait for torch: the command imports these once it has work to do.
+    def __getattr__(name: str) -> Any:
+        return getattr(importlib.import_module("hf_spec.public"), name)

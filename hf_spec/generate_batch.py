@@ -22,7 +22,7 @@ from hf_spec.decoding.batching import ContinuousBatch, Prepared, Request
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.processors import check_processors
 from hf_spec.decoding.row_work import BATCHING
-from hf_spec.decoding.state import StopRules
+from hf_spec.decoding.stopping import StopRules, for_one_sequence
 from hf_spec.decoding.vocabulary import num_embeddings
 from hf_spec.distributed_checks import check_ranks
 from hf_spec.errors import OptionError, UnsupportedError
@@ -155,7 +155,7 @@ def _take(
     **model_kwargs: Any,
 ) -> Prepared:
     """Take what `generate()` prepared, in place of a decoding loop."""
-    stop = StopRules(stopping_criteria, 1)
+    stop = StopRules(for_one_sequence(stopping_criteria), 1)
     check_inputs(model, input_ids, torch.ones_like(input_ids), model_kwargs, stop.max_length)
     check_processors(logits_processor, 1)
     check_ranks(model, input_ids, bool(generation_config.do_sample))

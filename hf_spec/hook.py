@@ -89,6 +89,7 @@ def disable() -> None:
     if not hasattr(GenerationMixin.generate, _WRAPPED):
         return
     peft_hook.disable()
+    attention.unregister()
     for name in ("generate", "generate_batch", "generate_batch_iter"):
         original = getattr(vars(GenerationMixin)[name], _WRAPPED)
         if original is None:

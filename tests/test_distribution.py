@@ -123,6 +123,14 @@ def arguments(strategy: str) -> dict[str, Any]:
     return {
         "lookup": {"spec_strategy": LookupConfig(max_matches=3)},
         "draft": {"spec_strategy": DraftConfig(max_draft_tokens=2), "assistant": draft},
+        "measured": {
+            "spec_strategy": DraftConfig(length_policy="measured", max_draft_tokens=2),
+            "assistant": draft,
+        },
+        "measured siblings": {
+            "spec_strategy": TreeConfig(length_policy="measured", max_nodes=12, sample_drafts=True),
+            "assistant": draft,
+        },
         "wider": {
             "spec_strategy": DraftConfig(max_draft_tokens=2),
             "assistant": tiny(1, VOCAB + 3),
@@ -259,6 +267,9 @@ CASES = [
     ("draft", PLAIN),
     ("draft", TOP_K),
     ("draft", REPETITION),
+    ("measured", PLAIN),
+    ("measured", REPETITION),
+    ("measured siblings", PLAIN),
     ("wider", PLAIN),
     ("wider", REPETITION),
     ("narrower", PLAIN),
@@ -304,7 +315,18 @@ def test_what_the_prefix_forbids_never_comes(strategy: str) -> None:
 
 @pytest.mark.parametrize(
     "strategy",
-    ["lookup", "draft", "disco", "merging", "falcon", "sdsat", "sdsat fused", "siblings", "auto"],
+    [
+        "lookup",
+        "draft",
+        "measured",
+        "disco",
+        "merging",
+        "falcon",
+        "sdsat",
+        "sdsat fused",
+        "siblings",
+        "auto",
+    ],
 )
 def test_every_row_of_a_ragged_batch_has_its_own_distribution(strategy: str) -> None:
     # Token 2 ends a row, so that rows of one batch finish at different times.

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 import hf_spec
 from hf_spec import AssistantError, OptionError, SpecError, UnsupportedError
 from hf_spec.decoding.tree import DraftTree
+from hf_spec.errors import choices
 from hf_spec.strategies.lookup import LookupDrafter
 from tests.model_watch import snapshot
 from tests.tiny_models import build, repetitive_prompt
@@ -31,6 +32,13 @@ class Break(Exception):  # noqa: N818 - stands for whatever a user's code may ra
 def test_every_error_is_a_spec_error_and_a_value_error(kind: type) -> None:
     assert issubclass(kind, SpecError)
     assert issubclass(kind, ValueError)
+
+
+def test_choices_say_what_was_meant() -> None:
+    known = ("lookup", "draft")
+    assert choices("lokup", known) == "did you mean 'lookup'? known: lookup, draft"
+    for far in ("medusa", 3, None, ["lookup"]):
+        assert choices(far, known) == "known: lookup, draft"
 
 
 @pytest.fixture(params=TARGETS)

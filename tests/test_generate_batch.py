@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,7 +33,7 @@ from hf_spec import (
     UnsupportedError,
 )
 from hf_spec.decoding.runner import ModelRunner
-from tests import tiny_models
+from tests import criteria, tiny_models
 from tests.model_watch import count_forwards, snapshot
 
 PROMPTS = [
@@ -77,6 +78,14 @@ class EndOnRepeat(StoppingCriteria):
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         assert input_ids.shape[0] == 1
         return (input_ids[:, -11:-1] == input_ids[:, -1:]).sum(dim=1) >= 2
+
+
+class StopOnEvent(StoppingCriteria):
+    def __init__(self) -> None:
+        self.event = threading.Event()
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> bool:
+        return self.event.is_set()
 
 
 def ends(name: str) -> list[int]:
@@ -133,6 +142,38 @@ class TestEverySequence:
         outputs = together("llama", strategy, logits_processor=[mine])
         assert [output.generated_tokens for output in outputs.values()] == expected
         assert mine.calls == 0, "sequences have copies"
+
+    @pytest.mark.parametrize("iterate", [False, True], ids=["batch", "iter"])
+    @pytest.mark.parametrize("strategy", tiny_models.STRATEGIES)
+    def test_has_criteria_that_remember_to_itself(self, strategy: str, iterate: bool) -> None:
+        rule = criteria.AfterCalls(7)
+        expected = [alone("llama", p, stopping_criteria=[copy.deepcopy(rule)]) for p in PROMPTS]
+        given = {"max_new_tokens": 12, "do_sample": False, "max_batch": 3}
+        given |= tiny_models.speculation("llama", strategy)
+        given["stopping_criteria"] = StoppingCriteriaList([rule])
+        model = tiny_models.build("llama")
+        if iterate:
+            outputs = {o.request_id: o for o in model.generate_batch_iter(PROMPTS, **given)}
+        else:
+            outputs = model.generate_batch(PROMPTS, **given)
+        found = [outputs[f"req_{number}"].generated_tokens for number in range(len(PROMPTS))]
+        assert found == expected
+        assert {len(tokens) for tokens in found} == {7}
+        assert rule.calls == [], "sequences have copies"
+
+    def test_may_be_stopped_from_outside_by_an_event(self) -> None:
+        """An event is shared by the copies: that is what it is for."""
+        ended: list[str] = []
+        rule = StopOnEvent()
+        given = {"max_new_tokens": 12, "do_sample": False, "max_batch": 2}
+        for output in tiny_models.build("llama").generate_batch_iter(
+            PROMPTS, **given, spec_strategy="lookup", stopping_criteria=[rule]
+        ):
+            assert (len(output.generated_tokens) == 12) == (len(ended) < 2)
+            ended.append(output.request_id)
+            if len(ended) > 1:
+                rule.event.set()
+        assert len(ended) == len(PROMPTS)
 
     def test_is_known_by_its_number_to_allowed_tokens(self) -> None:
         allowed = [list(range(10 * number, 10 * number + 9)) for number in range(len(PROMPTS))]

@@ -20,7 +20,7 @@ FORBIDDEN = {
     "hf_spec/decoding": ("hf_spec.strategies", "hf_spec.models"),
     "hf_spec/models": ("hf_spec.strategies",),
 }
-ENDS = ("hf_spec.bench", "hf_spec.commands", "hf_spec.training", "hf_spec.cli")
+ENDS = ("hf_spec.bench", "hf_spec.commands", "hf_spec.demo", "hf_spec.training", "hf_spec.cli")
 
 
 def mirrored_test(module: Path) -> Path:

@@ -21,6 +21,19 @@ def test_rounds_of_one_row_add_up() -> None:
     assert row.tau == 2
 
 
+def test_tokens_that_a_stop_cut_off_are_taken_back() -> None:
+    row = RowStats()
+    row.count(drafted=5, depth=3, accepted=2, gained=3)
+    row.count(drafted=4, depth=4, accepted=4, gained=5)
+    row.discount([3, 4, 0])
+    assert (row.target_forwards, row.drafted_tokens) == (2, 9), "these were run"
+    assert (row.accepted_tokens, row.new_tokens) == (4, 5)
+    assert row.accepted_by_position == [2, 2]
+    assert row.drafted_by_position == [2, 2, 2, 1]
+    row.discount([2, 0, 1, 2])
+    assert row.accepted_by_position == [1]
+
+
 def test_rows_of_different_depth_add_up() -> None:
     first, second = RowStats(), RowStats()
     first.count(drafted=3, depth=3, accepted=1, gained=2)

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from huggingface_hub import HfApi, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub import HfApi, constants, snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.utils import validate_repo_id
 
-from hf_spec.errors import AssistantError
+from hf_spec.errors import AssistantError, HubError, OptionError
+from hf_spec.hub import check_name, reach_hub
 
 # What an adapter's repository is made of; nothing else in a folder is sent.
 PUSHED = (
@@ -57,9 +59,11 @@ class Place:
         """The folder of the Hub's cache with the files called `names`, those that there are.
 
         Raises:
-            AssistantError: if the repository cannot be had.
+            AssistantError: if there is no such repository, or folder.
+            HubError: if the Hub cannot be reached, and its cache does not have the files.
         """
         try:
+            check_name(self.repo_id)
             return Path(
                 snapshot_download(
                     self.repo_id,
@@ -68,6 +72,13 @@ class Place:
                     allow_patterns=list(names),
                 )
             )
+        except OptionError as error:
+            raise AssistantError(str(error)) from error
+        except LocalEntryNotFoundError as error:
+            raise HubError(
+                f"adapter {self.repo_id!r} is neither a folder nor in the cache, and the Hub at "
+                f"{constants.ENDPOINT} cannot be reached"
+            ) from error
         except Exception as error:
             raise AssistantError(
                 f"adapter {self.repo_id!r} is neither a folder nor to be had from the Hub: {error}"
@@ -95,7 +106,8 @@ def push_adapter(
         The address of the commit.
 
     Raises:
-        AssistantError: if the folder holds no whole adapter, or the Hub refuses.
+        AssistantError: if the folder holds no whole adapter, or the name is none.
+        HubError: if the Hub cannot be reached, or refuses.
     """
     from hf_spec.adapters.folder import load_adapter
     from hf_spec.adapters.reading import regular_file
@@ -108,6 +120,11 @@ def push_adapter(
         if (folder / name).is_symlink() or (folder / name).exists():
             # A link would send what lies elsewhere.
             regular_file(folder, name)
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise AssistantError(f"{folder} cannot be pushed to {repo_id!r}: {error}") from error
+    reach_hub()
     api = HfApi(token=token)
     try:
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
@@ -121,5 +138,5 @@ def push_adapter(
             commit_message=f"hf_spec adapter of method {adapter.method}",
         )
     except (HfHubHTTPError, OSError, RuntimeError, ValueError) as error:
-        raise AssistantError(f"{folder} cannot be pushed to {repo_id!r}: {error}") from error
+        raise HubError(f"{folder} cannot be pushed to {repo_id!r}: {error}") from error
     return commit.commit_url

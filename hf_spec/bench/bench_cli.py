@@ -7,28 +7,21 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
-from rich.console import Console
-from rich.markdown import Markdown
-from tqdm import tqdm
-from transformers import AutoTokenizer
 
-from hf_spec.bench.contenders import ENTRY, parse_entry, with_assistants
-from hf_spec.bench.lineup import Suite
-from hf_spec.bench.prompts import load_prompts
-from hf_spec.bench.report import markdown
-from hf_spec.bench.suite import Benchmark
+from hf_spec.cli.options import AUTO, ENTRY, Device, Dtype, ModelArgument, check_out
 from hf_spec.errors import OptionError
-from hf_spec.files import written_whole
 from hf_spec.installing import how_to_install
-from hf_spec.training.cli_common import Dtype, load_target
+
+if TYPE_CHECKING:
+    from hf_spec.bench.suite import Benchmark
+    from hf_spec.bench.tables import Table
 
 
 def bench(  # noqa: PLR0913 - one parameter an option
-    model: Annotated[str, typer.Argument(help="The target model: folder or Hub id.")],
+    model: ModelArgument,
     strategy: Annotated[
         list[str] | None,
         typer.Option(
@@ -86,25 +79,30 @@ def bench(  # noqa: PLR0913 - one parameter an option
     profile: Annotated[
         bool, typer.Option("--profile", help="Also where the time of a step goes.")
     ] = False,
-    dtype: Dtype = "float32",
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda, cuda:1; the accelerator by default.")
-    ] = None,
+    dtype: Dtype = AUTO,
+    device: Device = None,
     out: Annotated[Path | None, typer.Option(help="JSON file, whole after every prompt.")] = None,
+    as_markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print the tables as Markdown.")
+    ] = False,
     plots: Annotated[Path | None, typer.Option(help="Folder; also times forwards by size.")] = None,
 ) -> None:
     """Measure strategies against plain generate() and what others offer, on your own prompts.
 
     All contenders run in one process, prompt by prompt, in turn, so that a change of the machine's
-    speed meets every one of them. Prints Markdown tables.
+    speed meets every one of them.
 
         hf-spec bench MODEL --strategy lookup --strategy falcon@HEAD --out results.json
     """
-    _check_device(device)
+    from hf_spec.bench.contenders import parse_entry, with_assistants
+    from hf_spec.bench.lineup import Suite
+    from hf_spec.bench.prompts import load_prompts
+    from hf_spec.bench.suite import Benchmark
+    from hf_spec.cli.loading import load_target, load_tokenizer
+
     if temperature is not None and not sample:
         raise OptionError(f"--temperature {temperature} is of no use without --sample")
-    if out is not None and not out.parent.is_dir():
-        raise OptionError(f"--out {out}: there is no folder {out.parent}")
+    check_out(out)
     if plots is not None and importlib.util.find_spec("matplotlib") is None:
         raise OptionError(f"--plots needs matplotlib: {how_to_install('bench')}")
     chosen = strategy or ([] if synthetic_acceptance is not None else ["lookup"])
@@ -129,10 +127,9 @@ def bench(  # noqa: PLR0913 - one parameter an option
     )
     texts = load_prompts(prompts, per_task, task or (), whole)
     target = load_target(model, dtype, device)
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    benchmark = Benchmark(target, tokenizer, texts, entries, suite)
+    benchmark = Benchmark(target, load_tokenizer(model), texts, entries, suite)
     facts = {"command": f"hf-spec {' '.join(sys.argv[1:])}", "model": model}
-    _show(run_and_write(benchmark, facts, out, plots))
+    show(run_and_write(benchmark, facts, out, plots), as_markdown)
 
 
 def run_and_write(
@@ -149,6 +146,10 @@ def run_and_write(
     Returns:
         The results, as in the file.
     """
+    from tqdm import tqdm
+
+    from hf_spec.files import written_whole
+
     report: dict[str, Any] = {}
     with tqdm(total=benchmark.num_runs, unit="run", disable=None) as bar:
         for results in benchmark.run(bar.update):
@@ -163,16 +164,37 @@ def run_and_write(
     return report
 
 
-def _check_device(device: str | None) -> None:
-    if device is not None and device.startswith("cuda") and not torch.cuda.is_available():
-        raise OptionError(f"--device {device}: torch finds no GPU here; choose cpu")
+def show(report: Mapping[str, Any], as_markdown: bool = False) -> None:
+    """Print the tables: set for reading on a terminal, in columns of text into a pipe.
+
+    Args:
+        report: of `run_and_write`.
+        as_markdown: print Markdown, wherever to.
+    """
+    from rich.console import Console
+
+    from hf_spec.bench.report import SYNTHETIC, markdown, notice, sections, text
+
+    console = Console(highlight=False)
+    if as_markdown or not console.is_terminal:
+        typer.echo(markdown(report) if as_markdown else text(report))
+        return
+    if said := notice(report):
+        console.print(said + SYNTHETIC, style="bold yellow", markup=False)
+    for section in sections(report):
+        console.rule(section.title)
+        for table in section.tables:
+            console.print(_drawn(table))
 
 
-def _show(report: Mapping[str, Any]) -> None:
-    """Tables as they are into a pipe, set for reading on a terminal."""
-    console = Console()
-    text = markdown(report)
-    if console.is_terminal:
-        console.print(Markdown(text))
-    else:
-        print(text)  # noqa: T201 - the command's result
+def _drawn(table: Table) -> Any:
+    from rich import box
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    drawn = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
+    for place, heading in enumerate(table.head):
+        drawn.add_column(Text(heading), justify="right" if place else "left")
+    for row in table.rows:
+        drawn.add_row(*map(Text, row))
+    return drawn

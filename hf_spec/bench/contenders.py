@@ -18,9 +18,6 @@ from hf_spec.errors import AssistantError, UnsupportedError
 from hf_spec.outputs import SpecStats
 from hf_spec.strategies import StrategyConfig, parse_strategy
 
-# How a command line names a strategy; see `parse_entry`.
-ENTRY = "NAME[:OPTION=JSON,...][@ASSISTANT]"
-
 # What generate() is told beside the prompt.
 Settings = Mapping[str, Any]
 GREEDY: Settings = MappingProxyType({"do_sample": False})

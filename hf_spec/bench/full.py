@@ -13,8 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import AutoTokenizer
-
 from hf_spec.bench.bench_cli import run_and_write
 from hf_spec.bench.contenders import parse_entry, with_assistants
 from hf_spec.bench.lineup import Entry, Suite
@@ -22,15 +20,10 @@ from hf_spec.bench.prompts import load_prompts
 from hf_spec.bench.report import markdown
 from hf_spec.bench.suite import Benchmark
 from hf_spec.checkpoints import gemma3_270m, smollm2_135m_instruct
-from hf_spec.training.cli_common import load_target
+from hf_spec.cli.loading import load_target, load_tokenizer
 
-# Defaults are made for larger models; the short drafts pay on a CPU (docs/draft-models.md).
-SHORT_DRAFTS = (
-    "draft:max_draft_tokens=2",
-    "tree:max_draft_tokens=2,max_nodes=5",
-    "gsd:max_draft_tokens=3,max_nodes=5",
-)
-ALL_DRAFTS = ("draft", "tree", "gsd", *SHORT_DRAFTS)
+# With their defaults.
+DRAFTS = ("draft", "tree", "gsd")
 
 
 @dataclass(frozen=True)
@@ -41,7 +34,7 @@ class Subject:
         name: of the model and of its files.
         folder: gives the folder of the model.
         draft: assistant of the strategies that draft with a model.
-        drafts: these strategies; of an untrained draft the long ones are only slower.
+        drafts: these strategies.
         adapters: method -> adapter of that method; those that are not there are left out.
     """
 
@@ -67,10 +60,10 @@ SUBJECTS = {
         "SmolLM2-135M-Instruct",
         smollm2_135m_instruct,
         "truncated:2",
-        ALL_DRAFTS,
+        DRAFTS,
         {method: f"smollm2-135m-{method}" for method in ("draft", "disco", "falcon", "sdsat")},
     ),
-    "gemma3": Subject("Gemma-3-270M", gemma3_270m, "truncated:4", SHORT_DRAFTS, {}),
+    "gemma3": Subject("Gemma-3-270M", gemma3_270m, "truncated:4", DRAFTS, {}),
 }
 
 
@@ -104,7 +97,7 @@ def main(argv: list[str] | None = None) -> None:
         folder = subject.folder()
         benchmark = Benchmark(
             load_target(str(folder), options.dtype, options.device),
-            AutoTokenizer.from_pretrained(folder),
+            load_tokenizer(str(folder)),
             load_prompts(per_task=options.per_task, tasks=options.task),
             subject.entries(options.adapters),
             suite,

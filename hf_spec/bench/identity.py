@@ -16,9 +16,10 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_spec.bench.contenders import ENTRY, Contender, parse_entry, plain, strategy
+from hf_spec.bench.contenders import Contender, parse_entry, plain, strategy
 from hf_spec.bench.prompts import Prompt, load_prompts
 from hf_spec.bench.runner import environment
+from hf_spec.cli.options import ENTRY
 from hf_spec.models.truncated import truncated_draft
 from hf_spec.strategies import DraftConfig, GsdConfig, LookupConfig, TreeConfig
 

@@ -9,15 +9,23 @@ from __future__ import annotations
 import argparse
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
 from hf_spec.bench.profiling import PARTS
 from hf_spec.bench.runner import Record, Row, StrategyStats
+from hf_spec.bench.tables import Section, Table
 
 ALL = "all"
+# What follows `notice` where it stands above tables.
+SYNTHETIC = (
+    ": the drafts of the contenders called synthetic are plain answers with errors, which no "
+    "drafter made and whose drafting takes no time."
+)
+# The engine without drafts.
+IDLE = "none"
 # Positions of a draft whose acceptance tables show; plots show all.
 SHOWN_POSITIONS = 5
 Summary = dict[str, Any]
@@ -49,7 +57,27 @@ def summary(records: Sequence[Record]) -> list[Summary]:
     for record in records:
         for task in (record.task, ALL):
             groups[record.batch_size, record.contender, task].append(record)
-    return [_row(*key, group) for key, group in groups.items()]
+    idle = {_occasion(r): r.ratio for r in records if r.contender == IDLE}
+    return [
+        {**_row(*key, group), "ratio_to_none": _ratio_to(idle, group)}
+        for key, group in groups.items()
+    ]
+
+
+def _occasion(record: Record) -> tuple[int, str, int]:
+    return record.batch_size, record.prompt, record.repeat
+
+
+def _ratio_to(
+    others: Mapping[tuple[int, str, int], float], group: Sequence[Record]
+) -> float | None:
+    """The median over prompts of the speed relative to `others` in the same repetition."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for record in group:
+        if _occasion(record) not in others:
+            return None
+        found[record.prompt].append(record.ratio / others[_occasion(record)])
+    return median(median(ratios) for ratios in found.values())
 
 
 def _row(batch_size: int, contender: str, task: str, group: Sequence[Record]) -> Summary:
@@ -135,38 +163,48 @@ def notice(results: Mapping[str, Any]) -> str:
     return "" if acceptance is None else f"SYNTHETIC acceptance {acceptance:g}"
 
 
-def markdown(results: Mapping[str, Any]) -> str:
-    """Tables of what `hf_spec.bench.suite` measured: speeds, tasks, drafts and parts of a step."""
-    parts = []
-    if said := notice(results):
-        parts += [
-            f"**{said}**: the drafts of the contenders called synthetic are plain answers with "
-            "errors, which no drafter made and whose drafting takes no time."
-        ]
-    sizes = dict.fromkeys(row["batch_size"] for row in results["summary"])
-    for size in sizes:
+def sections(results: Mapping[str, Any]) -> list[Section]:
+    """What `hf_spec.bench.suite` measured, by batch size: speeds, tasks, drafts, parts of steps."""
+    found = []
+    for size in dict.fromkeys(row["batch_size"] for row in results["summary"]):
         rows = [row for row in results["summary"] if row["batch_size"] == size]
         overall = [row for row in rows if row["task"] == ALL]
         profiles = [p for p in results.get("profiles", []) if p["batch_size"] == size]
         tables = (_speeds(overall), _by_task(rows), _drafts(overall), _profile(profiles))
-        parts += [f"### batch size {size}", *(table for table in tables if table)]
+        found.append(Section(f"batch size {size}", [table for table in tables if table.rows]))
+    return found
+
+
+def markdown(results: Mapping[str, Any]) -> str:
+    """The tables for a page."""
+    return _pages(results, "**{}**", "### {}", Table.markdown)
+
+
+def text(results: Mapping[str, Any]) -> str:
+    """The tables for a pipe or a log."""
+    return _pages(results, "{}", "{}", Table.text)
+
+
+def _pages(
+    results: Mapping[str, Any], warning: str, title: str, written: Callable[[Table], str]
+) -> str:
+    said = notice(results)
+    parts = [warning.format(said) + SYNTHETIC] if said else []
+    for section in sections(results):
+        parts += [title.format(section.title), *map(written, section.tables)]
     return "\n\n".join(parts)
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
-
-
-def _speeds(rows: Sequence[Summary]) -> str:
-    head = ["", "ratio to plain, median (p20 - p80)", "total time ratio"]
+def _speeds(rows: Sequence[Summary]) -> Table:
+    head = ["", "ratio to plain, median (p20 - p80)", f"ratio to {IDLE}", "total time ratio"]
     head += ["tokens/s, median (p20 - p80)", "tau", "tokens / target forward", "peak memory, MiB"]
-    return _table(
+    return Table(
         [*head, "identical"],
-        (
+        [
             [
                 row["contender"],
                 _with_spread(row, "ratio", 2),
+                _number(row.get("ratio_to_none"), 2),
                 f"{row['total_ratio']:.2f}",
                 _with_spread(row, "tokens_per_second", 1),
                 _number(row.get("tau"), 2),
@@ -175,11 +213,11 @@ def _speeds(rows: Sequence[Summary]) -> str:
                 _count(row["identical"], row["outputs"]),
             ]
             for row in rows
-        ),
+        ],
     )
 
 
-def _by_task(rows: Sequence[Summary]) -> str:
+def _by_task(rows: Sequence[Summary]) -> Table:
     """Ratios and identical outputs by task; of batches that mix tasks the outputs alone."""
     found = {(row["contender"], row["task"]): row for row in rows}
     overall = [row for row in rows if row["task"] == ALL]
@@ -193,18 +231,16 @@ def _by_task(rows: Sequence[Summary]) -> str:
         return " ".join([*ratio, *([f"({_count(*counts[task])})"] if counts else [])])
 
     head = ["ratio (identical outputs) by task", *tasks]
-    return _table(head, ([row["contender"], *(cell(row, t) for t in tasks)] for row in overall))
+    return Table(head, [[row["contender"], *(cell(row, t) for t in tasks)] for row in overall])
 
 
-def _drafts(rows: Sequence[Summary]) -> str:
+def _drafts(rows: Sequence[Summary]) -> Table:
     drafting = [row for row in rows if row.get("drafted_tokens")]
-    if not drafting:
-        return ""
     head = ["per generation", f"acceptance at position 1 to {SHOWN_POSITIONS}", "drafted"]
     head += ["drafted, not sent included", "draft forwards", "rounds with a merged token accepted"]
-    return _table(
+    return Table(
         [*head, "draft / verify / other time"],
-        (
+        [
             [
                 row["contender"],
                 " ".join(f"{a:.2f}" for a in row["acceptance_by_position"][:SHOWN_POSITIONS]),
@@ -215,7 +251,7 @@ def _drafts(rows: Sequence[Summary]) -> str:
                 _shares([row["draft_share"], row["verify_share"], 1]),
             ]
             for row in drafting
-        ),
+        ],
     )
 
 
@@ -226,17 +262,16 @@ def _shares(shares: Sequence[float]) -> str:
     )
 
 
-def _profile(profiles: Sequence[Mapping[str, Any]]) -> str:
+def _profile(profiles: Sequence[Mapping[str, Any]]) -> Table:
     seconds = [profile["seconds"] for profile in profiles]
     parts = [part for part in PARTS if any(part in found for found in seconds)]
-    if not parts:
-        return ""
-    return _table(
+    return Table(
         ["share of the time, %", *parts],
-        (
+        [
             [p["contender"], *(_percent(p["seconds"].get(part, 0.0), p) for part in parts)]
             for p in profiles
-        ),
+            if parts
+        ],
     )
 
 

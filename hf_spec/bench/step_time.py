@@ -26,8 +26,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from hf_spec.bench.kernels import spread, until_done
 from hf_spec.bench.runner import environment
 from hf_spec.decoding.runner import ModelRunner
-from hf_spec.decoding.state import GenerationState, StopRules
+from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.step_graphs import WARM_UPS, cuda_graphs, padded_steps
+from hf_spec.decoding.stopping import StopRules
 from hf_spec.decoding.tree import DraftTree
 from hf_spec.decoding.verification import NodeDraw
 from hf_spec.files import written_whole

@@ -2,7 +2,8 @@
 
 Greedy outputs are compared token by token with plain `generate()`; `mismatch` finds the reason of
 every difference. Sampled tokens are compared with the model's own distribution (`sampling`). A
-strategy passes if all differences are ties and nothing speaks against the distribution.
+strategy passes if all differences are ties, nothing speaks against the distribution, and accepted
+drafts were among what was compared: without them there was nothing that could have been wrong.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from hf_spec.bench.mismatch import TIE, Difference, differences
 from hf_spec.bench.prompts import Prompt
 from hf_spec.bench.sampling import SamplingPlan, SamplingResult, check_sampling
 from hf_spec.strategies import StrategyConfig
+
+# Verdicts, the gravest first.
+VERDICTS = FAILED, UNPROVEN, PASSED = "failed", "unproven", "passed"
 
 
 @dataclass(frozen=True)
@@ -61,10 +65,25 @@ class Verification:
     sampling: SamplingResult | None
 
     @property
+    def unproven(self) -> list[str]:
+        """What was compared without a single accepted draft: "greedy", "sampling"."""
+        accepted = {"greedy": any(output.tau for output in self.greedy)}
+        if self.sampling is not None:
+            accepted["sampling"] = any(text.accepted for text in self.sampling.texts)
+        return [part for part, found in accepted.items() if not found]
+
+    @property
+    def verdict(self) -> str:
+        """FAILED if more than ties was found, UNPROVEN if no draft was accepted, or PASSED."""
+        wrong = any(output.mistakes for output in self.greedy)
+        if wrong or (self.sampling is not None and not self.sampling.passed):
+            return FAILED
+        return UNPROVEN if self.unproven else PASSED
+
+    @property
     def passed(self) -> bool:
-        """Whether nothing but ties was found."""
-        right = not any(output.mistakes for output in self.greedy)
-        return right and (self.sampling is None or self.sampling.passed)
+        """Whether the verdict is PASSED."""
+        return self.verdict == PASSED
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values, with what follows from them."""
@@ -83,6 +102,8 @@ class Verification:
         return {
             "strategy": self.name,
             "passed": self.passed,
+            "verdict": self.verdict,
+            "unproven": self.unproven,
             "greedy": [dataclasses.asdict(output) for output in self.greedy],
             "sampling": sampling,
         }

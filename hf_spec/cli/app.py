@@ -1,8 +1,16 @@
-"""The sub-commands of `hf-spec`, each imported when it is called."""
+"""The sub-commands of `hf-spec`, each imported when it is called.
+
+A sub-command's module holds its options and imports what it works with when it runs, so that its
+help, and the answer to a wrong option, wait for neither torch nor transformers.
+"""
 
 from __future__ import annotations
 
+import functools
 import importlib
+import importlib.metadata
+import platform
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
@@ -10,10 +18,14 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
+from hf_spec import __version__
 from hf_spec.cli.config_file import add_config_option
 from hf_spec.cli.failures import DEBUG_VARIABLE, in_one_sentence
 
-# Paragraphs are wrapped anew, indented examples and brackets stay as they are.
+# Beside our own version, those that a report of a problem needs.
+NAMED_WITH_VERSION: Final = ("torch", "transformers", "huggingface_hub", "peft")
+
+# Paragraphs are wrapped, indented examples and brackets stay as they are.
 MARKUP: Final = "markdown"
 
 
@@ -54,7 +66,7 @@ ENTRIES = {
     "demo": Entry(
         "hf_spec.demo",
         "demo",
-        "Generate three prompts plainly and speculatively with a small real model, and compare.",
+        "Answer four prompts plainly and speculatively with a small real model, and compare.",
     ),
 }
 
@@ -71,11 +83,17 @@ def build_app() -> typer.Typer:
                 "--debug", envvar=DEBUG_VARIABLE, help="Show where in the code an error arose."
             ),
         ] = False,
+        version: Annotated[
+            bool,
+            typer.Option(
+                "--version", callback=_say_versions, is_eager=True, help="Say which versions run."
+            ),
+        ] = False,
     ) -> None:
         """Lossless speculative decoding inside Hugging Face generate().
 
         Every command takes its options from a YAML file too: --config FILE. Status: 0 done,
-        1 failed, 2 wrong usage, 130 stopped by Ctrl-C.
+        1 failed, 2 your call is wrong, 3 nothing proven (verify), 130 stopped by Ctrl-C.
 
             hf-spec demo
             hf-spec generate MODEL "Why is the sky blue?" --stats
@@ -97,7 +115,34 @@ def load_command(name: str) -> Any:
         app.command(name)(found)
         command = get_command(app)
     add_config_option(command)
+    _import_package_first(command)
     return command
+
+
+def _import_package_first(command: Any) -> None:
+    """Before a command does its work, generate() learns `spec_strategy`; help does without."""
+    for below in getattr(command, "commands", {}).values():
+        _import_package_first(below)
+    if command.callback is not None and not hasattr(command, "commands"):
+        command.callback = _after_import(command.callback)
+
+
+def _after_import(work: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(work)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        importlib.import_module("hf_spec.public")
+        return work(*args, **kwargs)
+
+    return run
+
+
+def _say_versions(asked: bool) -> None:
+    if not asked:
+        return
+    installed = {d.name for d in importlib.metadata.distributions()}
+    found = [f"{n} {importlib.metadata.version(n)}" for n in NAMED_WITH_VERSION if n in installed]
+    typer.echo(f"hf-spec {__version__} ({', '.join(found)}, Python {platform.python_version()})")
+    raise typer.Exit
 
 
 class _Unloaded(TyperCommand):

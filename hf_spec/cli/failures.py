@@ -1,8 +1,10 @@
 """How a command ends that cannot do what it was asked: one sentence, and a status.
 
-0 done, 1 failed, 2 wrong usage, 130 stopped by Ctrl-C. Errors that say what is wrong with the
-user's files, names or values are `ValueError`s (all of `hf_spec`'s are) and `OSError`s; any other
-exception is a mistake in the code and keeps its traceback.
+0 done, 1 failed, 2 the caller's mistake, 3 nothing proven (`hf-spec verify`), 130 stopped by
+Ctrl-C. A wrong name, option, value, file or assistant is the caller's mistake; a model that cannot
+be served, a Hub that does not answer or a full disk is a failure. Errors that say what is wrong are
+`ValueError`s (all of `hf_spec`'s are) and `OSError`s; any other exception is a mistake in the code
+and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -14,9 +16,21 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from hf_spec.errors import AssistantError, HubError, OptionError
+
 FAILED = 1
 WRONG_USAGE = 2
+UNPROVEN = 3
 INTERRUPTED = 130
+
+CALLERS_MISTAKES = (
+    OptionError,
+    AssistantError,
+    FileNotFoundError,
+    NotADirectoryError,
+    IsADirectoryError,
+    PermissionError,
+)
 
 # Set to 1, it shows tracebacks, as --debug does.
 DEBUG_VARIABLE = "HF_SPEC_DEBUG"
@@ -35,14 +49,15 @@ def in_one_sentence(debug: bool = False) -> Iterator[None]:
         # The reader of a pipe that went away is typer's business.
         if debug or isinstance(error, BrokenPipeError):
             raise
-        # Its class, not a message, tells a wrong option from a failure; where it was raised the
-        # package is imported already.
-        from hf_spec.errors import OptionError
-
-        status = WRONG_USAGE if isinstance(error, OptionError) else FAILED
         Console(stderr=True, soft_wrap=True).print(
             Text("error: ", style="bold red"), Text(str(error) or type(error).__name__), sep=""
         )
-        raise typer.Exit(status) from error
+        raise typer.Exit(status_of(error)) from error
     except KeyboardInterrupt as stop:
         raise typer.Exit(INTERRUPTED) from stop
+
+
+def status_of(error: Exception) -> int:
+    """The exit status that an error leads to."""
+    mistake = isinstance(error, CALLERS_MISTAKES) and not isinstance(error, HubError)
+    return WRONG_USAGE if mistake else FAILED

@@ -7,8 +7,6 @@ from typing import Annotated
 
 import typer
 
-from hf_spec.adapters.card import write_card
-
 
 def card(
     folder: Annotated[
@@ -38,6 +36,8 @@ def card(
 
         hf-spec card my-head --results results.json --license apache-2.0
     """
+    from hf_spec.adapters.card import write_card
+
     path = write_card(
         folder,
         results=results,

@@ -6,15 +6,11 @@ import importlib.util
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from hf_spec.commands.conversation import Conversation
+from hf_spec.cli.options import AUTO, Device, Dtype, ModelArgument
 from hf_spec.commands.options import (
     Assistants,
-    Device,
-    Dtype,
     MaxNewTokens,
-    Model,
     Sample,
     Sampling,
     Seed,
@@ -22,11 +18,10 @@ from hf_spec.commands.options import (
     Temperature,
     TopP,
 )
-from hf_spec.commands.speaker import Speaker
 
 
 def chat(  # noqa: PLR0913 - one parameter an option
-    model: Model,
+    model: ModelArgument,
     strategy: Strategy = "auto",
     assistant: Assistants = None,
     system: Annotated[
@@ -37,7 +32,7 @@ def chat(  # noqa: PLR0913 - one parameter an option
     temperature: Temperature = None,
     top_p: TopP = None,
     seed: Seed = None,
-    dtype: Dtype = "auto",
+    dtype: Dtype = AUTO,
     device: Device = None,
 ) -> None:
     """Talk with a model in the terminal.
@@ -49,6 +44,12 @@ def chat(  # noqa: PLR0913 - one parameter an option
         hf-spec chat MODEL --strategy falcon@HEAD --max-new-tokens 256
         hf-spec chat MODEL --assistant HEAD --assistant DRAFT --sample --temperature 0.7
     """
+    from rich.console import Console
+
+    from hf_spec.commands.conversation import Conversation
+    from hf_spec.commands.speaker import Speaker, parse_choice
+
+    parse_choice(strategy, assistant or ())
     speaker = Speaker.load(
         model,
         dtype,

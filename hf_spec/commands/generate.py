@@ -5,20 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from torch import Tensor
 
-from hf_spec.commands.console_streamer import ConsoleStreamer
-from hf_spec.commands.figures import Figures, figures_table
+from hf_spec.cli.options import AUTO, Device, Dtype, ModelArgument
 from hf_spec.commands.options import (
     Assistants,
-    Device,
-    Dtype,
     MaxNewTokens,
-    Model,
     Sample,
     Sampling,
     Seed,
@@ -26,13 +21,17 @@ from hf_spec.commands.options import (
     Temperature,
     TopP,
 )
-from hf_spec.commands.speaker import Speaker
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hf_spec.commands.speaker import Speaker
 
 STDIN = "-"
 
 
 def generate(  # noqa: PLR0913 - one parameter an option
-    model: Model,
+    model: ModelArgument,
     prompt: Annotated[
         str | None, typer.Argument(help="The prompt; - reads it from standard input.")
     ] = None,
@@ -54,7 +53,7 @@ def generate(  # noqa: PLR0913 - one parameter an option
             "template, if there is one, by default.",
         ),
     ] = None,
-    dtype: Dtype = "auto",
+    dtype: Dtype = AUTO,
     device: Device = None,
     stats: Annotated[
         bool, typer.Option("--stats", help="Say on standard error what speculation brought.")
@@ -73,7 +72,13 @@ def generate(  # noqa: PLR0913 - one parameter an option
         git diff | hf-spec generate MODEL - --strategy falcon@HEAD --max-new-tokens 64
         hf-spec generate MODEL "A story." --sample --temperature 0.8 --seed 1 --json
     """
+    from hf_spec.commands.console_streamer import ConsoleStreamer
+    from hf_spec.commands.figures import Figures, figures_table
+    from hf_spec.commands.speaker import Speaker, parse_choice
+
     text = _prompt(prompt, prompt_file)
+    # Loading the model takes longer than finding a wrong name.
+    parse_choice(strategy, assistant or ())
     speaker = Speaker.load(
         model,
         dtype,

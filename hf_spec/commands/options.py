@@ -7,9 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from hf_spec.bench.contenders import ENTRY
+from hf_spec.cli.options import ENTRY
 
-Model = Annotated[str, typer.Argument(help="The target model: folder or Hub id.")]
 Strategy = Annotated[
     str,
     typer.Option(help=f"{ENTRY}, such as lookup, falcon@HEAD or tree:max_nodes=24@DRAFT."),
@@ -32,12 +31,6 @@ TopP = Annotated[
     typer.Option(min=0, max=1, help="Of --sample: probability mass that is kept."),
 ]
 Seed = Annotated[int | None, typer.Option(help="Of --sample, to draw the same again.")]
-Dtype = Annotated[
-    str, typer.Option(help="auto (as stored), float32, bfloat16 or float16.", metavar="DTYPE")
-]
-Device = Annotated[
-    str | None, typer.Option(help="Such as cpu or cuda:1; the first GPU if there is one.")
-]
 
 
 @dataclass(frozen=True)
@@ -47,7 +40,7 @@ class Sampling:
     Attributes:
         sample: draw them; the likeliest otherwise.
         temperature, top_p: None leaves the model's own.
-        seed: of the draws; None draws anew every time.
+        seed: of the draws; None draws others every time.
     """
 
     sample: bool = False

@@ -7,8 +7,6 @@ from typing import Annotated
 
 import typer
 
-from hf_spec.adapters.hub import push_adapter
-
 
 def push(
     folder: Annotated[
@@ -29,4 +27,6 @@ def push(
 
         hf-spec push my-head OWNER/my-head --private
     """
+    from hf_spec.adapters.hub import push_adapter
+
     typer.echo(push_adapter(folder, repo_id, private=private, revision=revision))

@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from hf_spec.bench.contenders import parse_entry, with_assistants
+from hf_spec.cli.loading import load_target, load_tokenizer
 from hf_spec.commands.options import Sampling
 from hf_spec.errors import OptionError
 from hf_spec.outputs import SpecGenerateOutput
 from hf_spec.strategies import StrategyConfig
-from hf_spec.training.cli_common import load_target
+
+
+def parse_choice(
+    entry: str, assistants: Sequence[str]
+) -> tuple[str, StrategyConfig, str | list[str] | None]:
+    """Name, config and assistant of a strategy that is written as on the command line.
+
+    Args:
+        entry: NAME[:OPTION=JSON,...][@ASSISTANT].
+        assistants: for strategies that name none.
+
+    Raises:
+        OptionError: for an unknown strategy or option.
+        AssistantError: if it lacks its assistant.
+    """
+    [choice] = with_assistants([parse_entry(entry)], assistants)
+    return choice
 
 
 @dataclass
@@ -49,7 +66,7 @@ class Speaker:
             **settings: the other attributes.
         """
         model = load_target(name, dtype, device)
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        tokenizer = load_tokenizer(name)
         speaker = cls(model, tokenizer, **settings)
         if speaker.sampling.seed is not None:
             torch.manual_seed(speaker.sampling.seed)
@@ -62,8 +79,7 @@ class Speaker:
             OptionError: for an unknown strategy or option.
             AssistantError: if it lacks its assistant.
         """
-        [(name, config, assistant)] = with_assistants([parse_entry(entry)], self.assistants)
-        self.name, self.strategy, self.assistant = name, config, assistant
+        self.name, self.strategy, self.assistant = parse_choice(entry, self.assistants)
 
     def encode(self, messages: list[dict[str, str]]) -> Tensor:
         """(1, L) int64: a conversation in the model's chat template, open for its answer.
@@ -82,7 +98,7 @@ class Speaker:
         return encoded["input_ids"]
 
     def generate(self, ids: Tensor, streamer: Any = None) -> SpecGenerateOutput:
-        """Generate behind (1, L) ids.
+        """Generate after (1, L) ids.
 
         Raises:
             OptionError: if prompt and output are longer than the model's context.

@@ -3,11 +3,15 @@
 The model runs on one packed sequence (1, T) that holds the new tokens of every row. Each layer
 hands its queries, keys and values to `tree_attention`, which stores the keys and values in the
 rows' slots and lets every token attend to its own row: the committed part, then its ancestors.
-A call without a `spec_step` comes from outside the decoding loop and goes to PyTorch's SDPA.
+
+A model finds its attention function by the name in its config. The config is not changed for that,
+since other threads may read it, and so may a logits processor that calls the model: inside
+`PackedAttention.chosen` it answers with our name, in that thread and to that model only.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,7 +29,6 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from hf_spec.decoding.kv_cache import KVPool
@@ -179,21 +182,23 @@ def tree_attention(  # noqa: PLR0913 - the signature that transformers calls
         attention_mask: ignored; what is visible comes from `spec_step`.
         scaling: factor of the scores, 1 / sqrt(D) by default.
         dropout: ignored, decoding uses none.
-        spec_step: the packed step; None hands the call to SDPA.
+        spec_step: the packed step.
         softcap: scores are squashed to (-softcap, softcap) by tanh.
         s_aux: (H,) attention sinks, a logit per head that takes probability and gives nothing.
         **kwargs: `sliding_window`, how far back a token sees, itself included; whatever else a
-            model passes is for SDPA only.
+            model passes is not needed.
 
     Returns:
         (1, T, H, D) and None (no weights).
 
     Raises:
-        UnsupportedError: if a layer calls it a second time in the same step.
+        UnsupportedError: if it is called without a step, or a second time by a layer in one step.
     """
     if spec_step is None:
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
+        raise UnsupportedError(
+            f"{type(module).__name__} asked for the attention {NAME!r} without a draft tree: the "
+            "model does not hand it on to its layers, or was set to it by hand; generate without "
+            "spec_strategy, or choose another attn_implementation"
         )
     layer_index: Any = module.layer_idx
     if layer_index in spec_step.written:
@@ -276,9 +281,17 @@ def _attend(  # noqa: PLR0913 - one entry per term of the formula
 
 
 def register() -> None:
-    """Make `hf_spec` known to transformers; models then take it through their config."""
+    """Make `hf_spec` known to transformers; models take it inside `PackedAttention.chosen`."""
     AttentionInterface.register(NAME, tree_attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def unregister() -> None:
+    """Give the config classes back as they were found."""
+    with _lock:
+        while _answering:
+            owner, plain = _answering.popitem()
+            owner._attn_implementation = plain  # type: ignore[assignment]
 
 
 def takes_packed(model: PreTrainedModel) -> bool:
@@ -287,24 +300,56 @@ def takes_packed(model: PreTrainedModel) -> bool:
     return bool(taken) and model.config.model_type not in RECTANGULAR_ONLY
 
 
-@contextmanager
-def packed_attention(model: PreTrainedModel) -> Iterator[bool]:
-    """Switch the model to the `hf_spec` attention; yields whether it took it."""
-    if not takes_packed(model):
-        yield False
-        return
-    # Layers borrowed from another model look the name up in that model's config.
-    configs = {id(c): c for c in (getattr(m, "config", None) for m in model.modules())}
-    before = [
-        (config, config._attn_implementation_internal)
-        for config in configs.values()
-        if isinstance(config, PreTrainedConfig)
-    ]
-    try:
-        model.set_attn_implementation(NAME)
-        for config, _ in before:
-            config._attn_implementation_internal = NAME
-        yield True
-    finally:
-        for config, implementation in before:
-            config._attn_implementation_internal = implementation
+class _Chosen(threading.local):
+    """Ids of the configs that answer with our name in this thread."""
+
+    configs: frozenset[int] = frozenset()
+
+
+_chosen = _Chosen()
+_lock = threading.Lock()
+# Config classes that ask `_chosen` first, and the property that each had.
+_answering: dict[type[PreTrainedConfig], property] = {}
+
+
+class PackedAttention:
+    """Lets one model attend by `tree_attention`.
+
+    Args:
+        model: one that `takes_packed`.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        # Layers borrowed from another model look the name up in that model's config.
+        configs = {id(c): c for c in (getattr(m, "config", None) for m in model.modules())}
+        self._configs = [c for c in configs.values() if isinstance(c, PreTrainedConfig)]
+        self._ids = frozenset(map(id, self._configs))
+        for owner in {_owner(type(config)) for config in self._configs}:
+            _let_answer(owner)
+
+    @contextmanager
+    def chosen(self) -> Iterator[None]:
+        """What this thread runs of the model attends by `tree_attention`."""
+        before, _chosen.configs = _chosen.configs, self._ids
+        try:
+            yield
+        finally:
+            _chosen.configs = before
+
+
+def _owner(config: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
+    """The class that says how `config` answers; models may have one of their own."""
+    return next(cls for cls in config.__mro__ if "_attn_implementation" in vars(cls))
+
+
+def _let_answer(owner: type[PreTrainedConfig]) -> None:
+    with _lock:
+        if owner in _answering:
+            return
+        plain: Any = vars(owner)["_attn_implementation"]
+
+        def answer(config: PreTrainedConfig) -> str | None:
+            return NAME if id(config) in _chosen.configs else plain.fget(config)
+
+        _answering[owner] = plain
+        owner._attn_implementation = property(answer, plain.fset)  # type: ignore[assignment]

@@ -23,7 +23,8 @@ from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.loop import count_models, speculative_step
 from hf_spec.decoding.processors import RowProcessors
 from hf_spec.decoding.runner import ModelRunner
-from hf_spec.decoding.state import GenerationState, StopRules
+from hf_spec.decoding.state import GenerationState
+from hf_spec.decoding.stopping import StopRules
 from hf_spec.decoding.verification import Verifier
 from hf_spec.outputs import SpecRequestOutput, SpecStats
 from hf_spec.placement import execution_device

@@ -11,7 +11,8 @@ row and at a prompt's hundreds too:
 
 All add up the same products, in different order. Packing needs two private operators of PyTorch,
 tried on a sample first. Left alone: classes other than `nn.Linear` (quantised layers), dtypes other
-than float32 and bfloat16, modules with a forward of their own (accelerate), autograd, autocast.
+than float32 and bfloat16, modules with a forward of their own (accelerate), autograd, autocast; and
+whatever runs outside of `fast_products`, in other threads or in between, to the last bit.
 """
 
 from __future__ import annotations
@@ -79,6 +80,15 @@ class _PackedWeights:
 
 _weights = _PackedWeights()
 _lock = threading.Lock()
+
+
+class _Chosen(threading.local):
+    """Whether this thread runs a forward that wants its products fast."""
+
+    fast: bool = False
+
+
+_chosen = _Chosen()
 # Modules inside a `fast_cpu_linears` block: the forward they were given, and how many blocks.
 _active: WeakKeyDictionary[nn.Module, tuple[Callable[[Tensor], Tensor], int]] = WeakKeyDictionary()
 
@@ -113,11 +123,11 @@ def cpu_packing_bytes() -> int:
 
 @contextlib.contextmanager
 def fast_cpu_linears(model: nn.Module) -> Iterator[None]:
-    """Compute the products of `model`'s linear layers on the CPU in their fastest form.
+    """Make `model` ready for products on the CPU in their fastest form, inside `fast_products`.
 
     Suitable modules get a `forward` of their own, which goes when the last block that uses the
     module ends. Packed weights stay for the next call. Entry reads every weight once, to pack those
-    anew that changed in between by whatever way; this takes less than one decoding step. Weights
+    again that changed in between by whatever way; this takes less than one decoding step. Weights
     must not change inside the block.
 
     Args:
@@ -132,6 +142,16 @@ def fast_cpu_linears(model: nn.Module) -> Iterator[None]:
         with _lock:
             for module in entered:
                 _leave(module)
+
+
+@contextlib.contextmanager
+def fast_products() -> Iterator[None]:
+    """What this thread runs of models made ready computes its products in their fastest form."""
+    before, _chosen.fast = _chosen.fast, True
+    try:
+        yield
+    finally:
+        _chosen.fast = before
 
 
 def _enter(model: nn.Module, entered: list[nn.Module]) -> None:
@@ -190,7 +210,8 @@ def _packed_forward(
 
     def forward(input: Tensor) -> Tensor:  # noqa: A002 - the name nn.Linear has
         if (
-            least <= input.numel() // width <= most
+            _chosen.fast
+            and least <= input.numel() // width <= most
             and input.dtype == weight.dtype
             and input.shape[-1] == width
             and not torch.is_grad_enabled()
@@ -207,7 +228,8 @@ def _transposed_forward(module: nn.Linear) -> Callable[[Tensor], Tensor]:
     def forward(input: Tensor) -> Tensor:  # noqa: A002 - the name nn.Linear has
         rows = input.numel() // width
         if (
-            rows not in TRANSPOSED_ROWS
+            not _chosen.fast
+            or rows not in TRANSPOSED_ROWS
             or input.dtype != torch.float32
             or input.shape[-1] != width
             or torch.is_grad_enabled()
@@ -228,15 +250,27 @@ def _pack(weight: Tensor) -> Tensor:
 
 
 def _stamp(weight: Tensor) -> tuple[int, ...]:
-    """Identity of a weight's contents: place, shape, version and a sum over its bytes.
+    """Identity of a weight's contents: place, shape, version and a hash of its bits in their order.
 
-    The sum is there because writing through `.data`, as PEFT does when it merges an adapter, moves
-    neither place nor version.
+    The hash is there because writing through `.data`, as PEFT does when it merges an adapter, moves
+    neither place nor version. It is linear with odd factors, so no change of a single word goes
+    unseen; the product by integers reads the weight as fast as a sum does.
     """
     version = 0 if weight.is_inference() else weight._version
-    flat = weight.detach().view(-1)
-    words = torch.int64 if flat.nbytes % 8 == 0 and weight.data_ptr() % 8 == 0 else torch.int16
-    return (weight.data_ptr(), *weight.shape, version, int(flat.view(words).sum()))
+    even = weight.shape[1] * weight.element_size() % 4 == 0 and weight.data_ptr() % 4 == 0
+    words = weight.detach().view(torch.int32 if even else torch.int16)
+    by_row = words @ _odd_factors(words.shape[1], words.dtype)
+    mixed = by_row.long() * _odd_factors(len(by_row), torch.int64)
+    return (weight.data_ptr(), *weight.shape, version, int(mixed.sum()))
+
+
+@functools.cache
+def _odd_factors(count: int, dtype: torch.dtype) -> Tensor:
+    """(count,) odd integers of all sizes, always the same."""
+    generator = torch.Generator().manual_seed(0)
+    limits = torch.iinfo(dtype)
+    factors = torch.randint(limits.min, limits.max, (count,), generator=generator, dtype=dtype)
+    return factors | 1
 
 
 @functools.cache

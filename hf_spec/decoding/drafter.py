@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers.generation import CandidateGenerator
 
 from hf_spec.decoding.runner import ForwardOutput
-from hf_spec.decoding.state import GenerationState, StopRules
+from hf_spec.decoding.state import GenerationState
+from hf_spec.decoding.stopping import StopRules
 from hf_spec.decoding.tree import DraftTree, Verdict
 from hf_spec.decoding.verification import NodeDraw, ResidualRejection, Verifier
 from hf_spec.decoding.virtual_tokens import VirtualTokens
@@ -65,6 +66,10 @@ class Drafter(CandidateGenerator, ABC):
     def forwards(self) -> int:
         """Forward passes of the drafter's own model so far."""
         return self._runner.forwards if self._runner is not None else 0
+
+    def num_forwards(self, depth: int) -> int:
+        """Forwards of its own that a draft of so many levels takes: one a level by default."""
+        return depth
 
     def start(self, state: GenerationState) -> None:
         """Begin the generation of `state` and forget an earlier one. Nothing by default."""

@@ -1,9 +1,32 @@
-"""Random draws that do not hold the host up."""
+"""Distributions of tokens, and random draws from them that do not hold the host up."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+
+def distribution(scores: Tensor) -> Tensor:
+    """What a drafter proposes by: the softmax of scores that may be infinite or not a number.
+
+    A processor may leave scores of which the softmax is not a number: an infinite one, -inf for
+    every token, NaN. There the token that `argmax` takes, as plain greedy decoding does, is
+    certain.
+
+    Args:
+        scores: (M, V) float32.
+
+    Returns:
+        (M, V) float32, lines of sum 1.
+    """
+    probs = scores.softmax(dim=-1)
+    # One such score makes its whole line NaN.
+    undefined = probs[:, :1].isnan()
+    # A GPU is not asked, because the host would wait for the answer.
+    if probs.device.type == "cpu" and not undefined.any():
+        return probs
+    best = scores.argmax(dim=-1, keepdim=True)
+    return probs.masked_fill(undefined, 0.0).scatter_add_(-1, best, undefined.to(probs.dtype))
 
 
 def draw(probs: Tensor, count: int = 1) -> Tensor:

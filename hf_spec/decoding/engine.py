@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
-from hf_spec.call_checks import check_inputs, check_streamer
+from hf_spec.call_checks import check_inputs, check_padding, check_streamer
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.loop import count_models, speculative_decode
 from hf_spec.decoding.processors import check_processors
 from hf_spec.decoding.runner import ModelRunner
-from hf_spec.decoding.state import GenerationState, StopRules
+from hf_spec.decoding.state import GenerationState
+from hf_spec.decoding.stopping import StopRules
 from hf_spec.decoding.tree import DraftTree
 from hf_spec.distributed_checks import check_ranks
 from hf_spec.outputs import SpecGenerateOutput
@@ -60,6 +61,7 @@ def generate_with(  # noqa: PLR0913 - the signature that generate() calls
     check_streamer(streamer, num_rows)
     check_ranks(model, input_ids, bool(generation_config.do_sample))
     pad = getattr(generation_config, "_pad_token_tensor", None)
+    check_padding(pad, stop.pads)
     as_dict = bool(generation_config.return_dict_in_generate)
     state = GenerationState.create(
         input_ids.long(),

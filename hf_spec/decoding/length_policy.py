@@ -8,10 +8,11 @@
                 (transformers' dynamic speculation)
 ==============  ================================================================================
 
-Others are added from outside with `register_policy`, as DISCO's classifier is. A policy is asked
-after every drafted token, the first one included; the token it stops behind is still sent to the
-target. It knows what was drafted so far and nothing else, so a draft that was drawn at random stays
-one that residual rejection can judge.
+Others are added from outside with `register_policy`: DISCO's classifier, and "measured", which
+weighs what a token is worth against what it costs (`hf_spec.strategies.measured`). A policy is
+asked after every drafted token, the first one included; the token it stops behind is still sent to
+the target. It knows what was drafted so far, past rounds and times, and nothing else, so a draft
+that was drawn at random stays one that residual rejection can judge.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_spec.errors import OptionError
+from hf_spec.errors import OptionError, choices
+
+# The policy that decides by the time that rounds take.
+MEASURED = "measured"
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,8 @@ class DraftedToken:
         position: counted from the beginning of the generation, 0 for the first generated token.
         probability: the draft model's, behind its own prefix.
         score: what `LengthPolicy.score` made of the distribution it was taken from.
+        reach: the drafter's probability that the target goes to what the row would draft on from;
+            in a tree, of all its ends together.
     """
 
     row: int
@@ -43,6 +49,7 @@ class DraftedToken:
     position: int
     probability: float
     score: float = 0.0
+    reach: float = 1.0
 
 
 @dataclass
@@ -157,7 +164,7 @@ def check_policy(name: object) -> None:
         OptionError: names the policies there are.
     """
     if not isinstance(name, str) or name not in _MAKERS:
-        raise OptionError(f"unknown length_policy {name!r}; known: {', '.join(known_policies())}")
+        raise OptionError(f"unknown length_policy {name!r}; {choices(name, known_policies())}")
 
 
 def make_policy(options: Any, target: PreTrainedModel) -> LengthPolicy:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hf_spec.decoding.drafter import Drafter
+from hf_spec.decoding.padding_run import run_padding
 from hf_spec.decoding.runner import ModelRunner
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.verification import Verifier
@@ -38,6 +39,7 @@ def speculative_step(
     state.commit(verdict)
     target.keep(verdict.paths)
     drafter.observe(verdict, output)
+    run_padding(target, verifier, state)
 
 
 def count_models(stats: SpecStats, target: ModelRunner, drafter: Drafter) -> None:

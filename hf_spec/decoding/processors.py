@@ -23,9 +23,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.generation import logits_process as hf
 
+from hf_spec.decoding.copies import own_copy
 from hf_spec.errors import OptionError, UnsupportedError
 
 Processor = Callable[[Tensor, Tensor], Tensor]
@@ -114,8 +115,9 @@ class NodeProcessors:
     Args:
         processors: the prepared list of `generate()`.
         num_rows: B.
-        stateless_only: leave the third kind out. For draft models, whose scores may differ from
-            the target's in any way, and whose calls must not disturb what a class remembers.
+        stateless_only: leave the third kind out, and what raises errors on some scores. For draft
+            models, whose scores may differ from the target's in any way, and whose calls must not
+            disturb what a class remembers.
     """
 
     def __init__(self, processors: Sequence[Any], num_rows: int, stateless_only: bool = False):
@@ -124,7 +126,7 @@ class NodeProcessors:
         for processor in processors:
             if isinstance(processor, RowProcessors):
                 self._steps.append(_OfRow(processor.stateless if stateless_only else processor.all))
-            elif not stateless_only or _is_known(processor):
+            elif not stateless_only or (_is_known(processor) and not _may_fail(processor)):
                 self._steps.append(_step(processor, num_rows))
 
     def __len__(self) -> int:
@@ -174,7 +176,7 @@ class RowProcessors:
         Raises:
             UnsupportedError: if the state of a class cannot be kept apart from that of other rows.
         """
-        own = [p if _is_known(p) else _copy(p, "several sequences") for p in processors]
+        own = [p if _is_known(p) else own_copy(p, "several sequences") for p in processors]
         self.all[row] = NodeProcessors(own, 1)
         self.stateless[row] = NodeProcessors(own, 1, stateless_only=True)
 
@@ -253,7 +255,7 @@ class _AsBatch:
 
     def __init__(self, processor: Any, num_rows: int):
         self.num_rows = num_rows
-        spares = (_copy(processor, f"{num_rows} rows") for _ in range(num_rows - 1))
+        spares = (own_copy(processor, f"{num_rows} rows") for _ in range(num_rows - 1))
         self.copies = [processor, *spares]
 
     def __call__(self, rows: Sequence[int], prefixes: Sequence[Tensor], scores: Tensor) -> Tensor:
@@ -265,22 +267,19 @@ class _AsBatch:
         return torch.stack(results)
 
 
-def _copy(processor: Any, purpose: str) -> Any:
-    # A model inside a processor is no state of it, and too large to copy.
-    members = getattr(processor, "__dict__", {}).values()
-    shared: dict[int, Any] = {id(m): m for m in members if isinstance(m, nn.Module)}
-    try:
-        return copy.deepcopy(processor, shared)
-    except Exception as error:
-        raise UnsupportedError(
-            f"{type(processor).__name__} cannot be copied ({error}), so it cannot follow {purpose} "
-            "that advance at different speeds; use batch size 1"
-        ) from error
-
-
 def _is_known(processor: Any) -> bool:
     kinds = (*PREFIX_FREE, *READS_PREFIX, *HELD_PER_ROW, hf.PrefixConstrainedLogitsProcessor)
     return type(processor) in kinds
+
+
+def _may_fail(processor: Any) -> bool:
+    """Whether transformers' class raises an error on some scores; the draft model's need no mark.
+
+    The watermark that seeds by the candidates themselves indexes with an empty list of floats
+    where none of the forty best tokens is on its green list. Trying them takes long besides.
+    """
+    marks = type(processor) is hf.WatermarkLogitsProcessor
+    return marks and processor.seeding_scheme == "selfhash"
 
 
 def _step(processor: Any, num_rows: int) -> Any:

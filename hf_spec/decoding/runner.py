@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 from transformers.utils import output_capturing
 
 from hf_spec.decoding.alibi import tree_alibi
-from hf_spec.decoding.attention import PackedStep, packed_attention
-from hf_spec.decoding.cpu_linear import fast_cpu_linears
+from hf_spec.decoding.attention import PackedAttention, PackedStep, takes_packed
+from hf_spec.decoding.cpu_linear import fast_cpu_linears, fast_products
 from hf_spec.decoding.kv_cache import PoolCache
 from hf_spec.decoding.packing import PackedInputs, RectangularInputs, align_right, pack
 from hf_spec.decoding.row_storage import RowStorage
@@ -107,7 +107,7 @@ class ModelRunner(RowStorage):
         self._virtual_tokens = virtual_tokens
         self._own_size = num_embeddings(model)
         self._vocab_size = vocab_size or self._own_size
-        self._packed = False
+        self._attention: PackedAttention | None = None
         self._graphs: StepGraphs | None = None
         self._cache = PoolCache(self.pool, model.config.get_text_config().num_hidden_layers)
         parameters = inspect.signature(model.forward).parameters
@@ -124,8 +124,8 @@ class ModelRunner(RowStorage):
     def active(self) -> Iterator[ModelRunner]:
         """Prepare the model for tree forwards; it is as it was found when the block ends."""
         with ExitStack() as stack:
-            self._packed = stack.enter_context(packed_attention(self.model))
-            if self._packed:
+            if takes_packed(self.model):
+                self._attention = PackedAttention(self.model)
                 self._graphs = StepGraphs(self.model, self.pool, self.device)
                 stack.callback(self._graphs.clear)
             stack.enter_context(fast_cpu_linears(self.model))
@@ -170,13 +170,15 @@ class ModelRunner(RowStorage):
 
     def _run(self, work: list[RowWork], tree: DraftTree) -> ForwardOutput:
         rows = work
-        if self.batching.pads_inputs and self._packed:
+        packed = self._attention
+        if self.batching.pads_inputs and packed:
             rows = fill_up(work, self.idle({w.row for w in work}))
         # One place more than needed: the padding of the rectangular path goes there.
         self.pool.reserve(max(w.num_keys + w.fill for w in rows) + 1)
         self.forwards += 1
         before = self.tokens_run
-        output = (self._run_packed if self._packed else self._run_rectangular)(rows, tree)
+        with fast_products(), packed.chosen() if packed else nullcontext():
+            output = (self._run_packed if packed else self._run_rectangular)(rows, tree)
         self.padding_run += self.tokens_run - before - sum(w.num_tokens for w in work)
         self.note(work)
         return output

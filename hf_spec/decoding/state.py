@@ -1,84 +1,24 @@
-"""The sequences being generated: tokens, stop rules, streamer, scores and statistics per row."""
+"""The sequences being generated: tokens, ends, streamer, scores and statistics per row."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
+from hf_spec.decoding.stopping import StopRules
 from hf_spec.decoding.streaming import StreamFeed
 from hf_spec.decoding.tree import Verdict
 from hf_spec.outputs import RowStats, SpecGenerateOutput, SpecStats
 
-
-class StopRules:
-    """Checks a sequence after every single token, also inside an accepted block.
-
-    Length and end-of-sequence checks are integer comparisons. Every other criterion is called as
-    plain `generate()` would call it, with one row at a time in its own place of the batch.
-
-    Args:
-        criteria: the prepared stopping criteria of `generate()`.
-        num_rows: B.
-
-    Attributes:
-        max_length: longest frame, or None.
-        pads: whether a row that ends is padded while others go on. Plain `generate()` does so only
-            if there is an end-of-sequence token; without one, all rows go on until each has met
-            a rule.
-    """
-
-    def __init__(self, criteria: Sequence[Any], num_rows: int):
-        self.num_rows = num_rows
-        self.max_length: int | None = None
-        self.pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
-        self._eos: set[int] = set()
-        self._others = []
-        for criterion in criteria:
-            if type(criterion) is MaxLengthCriteria:
-                limits = [x for x in (self.max_length, criterion.max_length) if x is not None]
-                self.max_length = min(limits)
-            elif type(criterion) is EosTokenCriteria:
-                self._eos.update(criterion.eos_token_id.tolist())
-            else:
-                self._others.append(criterion)
-
-    @property
-    def reads_frames(self) -> bool:
-        """Whether any criterion looks at more of a frame than its length."""
-        return bool(self._others)
-
-    def ends_sequence(self, token: int) -> bool:
-        """Whether `token` ends any sequence; processors and drafters need not look behind it."""
-        return token in self._eos
-
-    def __call__(self, row: int, frame: Tensor, token: int, scores: Any) -> bool:
-        """Whether `row` ends with its newest token.
-
-        Args:
-            row: index of the sequence.
-            frame: (L,) int64, the row as plain `generate()` holds it, newest token included;
-                on the host unless it is read.
-            token: the newest token.
-            scores: what plain `generate()` would pass: a tuple of (1, V) tensors, or None.
-        """
-        if token in self._eos:
-            return True
-        if self.max_length is not None and frame.shape[0] >= self.max_length:
-            return True
-        for criterion in self._others:
-            verdict = criterion(frame.expand(self.num_rows, -1), scores)
-            if isinstance(verdict, Tensor) and verdict.ndim:
-                verdict = verdict[row if verdict.shape[0] > 1 else 0]
-            if bool(verdict):
-                return True
-        return False
+# How many tokens a row may be ahead of the step that criteria are asked about. Drafts that would
+# lead further are left out: a stop before them would make them useless.
+MAX_LEAD = 32
 
 
 @dataclass
@@ -99,7 +39,7 @@ class GenerationState:
             `BatchStreamer`.
         keep_scores, keep_logits: whether the output wants them.
         device: of the user's `input_ids`; processors, stop rules and the output are there.
-        finished: per row whether it has ended; such a row may `begin` anew.
+        finished: per row whether it gains no more tokens; such a row may `begin` again.
         generated: per row how many tokens it has gained.
         sequence: per row which sequence of the call it holds; `stats.rows` is in that order.
         feed: what the streamer was given.
@@ -130,7 +70,14 @@ class GenerationState:
         self.sequence = list(range(self.num_rows))
         self._stops = [self.stop] * self.num_rows
         self._prompt_lengths = [self.prompt_length] * self.num_rows
+        # Per row: at which generated token the first rule held; the last step that criteria were
+        # asked about; of every generated token its depth in the draft, 0 if it was not drafted.
         self._ends: list[int | None] = [None] * self.num_rows
+        self._asked = [0] * self.num_rows
+        self._depths: list[list[int]] = [[] for _ in self.tokens]
+        # What criteria were shown of all rows, and what they are shown of rows that have ended.
+        self._shown_scores: list[Tensor] = []
+        self._padding_scores: list[list[Tensor]] = [[] for _ in self.tokens]
         self.feed = StreamFeed(self.streamer, self.num_rows)
         self.scores = [[] for _ in self.tokens]
         self.logits = [[] for _ in self.tokens]
@@ -178,8 +125,12 @@ class GenerationState:
 
     def room(self, row: int) -> int:
         """How many tokens the row may still gain, at least 1 for an unfinished row."""
-        longest = self._stops[row].max_length
-        return self.frames.shape[1] - 1 if longest is None else longest - self.frame_length(row)
+        stop = self._stops[row]
+        room = self.frames.shape[1] - 1
+        if stop.max_length is not None:
+            room = stop.max_length - self.frame_length(row)
+        lead = self.generated[row] - self._asked[row] if stop.asks else 0
+        return room if lead <= 0 else min(room, max(1, MAX_LEAD - lead))
 
     def prefix(self, row: int, path: Sequence[int] = ()) -> Tensor:
         """(L,) int64 on `device`: the frame of `row` followed by the tokens of `path`.
@@ -220,43 +171,49 @@ class GenerationState:
         self.tokens[row] = list(prompt)
         self.sequence[row] = sequence
         self.finished[row] = False
-        self._stops[row], self._ends[row] = stop, None
+        self._stops[row], self._ends[row], self._asked[row] = stop, None, 0
+        self._depths[row] = []
         self.scores[row], self.logits[row] = [], []
         self.feed.begin(row, sequence)
         missing = sequence + 1 - len(self.stats.rows)
         self.stats.rows += [RowStats() for _ in range(missing)]
 
     def commit(self, verdict: Verdict) -> None:
-        """Append each row's new tokens one by one until it ends."""
-        host = verdict.tree.host
-        gained = []
-        for row in self.unfinished:
-            block = verdict.tokens(row)
-            for index, token in enumerate(block):
-                self.append(row, token)
-                if verdict.scores is not None:
-                    self.scores[row].append(verdict.scores[row][index])
-                if verdict.logits is not None:
-                    self.logits[row].append(verdict.logits[row][index])
-                seen = tuple(s[None] for s in self.scores[row]) if self.keep_scores else None
-                stop = self._stops[row]
-                frame = self.frames[row, : self.frame_length(row)]
-                if stop.reads_frames:
-                    frame = frame.to(self.device)
-                if stop(row, frame, token, seen) and self._ends_now(row):
-                    self.finished[row] = True
-                    block = block[: index + 1]
-                    break
-            accepted = min(len(verdict.accepted[row]), len(block))
-            self.stats.rows[self.sequence[row]].count(
-                host.num_drafted(row), host.height(row), accepted, len(block)
-            )
-            gained.append(len(block))
-        self.stats.count_round(gained)
-        if self._end_at_once:
-            self._end_together()
-        if self.streamer is not None:
-            self._stream()
+        """Append each row's new tokens and cut off what lies after a stop.
+
+        Rules for single rows are checked after every token. The other criteria are asked about
+        each step that all rows have reached; rows that are ahead keep what they have until then.
+        """
+        before = {row: self.generated[row] for row in self.unfinished}
+        for row in before:
+            self._extend(row, verdict)
+        self._settle()
+        self._confirm()
+        self.stats.count_round([max(0, self.generated[row] - n) for row, n in before.items()])
+
+    def missing_scores(self) -> dict[int, range]:
+        """Rows that have ended whose scores criteria wait for; between two rounds.
+
+        Returns:
+            Per row which places after its end are asked for, in tokens of padding: from 0 on where
+            its last token has to run, too.
+        """
+        if not (self.keep_scores and self.stop.asks and self.stop.pads):
+            return {}
+        ended = [self._ended_by(row, self._asked[row]) for row in range(self.num_rows)]
+        going_on = [n for n, gone in zip(self.generated, ended, strict=True) if not gone]
+        wanted = {
+            row: range(len(self._padding_scores[row]), min(going_on) - self.generated[row])
+            for row, gone in enumerate(ended)
+            if gone and going_on
+        }
+        return {row: places for row, places in wanted.items() if places}
+
+    def show_padding(self, scores: Mapping[int, Sequence[Tensor]]) -> None:
+        """Let criteria see the scores of rows that have ended, each (V,), and ask on."""
+        for row, found in scores.items():
+            self._padding_scores[row] += found
+        self._confirm()
 
     def finish(self) -> SpecGenerateOutput:
         """Close the streamer and return the sequences in the layout of plain `generate()`."""
@@ -281,17 +238,129 @@ class GenerationState:
         generated = torch.ones(width - self.prompt_length, dtype=torch.bool)
         return [torch.cat([mask, generated]) for mask in self.frame_mask]
 
-    def append(self, row: int, token: int) -> None:
-        """Commit one token to `row`."""
+    def append(self, row: int, token: int, depth: int = 0) -> None:
+        """Commit one token to `row`; `depth` is its place in the draft, 0 if it was not drafted."""
         self._write(row, [token])
         self.generated[row] += 1
         self.tokens[row].append(token)
+        self._depths[row].append(depth)
 
-    def _ends_now(self, row: int) -> bool:
-        """Note that a stop rule holds for `row`; False if it has to wait for the others."""
-        if self._ends[row] is None:
-            self._ends[row] = self.generated[row]
-        return not self._end_at_once or self.frame_length(row) == self.stop.max_length
+    def _extend(self, row: int, verdict: Verdict) -> None:
+        """Append what the verdict gives to `row`, and note where a rule for single rows holds."""
+        stop, before = self._stops[row], self.generated[row]
+        accepted = len(verdict.accepted[row])
+        for index, token in enumerate(verdict.tokens(row)):
+            self.append(row, token, index + 1 if index < accepted else 0)
+            if verdict.scores is not None:
+                self.scores[row].append(verdict.scores[row][index])
+            if verdict.logits is not None:
+                self.logits[row].append(verdict.logits[row][index])
+            if self._ends[row] is None and stop.end_row(self._newest_frame(row), token):
+                self._ends[row] = self.generated[row]
+            if self._ends[row] is not None and stop.pads:
+                break
+        host, gained = verdict.tree.host, self.generated[row] - before
+        self.stats.rows[self.sequence[row]].count(
+            host.num_drafted(row), host.height(row), min(accepted, gained), gained
+        )
+
+    def _newest_frame(self, row: int) -> Tensor:
+        """(L,) int64: the row as plain `generate()` holds it; on the host if nobody reads it."""
+        frame = self.frames[row, : self.frame_length(row)]
+        return frame.to(self.device) if self._stops[row].reads_frames else frame
+
+    def _confirm(self) -> None:
+        """Ask the criteria as far as all is there, then hand on what is certain."""
+        try:
+            for stop in dict.fromkeys(self._stops):
+                if stop.asks:
+                    self._ask(stop)
+        finally:
+            # A criterion may raise: what it let pass before is out, as in plain generate().
+            if self.streamer is not None:
+                self._stream()
+
+    def _ask(self, stop: StopRules) -> None:
+        """Ask the criteria of one call about every step that all of its rows have reached."""
+        rows = [row for row in range(self.num_rows) if self._stops[row] is stop]
+        while self._reached(stop, rows, step := self._asked[rows[0]] + 1):
+            scores = self._scores_until(rows, step) if self.keep_scores else None
+            ended = stop.ask(self._frames_at(rows, step), scores)
+            for row, ends in zip(rows, ended, strict=True):
+                self._asked[row] = step
+                if ends and not self._ended_by(row, step):
+                    self._ends[row] = step
+            if any(ended):
+                self._settle()
+
+    def _reached(self, stop: StopRules, rows: Sequence[int], step: int) -> bool:
+        """Whether plain `generate()` takes this step and all its tokens are there."""
+        ended = {row for row in rows if self._ended_by(row, step - 1)}
+        return len(ended) < len(rows) and all(
+            self.generated[row] >= step or (stop.pads and row in ended and self._scored(row, step))
+            for row in rows
+        )
+
+    def _scored(self, row: int, step: int) -> bool:
+        """Whether a row that has ended lacks no scores that a criterion may read."""
+        return not self.keep_scores or len(self._all_scores(row)) >= step
+
+    def _all_scores(self, row: int) -> list[Tensor]:
+        return self.scores[row] + self._padding_scores[row]
+
+    def _ended_by(self, row: int, step: int) -> bool:
+        """Whether a rule held for `row` within its first `step` tokens."""
+        end = self._ends[row]
+        return end is not None and end <= step
+
+    def _frames_at(self, rows: Sequence[int], step: int) -> Tensor:
+        """(rows, L) int64: what plain `generate()` holds after a step, rows that ended padded."""
+        prompt = self._prompt_lengths[rows[0]]
+        frames = self.frames[list(rows), : prompt + step]
+        for place, row in enumerate(rows):
+            if self.generated[row] < step:
+                frames[place, prompt + self.generated[row] :] = self.pad_token_id
+        return frames.to(self.device)
+
+    def _scores_until(self, rows: Sequence[int], step: int) -> tuple[Tensor, ...]:
+        """The scores of the first steps, each (rows, V)."""
+        held = [self._all_scores(row) for row in rows]
+        for index in range(len(self._shown_scores), step):
+            together = torch.stack([scores[index] for scores in held])
+            self._shown_scores.append(together)
+            for row, scores in zip(rows, together, strict=True):
+                if index < len(self.scores[row]):
+                    # One copy in memory, not two.
+                    self.scores[row][index] = scores
+        return tuple(self._shown_scores)
+
+    def _settle(self) -> None:
+        """Cut every row at its end, as far as that is known."""
+        bound = self._common_end() if self._end_at_once else None
+        for row, end in enumerate(self._ends):
+            last = bound if self._end_at_once else end
+            if last is not None and self.generated[row] >= last:
+                self._cut(row, last)
+                self.finished[row] = True
+
+    def _common_end(self) -> int | None:
+        """Where all rows end if they wait for each other: where the last one met a rule."""
+        ends = [end for end in self._ends if end is not None]
+        if len(ends) == self.num_rows:
+            return max(ends)
+        # Nobody knows yet, but none goes on from here.
+        longest = self.stop.max_length
+        return None if longest is None else longest - self.prompt_length
+
+    def _cut(self, row: int, length: int) -> None:
+        """Drop the tokens of `row` after its first `length`, and what was kept with them."""
+        surplus = self.generated[row] - length
+        self.generated[row] = length
+        depths = self._depths[row]
+        dropped = depths[len(depths) - surplus :]
+        self.stats.rows[self.sequence[row]].discount(dropped)
+        for held in (self.tokens[row], depths, self.scores[row], self.logits[row]):
+            del held[len(held) - surplus :]
 
     @property
     def _end_at_once(self) -> bool:
@@ -308,24 +377,11 @@ class GenerationState:
                 for count, end in zip(self.generated, self._ends, strict=True)
             ]
             lengths = [min(length, max(least)) for length in lengths]
-        for row, length in enumerate(lengths):
+        for row, certain in enumerate(lengths):
+            length = min(certain, self._asked[row]) if self._stops[row].asks else certain
             prompt = len(self.tokens[row]) - self.generated[row]
             ended = self.finished[row] and length == self.generated[row]
             self.feed.send(row, self.tokens[row][prompt : prompt + length], ended)
-
-    def _end_together(self) -> None:
-        """Cut every row to the place where the last one met a stop rule, once all have."""
-        ends = [end for end in self._ends if end is not None]
-        if len(ends) < self.num_rows:
-            return
-        for row, generated in enumerate(self.generated):
-            surplus = generated - max(ends)
-            if surplus >= 0:
-                self.finished[row] = True
-                self.generated[row] -= surplus
-                self.stats.rows[row].new_tokens -= surplus
-                for held in (self.tokens[row], self.scores[row], self.logits[row]):
-                    del held[len(held) - surplus :]
 
     @staticmethod
     def _per_step(rows: list[list[Tensor]], steps: int) -> tuple[Tensor, ...]:

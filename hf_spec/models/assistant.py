@@ -20,7 +20,8 @@ from hf_spec.adapters.folder import (
 from hf_spec.adapters.hub import Place
 from hf_spec.adapters.layer import active_adapters
 from hf_spec.decoding.vocabulary import PADDED_ROWS, num_embeddings
-from hf_spec.errors import AssistantError, OptionError, SpecError, UnsupportedError
+from hf_spec.errors import AssistantError, HubError, OptionError, SpecError, UnsupportedError
+from hf_spec.hub import load_named
 from hf_spec.model_checks import check_model
 from hf_spec.models.adaptive_tokens import METHOD as SDSAT
 from hf_spec.models.adaptive_tokens import from_adapter as tokens_from_adapter
@@ -259,13 +260,16 @@ def _load(name: str, target: PreTrainedModel) -> PreTrainedModel:
 def _model(name: str, target: PreTrainedModel) -> PreTrainedModel:
     place = Place(name) if Path(name).exists() else Place.of(name)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model = load_named(
+            AutoModelForCausalLM,
             place.repo_id,
             revision=place.revision or "main",
             dtype=target.dtype,
             use_safetensors=True,
             device_map={"": target.device},
         )
+    except HubError:
+        raise
     except Exception as error:
         raise AssistantError(f"assistant={name!r} cannot be loaded: {error}") from error
     return model.eval()

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_spec.decoding.attention import PackedStep, Segment, packed_attention
-from hf_spec.decoding.cpu_linear import fast_cpu_linears
+from hf_spec.decoding.attention import PackedAttention, PackedStep, Segment, takes_packed
+from hf_spec.decoding.cpu_linear import fast_cpu_linears, fast_products
+from hf_spec.decoding.drawing import distribution
 from hf_spec.decoding.kv_cache import KVPool
 from hf_spec.decoding.step_graphs import StepGraphs
 from hf_spec.errors import UnsupportedError
@@ -102,6 +103,7 @@ class HeadRunner:
         self.pool = KVPool(num_slots)
         self.forwards = 0
         self._size = head.shape.block_size
+        self._attention: PackedAttention | None = None
         self._graphs: StepGraphs | None = None
         self._mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=head.attention.device)
 
@@ -113,16 +115,18 @@ class HeadRunner:
             UnsupportedError: if its layers take no attention function.
         """
         with ExitStack() as stack:
-            if not stack.enter_context(packed_attention(self.head.attention)):
+            if not takes_packed(self.head.attention):
                 raise UnsupportedError(
                     f"{type(self.head.attention).__name__} takes no attention function, which the "
                     "blocks of a Falcon head need; use spec_strategy='draft' or 'tree'"
                 )
+            self._attention = PackedAttention(self.head.attention)
             stack.enter_context(fast_cpu_linears(self.head))
             self._graphs = StepGraphs(self.head.attention, self.pool, self._mask.device)
             stack.callback(self._graphs.clear)
             yield self
 
+    @fast_products()
     def feed(
         self, rows: Sequence[PairRow], texts: Sequence[Sequence[int]]
     ) -> tuple[Tensor, State | None]:
@@ -158,6 +162,7 @@ class HeadRunner:
             row.features = row.features[len(row.features) - self._size + 1 :]
         return torch.stack(newest), state
 
+    @fast_products()
     def grow(
         self,
         rows: Sequence[PairRow],
@@ -192,6 +197,7 @@ class HeadRunner:
             outputs = self._run(tokens.flatten(), features.flatten(0, 2), writes, segments)
         return outputs.view(len(rows), blocks.count, size, -1), state
 
+    @fast_products()
     def attend(self, mixed: Tensor, writes: Sequence[Any], segments: Sequence[Segment]) -> Tensor:
         """One packed pass over (T, H) mixed pairs -> (T, H) foretold features."""
         step, positions = self._begin(writes, segments)
@@ -199,6 +205,7 @@ class HeadRunner:
         (positions,) = self._graphs.put([positions], step)
         return self._attend(mixed, positions, step)
 
+    @fast_products()
     def lists(self, outputs: Tensor, num_ranks: int) -> tuple[Tensor, Tensor, Tensor]:
         """The likeliest tokens behind (M, H) foretold features.
 
@@ -206,7 +213,7 @@ class HeadRunner:
             (M, ranks) int64 tokens, best first, (M, ranks) float32 their probabilities among the
             tokens that the head knows, and (M, R) float32 all of those.
         """
-        probs = self.head.head.known(outputs).float().softmax(dim=-1)
+        probs = distribution(self.head.head.known(outputs).float())
         likely, places = probs.topk(num_ranks, dim=-1)
         return self.head.head.tokens(places), likely, probs
 
@@ -219,9 +226,11 @@ class HeadRunner:
         return PackedStep(self.pool, writes, segments), positions
 
     def _attend(self, mixed: Tensor, positions: Tensor, step: PackedStep) -> Tensor:
-        outputs = self.head.attend(
-            mixed[None], attention_mask=self._mask, position_ids=positions[None], spec_step=step
-        )
+        assert self._attention is not None, "passes happen while active"
+        with self._attention.chosen():
+            outputs = self.head.attend(
+                mixed[None], attention_mask=self._mask, position_ids=positions[None], spec_step=step
+            )
         step.check(self.head.attention, self.head.shape.num_layers)
         return outputs[0]
 

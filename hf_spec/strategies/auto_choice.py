@@ -16,9 +16,6 @@ from itertools import accumulate
 from hf_spec.strategies.auto_costs import Costs
 from hf_spec.strategies.auto_sources import MergedTree, Source
 
-# Nodes that a level of a draft is expected to send.
-NODES_PER_LEVEL = 4
-
 
 @dataclass(frozen=True)
 class Round:
@@ -116,7 +113,7 @@ def _asking(
 ) -> Round:
     """The best round in which `source` is asked too; `base` itself if there is no room."""
     # Levels that are not worth their nodes, at the rate there is already, are not asked for.
-    step = base.costs.verify(base.nodes + NODES_PER_LEVEL) - base.costs.verify(base.nodes)
+    step = base.costs.verify(base.nodes + source.nodes_per_level) - base.costs.verify(base.nodes)
     gains = {}
     for row, mass in masses.items():
         levels = _gains(source, row, mass, min(room[row], source.depth))
@@ -126,7 +123,7 @@ def _asking(
     for depth in range(1, max(map(len, gains.values()), default=0) + 1):
         level = [levels[depth - 1] for levels in gains.values() if len(levels) >= depth]
         tokens += sum(level)
-        nodes += NODES_PER_LEVEL * len(level)
+        nodes += source.nodes_per_level * len(level)
         limits = {row: min(depth, len(levels)) for row, levels in gains.items()}
         seconds = base.draft_seconds + base.costs.draft[source.name](depth)
         asked = {**base.asked, source.name: limits}
@@ -142,7 +139,8 @@ def _alone(
     """The round in which the tree of `source` is all that is sent."""
     limits = {row: min(room[row], source.depth) for row in trees}
     tokens = sum(1 + sum(_gains(source, row, {}, depth)) for row, depth in limits.items())
-    nodes = sum(1 + source.size(row, NODES_PER_LEVEL * depth) for row, depth in limits.items())
+    width = source.nodes_per_level
+    nodes = sum(1 + source.size(row, width * depth) for row, depth in limits.items())
     return Round(base.costs, tokens, nodes, asked={source.name: limits})
 
 

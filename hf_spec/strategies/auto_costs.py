@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import time
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import cycle
@@ -22,7 +22,8 @@ from transformers import PreTrainedModel
 from hf_spec.decoding.cpu_linear import cpu_packing_bytes
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.runner import ModelRunner
-from hf_spec.decoding.state import GenerationState, StopRules
+from hf_spec.decoding.state import GenerationState
+from hf_spec.decoding.stopping import StopRules
 from hf_spec.decoding.tree import DraftTree, Verdict
 from hf_spec.errors import OptionError
 from hf_spec.models.assistant import made_once
@@ -79,8 +80,8 @@ class Costs:
         draft: per drafter that takes time, seconds of a draft by its depth.
     """
 
-    verify: Curve
-    draft: Mapping[str, Curve]
+    verify: Callable[[float], float]
+    draft: Mapping[str, Callable[[float], float]]
 
     @classmethod
     def of(cls, timings: Mapping[str, Any]) -> Costs:
@@ -137,7 +138,7 @@ def known_costs(
         state: of the generation; not changed.
         batching: what is padded.
     """
-    kinds = tuple((name, _identity(drafter)) for name, drafter in drafters.items())
+    kinds = tuple((name, identity(drafter)) for name, drafter in drafters.items())
     packed = cpu_packing_bytes() > 0
     machine = (_device(target), target.dtype, torch.get_num_threads(), packed)
     text = (state.tokens[0][:CONTEXT] * CONTEXT)[:CONTEXT]
@@ -262,7 +263,7 @@ def _device(target: PreTrainedModel) -> torch.device:
     return execution_device(target.get_input_embeddings())
 
 
-def _identity(drafter: Drafter) -> int:
+def identity(drafter: Drafter) -> int:
     """What stays of a drafter from one generation to the next: its model or head."""
     return id(getattr(drafter, "model", getattr(drafter, "head", drafter)))
 

@@ -29,6 +29,8 @@ FADE = 0.99
 MIN_VALUE = 0.01
 
 PROBABILITY_KINDS = 10
+# Nodes that a level of a draft is expected to send.
+NODES_PER_LEVEL = 4
 # Depths and ranks that are told apart.
 DEPTH_KINDS, RANK_KINDS = 3, 2
 
@@ -56,9 +58,9 @@ class Shares:
         hits, trials = self._heard.get(kind, (0.0, 0.0))
         self._heard[kind] = DECAY * hits + hit, DECAY * trials + 1
 
-    def fade(self) -> None:
-        """Forget a little of everything."""
-        self._heard = {kind: (FADE * h, FADE * t) for kind, (h, t) in self._heard.items()}
+    def fade(self, kept: float = FADE) -> None:
+        """Forget everything but a share of it."""
+        self._heard = {kind: (kept * h, kept * t) for kind, (h, t) in self._heard.items()}
 
 
 class Source:
@@ -74,6 +76,9 @@ class Source:
     Attributes:
         tree: proposed last.
         limits: per row how deep it was asked to go.
+        reached: per row how many of its levels the target went through, sent or not.
+        nodes_per_level: of its tree that are expected to be sent.
+        fade: share of what is known that stays in a round in which it is not asked.
     """
 
     def __init__(
@@ -85,6 +90,9 @@ class Source:
         self._expected = first, further
         self.tree: DraftTree
         self.limits: Mapping[int, int] = {}
+        self.nodes_per_level = NODES_PER_LEVEL
+        self.fade = FADE
+        self.reached: dict[int, int] = {}
         self._probs: list[float] | None = None
         self._nodes: list[Shares] = []
         self._levels: list[Shares] = []
@@ -155,8 +163,10 @@ class Source:
         A drafter that reads hidden states needs all nodes that were run; the others know their own.
         """
         accepted: list[list[int]] = [[] for _ in verdict.accepted]
+        self.reached = {}
         for row, limit in self.limits.items():
             path = self._hear(row, verdict.tokens(row), limit)
+            self.reached[row] = len(path)
             accepted[row] = path[: len(verdict.accepted[row])]
         own = Verdict(self.tree, accepted, verdict.bonus)
         self.drafter.observe(verdict if self.drafter.hidden_layers else own, output)
@@ -165,7 +175,7 @@ class Source:
         """Count what was right; the nodes of its tree that carry the tokens, as far as they do."""
         host, path = self.tree.host, [self.tree.host.row_start[row]]
         if not limit:
-            self._levels[row].fade()
+            self._levels[row].fade(self.fade)
             return []
         for depth, token in enumerate(tokens, start=1):
             if depth > limit:

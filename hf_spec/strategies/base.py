@@ -8,16 +8,20 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from transformers import PreTrainedModel
 
 from hf_spec.decoding.drafter import Drafter
-from hf_spec.decoding.length_policy import check_policy
+from hf_spec.decoding.length_policy import MEASURED, check_policy
 from hf_spec.decoding.row_work import BATCHING
-from hf_spec.errors import OptionError
+from hf_spec.errors import OptionError, choices
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass(frozen=True)
@@ -38,11 +42,20 @@ class StrategyConfig:
 
     batching: str = field(default="unpadded", kw_only=True)
 
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        """Refuse options that the config does not have, with the names of those it has.
+
+        Raises:
+            OptionError: names the unknown ones.
+        """
+        _check_options(cls, options)
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         if self.batching not in list(BATCHING):
             raise OptionError(
-                f"{type(self).__name__}(batching={self.batching!r}): batching must be one of "
-                f"{', '.join(BATCHING)}"
+                f"{type(self).__name__}(batching={self.batching!r}) is no way of batching; "
+                f"{choices(self.batching, BATCHING)}"
             )
 
     def to_dict(self) -> dict[str, Any]:
@@ -72,10 +85,15 @@ class PolicyConfig(StrategyConfig):
 
     Attributes:
         max_draft_tokens: most tokens drafted in a round (levels, for a tree); where the "heuristic"
-            policy starts, which may go beyond it. None is the adapter's, for the "disco" policy.
+            policy starts, which may go beyond it. None is the adapter's, for the "disco" policy,
+            and the usual number for others (`usual`; `longest` for "measured").
         min_draft_tokens: so many are drafted before a policy is asked.
-        length_policy: "static", "heuristic", "confidence" (see `hf_spec.decoding.length_policy`) or
-            "disco" (see `hf_spec.strategies.disco`).
+        length_policy: "measured" (see `hf_spec.strategies.measured`), "static", "heuristic",
+            "confidence" (see `hf_spec.decoding.length_policy`) or "disco" (see
+            `hf_spec.strategies.disco`). None is "measured" where no size of the draft is given, and
+            "static" where one is.
+        usual: sizes of drafts that are not given, for policies with fixed sizes.
+        longest: the same as bounds, for the "measured" policy.
         confidence_threshold: probability below which the "confidence" policy stops.
         adapter: folder or Hub id of the classifier, for the "disco" policy.
         acceptance_threshold: below which the "disco" policy stops; None is the adapter's.
@@ -83,26 +101,23 @@ class PolicyConfig(StrategyConfig):
 
     needs_assistant = True
 
-    max_draft_tokens: int | None = 5
+    usual: ClassVar[Mapping[str, int]] = MappingProxyType({"max_draft_tokens": 5})
+    longest: ClassVar[Mapping[str, int]] = MappingProxyType({"max_draft_tokens": 16})
+
+    max_draft_tokens: int | None = None
     min_draft_tokens: int = 1
-    length_policy: str = "static"
+    length_policy: str | None = None
     confidence_threshold: float = 0.4
     adapter: str | None = None
     acceptance_threshold: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.max_draft_tokens is not None or self.length_policy != "disco":
-            self.check("max_draft_tokens", 1)
-        self.check_policy_options()
-
-    def check_policy_options(self) -> None:
-        """Check everything but `max_draft_tokens`.
-
-        Raises:
-            OptionError: names the option and what it may be.
-        """
-        check_policy(self.length_policy)
+        for name in self.usual:
+            if getattr(self, name) is not None:
+                self.check(name, 1)
+        if self.length_policy is not None:
+            check_policy(self.length_policy)
         self.check("min_draft_tokens", 1)
         self.check("confidence_threshold", 0, 1)
         if self.acceptance_threshold is not None:
@@ -116,6 +131,25 @@ class PolicyConfig(StrategyConfig):
                 f"adapter={self.adapter!r} is of no use to length_policy={self.length_policy!r}; "
                 "leave it out, or choose length_policy='disco'"
             )
+
+    @property
+    def leaves_sizes_open(self) -> bool:
+        """Whether no size of the draft is given."""
+        return all(getattr(self, name) is None for name in self.usual)
+
+    def resolve(self, measures: bool) -> Self:
+        """The same with a length policy and sizes of drafts.
+
+        Args:
+            measures: whether the "measured" policy may stand in where nothing is given.
+        """
+        measures = measures and self.leaves_sizes_open
+        policy = self.length_policy or (MEASURED if measures else "static")
+        sizes: dict[str, Any] = dict(self.longest if policy == MEASURED else self.usual)
+        if policy == "disco":
+            sizes.pop("max_draft_tokens", None)
+        sizes = {name: n for name, n in sizes.items() if getattr(self, name) is None}
+        return dataclasses.replace(self, length_policy=policy, **sizes)
 
 
 MakeDrafter = Callable[[Any, PreTrainedModel, Any], Drafter]
@@ -166,23 +200,34 @@ def parse_strategy(value: object) -> StrategyConfig:
     """
     if isinstance(value, StrategyConfig) and value.strategy in _CONFIGS:
         return value
+    if isinstance(value, type) and issubclass(value, StrategyConfig):
+        raise OptionError(
+            f"spec_strategy={value.__name__} is a class; pass an object of it: {value.__name__}()"
+        )
     options: dict[str, Any] = {}
     if isinstance(value, dict):
         options = {str(key): option for key, option in value.items()}
-        value = options.pop("strategy", None)
+        if "strategy" not in options:
+            raise OptionError(
+                f"spec_strategy={value!r:.80} has no key 'strategy', which names the strategy; "
+                f"known: {', '.join(known_strategies())}"
+            )
+        value = options.pop("strategy")
     if not isinstance(value, str) or value not in _CONFIGS:
         raise OptionError(
-            f"unknown spec_strategy {value!r}; known: {', '.join(known_strategies())} "
+            f"unknown spec_strategy {value!r}; {choices(value, known_strategies())} "
             "(a name, or a config object such as hf_spec.LookupConfig())"
         )
-    config_class = _CONFIGS[value]
-    fields = {field.name for field in dataclasses.fields(config_class)}
-    if unknown := sorted(set(options) - fields):
+    return _CONFIGS[value](**options)
+
+
+def _check_options(config_class: type[StrategyConfig], options: Iterable[str]) -> None:
+    fields = sorted(option.name for option in dataclasses.fields(config_class))
+    if unknown := sorted(set(options) - set(fields)):
         raise OptionError(
             f"{config_class.__name__} has no option {', '.join(unknown)}; "
-            f"known: {', '.join(sorted(fields))}"
+            f"{choices(unknown[0], fields)}"
         )
-    return config_class(**options)
 
 
 def make_drafter(config: StrategyConfig, target: PreTrainedModel, assistant: object) -> Drafter:

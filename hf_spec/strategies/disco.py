@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from hf_spec.adapters.folder import SpecAdapter, beside, load_adapter
 from hf_spec.adapters.reading import whole_number
+from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.length_policy import DraftedToken, LengthPolicy, register_policy
 from hf_spec.decoding.transfer import send
 from hf_spec.decoding.vocabulary import num_embeddings
@@ -33,7 +34,7 @@ from hf_spec.models.disco_classifier import METHOD, DiscoClassifier, draft_featu
 from hf_spec.models.truncated import truncated_draft
 from hf_spec.strategies.base import register
 from hf_spec.strategies.draft_model import DraftConfig, DraftModelDrafter
-from hf_spec.strategies.draft_model import make_drafter as make_chain_drafter
+from hf_spec.strategies.measured import MeasuredPolicy, can_measure, measured
 
 # More than any draft that was ever worth it.
 LONGEST = 1024
@@ -63,6 +64,28 @@ class DiscoPolicy(LengthPolicy):
     def goes_on(self, newest: Sequence[DraftedToken]) -> list[bool]:
         """Whether each token is likely enough to be accepted."""
         return [token.score >= self.threshold for token in newest]
+
+
+class MeasuredDiscoPolicy(MeasuredPolicy):
+    """The classifier says how likely the next level is, time says whether that is enough.
+
+    Args:
+        classified: the policy whose classifier and longest draft it has, but not its threshold.
+    """
+
+    def __init__(self, classified: DiscoPolicy):
+        super().__init__(classified.max_draft_tokens)
+        self.score = classified.score  # type: ignore[method-assign]
+
+    def goes_on(self, newest: Sequence[DraftedToken]) -> list[bool]:
+        """Whether each row's next token is worth its price; all before it have to be accepted."""
+        so_far = [([1.0, *self._reach[token.row]])[-1] for token in newest]
+        return super().goes_on(
+            [
+                replace(token, reach=reach * token.score)
+                for token, reach in zip(newest, so_far, strict=True)
+            ]
+        )
 
 
 def make_policy(config: DraftConfig, target: PreTrainedModel) -> DiscoPolicy:
@@ -103,15 +126,28 @@ def _stored(adapter: SpecAdapter, name: str, low: float, high: float, *kinds: ty
 register_policy("disco", make_policy)
 
 
-def _make_drafter(
+def make_chain(
     config: DiscoConfig, target: PreTrainedModel, assistant: object
 ) -> DraftModelDrafter:
+    """The chain that the classifier alone ends."""
     if config.adapter is not None:
-        return make_chain_drafter(config, target, assistant)
-    adapter = _adapter_of(assistant)
-    policy = _policy_of(adapter, config, target)
-    draft = find_draft_model(adapter, target)
+        draft = resolve_draft_model(METHOD, assistant, target)
+        policy = make_policy(config, target)
+    else:
+        adapter = _adapter_of(assistant)
+        policy = _policy_of(adapter, config, target)
+        draft = find_draft_model(adapter, target)
     return DraftModelDrafter(config, draft, policy, num_embeddings(target))
+
+
+def _make_drafter(config: DiscoConfig, target: PreTrainedModel, assistant: object) -> Drafter:
+    chain = make_chain(config, target, assistant)
+    if not (config.leaves_sizes_open and can_measure(target)):
+        return chain
+    assert isinstance(chain.policy, DiscoPolicy), "what make_chain gives it"
+    chain.policy = MeasuredDiscoPolicy(chain.policy)
+    longest = chain.policy.max_draft_tokens
+    return measured(chain, target, replace(config, max_draft_tokens=longest), nodes_per_level=1)
 
 
 @register("disco", _make_drafter)
@@ -128,8 +164,7 @@ class DiscoConfig(DraftConfig):
 
     adapter_methods = (METHOD,)
 
-    max_draft_tokens: int | None = None
-    length_policy: str = "disco"
+    length_policy: str | None = "disco"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -138,6 +173,11 @@ class DiscoConfig(DraftConfig):
                 f"DiscoConfig(length_policy={self.length_policy!r}): it is 'disco' here; for "
                 "another one use DraftConfig"
             )
+
+    @property
+    def leaves_sizes_open(self) -> bool:
+        """Whether neither the longest draft nor the threshold is given."""
+        return self.max_draft_tokens is None and self.acceptance_threshold is None
 
 
 def read_adapter(name: str) -> SpecAdapter:

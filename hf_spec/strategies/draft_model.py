@@ -16,15 +16,16 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import compress
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_spec.decoding.drafter import Drafter
-from hf_spec.decoding.drawing import draw
+from hf_spec.decoding.drawing import distribution, draw
 from hf_spec.decoding.graph import TokenGraph, Unmerged
-from hf_spec.decoding.length_policy import DraftedToken, LengthPolicy, make_policy
+from hf_spec.decoding.length_policy import MEASURED, DraftedToken, LengthPolicy, make_policy
 from hf_spec.decoding.processors import NodeProcessors
 from hf_spec.decoding.runner import ForwardOutput, ModelRunner
 from hf_spec.decoding.state import GenerationState
@@ -33,7 +34,9 @@ from hf_spec.decoding.tree import DraftTree, Verdict
 from hf_spec.decoding.vocabulary import num_embeddings
 from hf_spec.errors import OptionError
 from hf_spec.models.assistant import resolve_draft_model
+from hf_spec.strategies.auto_sources import NODES_PER_LEVEL
 from hf_spec.strategies.base import PolicyConfig, register
+from hf_spec.strategies.measured import measured, resolve
 
 COUNTERS = ("draft_nodes", "merges", "rounds", "rounds_with_merged_accepted")
 
@@ -43,11 +46,16 @@ def make_drafter(
     target: PreTrainedModel,
     assistant: object,
     kind: type[DraftModelDrafter] | None = None,
-) -> DraftModelDrafter:
+) -> Drafter:
     """The drafter of this family of configs, with its draft model found and checked."""
     model = resolve_draft_model(config.strategy, assistant, target)
+    config = resolve(config, target)
     policy = make_policy(config, target)
-    return (kind or DraftModelDrafter)(config, model, policy, num_embeddings(target))
+    drafter = (kind or DraftModelDrafter)(config, model, policy, num_embeddings(target))
+    if config.length_policy != MEASURED:
+        return drafter
+    width = min(config.shape.children, NODES_PER_LEVEL)
+    return measured(drafter, target, config, width)
 
 
 @register("draft", make_drafter)
@@ -82,21 +90,25 @@ class TreeConfig(DraftConfig):
     Attributes:
         children: most children per node.
         expanded_per_level: most nodes per level that get children, the likeliest paths first.
-        max_nodes: most nodes sent to the target, root excluded, the likeliest paths first.
+        max_nodes: most nodes sent to the target, root excluded, the likeliest paths first; None is
+            as many as are worth their time, and 15 where the depth is given or another policy.
         min_probability: a node less probable than this gets no children.
         min_sibling_ratio: a child less probable than this share of its best sibling is dropped.
     """
 
+    usual = MappingProxyType({"max_draft_tokens": 5, "max_nodes": 15})
+    longest = MappingProxyType({"max_draft_tokens": 8, "max_nodes": 24})
+
     sample_drafts: bool = False
     children: int = 3
     expanded_per_level: int = 4
-    max_nodes: int = 15
+    max_nodes: int | None = None
     min_probability: float = 0.0
     min_sibling_ratio: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("children", "expanded_per_level", "max_nodes"):
+        for name in ("children", "expanded_per_level"):
             self.check(name, 1)
         for name in ("min_probability", "min_sibling_ratio"):
             self.check(name, 0, 1)
@@ -107,7 +119,7 @@ class TreeConfig(DraftConfig):
         return TreeShape(
             self.children,
             self.expanded_per_level,
-            self.max_nodes,
+            self.max_nodes or self.usual["max_nodes"],
             self.min_probability,
             self.min_sibling_ratio,
         )
@@ -163,7 +175,7 @@ class DraftModelDrafter(Drafter):
         policy: LengthPolicy | None = None,
         vocab_size: int | None = None,
     ):
-        self.config = config
+        self.config = config = config.resolve(measures=False)
         self.shape = config.shape
         self.model = model
         self.policy = policy or make_policy(config, model)
@@ -255,6 +267,7 @@ class DraftModelDrafter(Drafter):
             state.generated[row] + graph.depth[father],
             graph.probs[best],
             growth.scores.get(father, 0.0),
+            min(1.0, sum(graph.reach[node] for node in growth.frontier)),
         )
 
     def _grow(
@@ -307,7 +320,7 @@ class DraftModelDrafter(Drafter):
                 state.prefix(row, growths[row].graph.path(node)).clone() for row, node in owners
             ]
         logits = output.logits.to(state.device, torch.float32)
-        return self._processors([row for row, _ in owners], prefixes, logits).softmax(dim=-1)
+        return distribution(self._processors([row for row, _ in owners], prefixes, logits))
 
     def _hang(
         self, growth: _Growth, node: int, tokens: Sequence[int], chances: Sequence[float]

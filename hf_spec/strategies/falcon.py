@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,37 +23,43 @@ from transformers import PreTrainedModel
 
 from hf_spec.decoding.attention import takes_packed
 from hf_spec.decoding.drafter import Drafter
-from hf_spec.decoding.length_policy import DraftedToken, LengthPolicy, make_policy
+from hf_spec.decoding.length_policy import MEASURED, DraftedToken, LengthPolicy, make_policy
 from hf_spec.decoding.rank_tree import RankTree
 from hf_spec.decoding.runner import ForwardOutput
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.transfer import fetch, send
 from hf_spec.decoding.tree import DraftTree, Verdict, likeliest
-from hf_spec.errors import OptionError, UnsupportedError
+from hf_spec.errors import OptionError, UnsupportedError, choices
 from hf_spec.models.assistant import resolve_falcon_head
 from hf_spec.models.falcon_head import METHOD, FalconHead, State
 from hf_spec.models.falcon_plan import DraftPass, DraftPlan, draft_plan
 from hf_spec.models.falcon_runner import HeadRunner, PairRow
-from hf_spec.strategies.base import PolicyConfig, StrategyConfig, register
+from hf_spec.strategies.auto_sources import NODES_PER_LEVEL
+from hf_spec.strategies.base import PolicyConfig, register
 from hf_spec.strategies.falcon_tree import choose_tree, max_sent
+from hf_spec.strategies.measured import measured, resolve
 from hf_spec.strategies.published_trees import published_trees
 
 COUNTERS = ("draft_nodes", "rounds")
 
 
-def _make(config: FalconConfig, target: PreTrainedModel, assistant: object) -> FalconDrafter:
+def _make(config: FalconConfig, target: PreTrainedModel, assistant: object) -> Drafter:
     if not takes_packed(target):
         raise UnsupportedError(
             f"{type(target).__name__} takes no attention function, which the blocks of a Falcon "
             "head need; use spec_strategy='draft' or 'tree'"
         )
     head = resolve_falcon_head(assistant, target)
+    config = resolve(config, target)
     tree = choose_tree(config.tree, config.max_draft_tokens, head)
-    options: Any = config
     if config.max_draft_tokens is None and config.length_policy != "disco":
-        options = replace(config, max_draft_tokens=tree.height)
-    policy = make_policy(options, target)
+        config = replace(config, max_draft_tokens=tree.height)
+    policy = make_policy(config, target)
     most = max_sent(config.tree, config.max_nodes, head)
+    if config.length_policy == MEASURED:
+        drafter = FalconDrafter(head, tree, policy, config.min_draft_tokens)
+        config = replace(config, max_nodes=config.max_nodes or len(tree))
+        return measured(drafter, target, config, NODES_PER_LEVEL)
     return FalconDrafter(head, tree, policy, config.min_draft_tokens, most)
 
 
@@ -73,26 +80,32 @@ class FalconConfig(PolicyConfig):
 
     adapter_methods = (METHOD,)
 
-    max_draft_tokens: int | None = None
+    # Trees and adapters have sizes of their own.
+    usual = MappingProxyType({})
+    longest = MappingProxyType({})
+
     tree: Any = "auto"
     max_nodes: int | None = None
 
     def __post_init__(self) -> None:
-        # Not that of `PolicyConfig`, which wants a number of draft tokens.
-        StrategyConfig.__post_init__(self)
+        super().__post_init__()
         for name in ("max_draft_tokens", "max_nodes"):
             if getattr(self, name) is not None:
                 self.check(name, 1)
-        self.check_policy_options()
         if isinstance(self.tree, str):
             known = ("auto", "chain", *published_trees(METHOD))
             if self.tree not in known:
                 raise OptionError(
-                    f"unknown tree {self.tree!r}; known: {', '.join(known)}, or a list of rank "
+                    f"unknown tree {self.tree!r}; {choices(self.tree, known)}, or a list of rank "
                     "paths such as [[0], [0, 0], [1]]"
                 )
         else:
             object.__setattr__(self, "tree", RankTree.of(self.tree).paths)
+
+    @property
+    def leaves_sizes_open(self) -> bool:
+        """Whether neither a tree nor a size of one is given."""
+        return self.tree == "auto" and self.max_draft_tokens is None and self.max_nodes is None
 
 
 @dataclass
@@ -153,6 +166,10 @@ class FalconDrafter(Drafter):
         self._pairs: list[PairRow] = []
         self._roots: list[int] = []
         self.counters: dict[str, int] = {}
+
+    def num_forwards(self, depth: int) -> int:
+        """A pass for every block of depths."""
+        return -(-depth // self.head.shape.block_size)
 
     def start(self, state: GenerationState) -> None:
         """Rows without pairs."""
@@ -316,6 +333,7 @@ class FalconDrafter(Drafter):
                     state.generated[row] + depth - 1,
                     likely[last],
                     scores[last // this.num_ranks] if scores else 0.0,
+                    min(1.0, sum(reach[row])),
                 )
             )
         if depth < self.min_draft_tokens:

@@ -10,10 +10,12 @@ sampling rule changes the distribution; it is there as `GsdConfig(lossy=True)`.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 from transformers import PreTrainedModel
 
+from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.longest_path import LongestPath
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.tree import DraftTree
@@ -23,9 +25,7 @@ from hf_spec.strategies.base import register
 from hf_spec.strategies.draft_model import DraftModelDrafter, TreeConfig, TreeShape, make_drafter
 
 
-def _make_drafter(
-    config: GsdConfig, target: PreTrainedModel, assistant: object
-) -> DraftModelDrafter:
+def _make_drafter(config: GsdConfig, target: PreTrainedModel, assistant: object) -> Drafter:
     return make_drafter(config, target, assistant, GsdDrafter)
 
 
@@ -47,7 +47,9 @@ class GsdConfig(TreeConfig):
             distribution of the output; greedy decoding stays exact.
     """
 
-    max_draft_tokens: int = 10
+    usual = MappingProxyType({"max_draft_tokens": 10, "max_nodes": 15})
+    longest = MappingProxyType({"max_draft_tokens": 10, "max_nodes": 24})
+
     children: int = 4
     expanded_per_level: int = 256
     min_probability: float = 0.2

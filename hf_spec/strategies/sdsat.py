@@ -27,13 +27,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_spec.decoding.drafter import Drafter
+from hf_spec.decoding.drawing import distribution
 from hf_spec.decoding.path_sampling import PathSampling
 from hf_spec.decoding.processors import NodeProcessors
 from hf_spec.decoding.rank_tree import RankTree
 from hf_spec.decoding.runner import ForwardOutput
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.tree import DraftTree, Verdict
-from hf_spec.errors import OptionError
+from hf_spec.errors import OptionError, choices
 from hf_spec.models.adaptive_tokens import METHOD, AdaptiveTokens, adaptive_tokens
 from hf_spec.models.assistant import read_once
 from hf_spec.strategies.base import StrategyConfig, register
@@ -87,7 +88,7 @@ class SdsatConfig(StrategyConfig):
             known = published_trees(METHOD)
             if self.tree not in known:
                 raise OptionError(
-                    f"unknown tree {self.tree!r}; known: {', '.join(known)}, or a list of rank "
+                    f"unknown tree {self.tree!r}; {choices(self.tree, known)}, or a list of rank "
                     "paths such as [[0], [0, 0], [1]]"
                 )
         elif self.tree is not None:
@@ -245,7 +246,7 @@ class SdsatDrafter(Drafter):
             # The tokens between are not known yet: the text so far stands in for a node's prefix.
             known = {row: state.prefix(row).clone() for row in rows}
             prefixes = [known[row] for row in owners]
-        probs = self._processors(owners, prefixes, scores).softmax(dim=-1)
+        probs = distribution(self._processors(owners, prefixes, scores))
         likely, tokens = probs.topk(min(self.tree.num_ranks, probs.shape[-1]), dim=-1)
         # Token ids lie far below 2**53, where float64 begins to lose whole numbers.
         lines = iter(torch.cat([likely.double(), tokens.double()], dim=-1).tolist())

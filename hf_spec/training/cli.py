@@ -1,67 +1,32 @@
-"""`hf-spec train ...`: thin commands over this package."""
+"""`hf-spec train ...`: thin commands over this package; each imports it once it runs."""
 
 from __future__ import annotations
 
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
-from tqdm import tqdm
-from transformers import AutoTokenizer, PreTrainedModel
-from typer.core import TyperCommand
 
-from hf_spec.adapters.folder import SpecAdapter, load_adapter
-from hf_spec.bench.prompts import load_prompts
-from hf_spec.models.adaptive_tokens import CONFIG_ENTRY, MODES
-from hf_spec.models.falcon_head import METHOD as FALCON
-from hf_spec.models.falcon_head import FalconShape
+from hf_spec.cli.next_step import bench_command, next_command
+from hf_spec.cli.options import AUTO, Device, Dtype, ModelOption, check_out
 from hf_spec.training.cli_common import (
-    Accumulate,
     AdapterOut,
-    BatchTokens,
-    Dtype,
     Epochs,
-    EvaluateEvery,
     LearningRate,
-    Model,
-    ResponseFiles,
+    RecordedCommand,
     Responses,
-    Seed,
     TeacherFolder,
     Vocabulary,
-    answer_files,
-    load_target,
+    conclude,
 )
-from hf_spec.training.csgd import CHOICES, CsgdSettings
-from hf_spec.training.disco import DiscoTrainSettings, train_disco
-from hf_spec.training.draft import DraftTrainSettings, train_draft
-from hf_spec.training.falcon import FalconTrainSettings, train_falcon
-from hf_spec.training.features import Text, disk_need, in_words, stored_texts
-from hf_spec.training.responses import ResponseSettings, generate_responses, read_responses
-from hf_spec.training.run_record import with_options
-from hf_spec.training.sdsat import train_sdsat
-from hf_spec.training.sdsat_student import LAYOUTS, LOSSES, SdsatTrainSettings
-from hf_spec.training.teacher import Example, teacher_examples
-from hf_spec.training.trainer import TrainSettings, processes
-from hf_spec.training.windows import START_SHARE
+from hf_spec.training.cli_falcon import train_falcon_command
+from hf_spec.training.cli_sdsat import train_sdsat_command
+
+if TYPE_CHECKING:
+    from hf_spec.adapters.folder import SpecAdapter
 
 train = typer.Typer(no_args_is_help=True, help="Train the parts that strategies need.")
-
-
-class RecordedCommand(TyperCommand):
-    """A command whose options stand in the run record of the training that it starts."""
-
-    def invoke(self, ctx: Any) -> Any:
-        """Run it."""
-        with with_options(ctx.params):
-            return super().invoke(ctx)
-
-
-def _choices(name: str) -> str:
-    return f"{', '.join(CHOICES[name])}; see hf_spec.training.csgd."
 
 
 class Labels(str, Enum):
@@ -73,7 +38,7 @@ class Labels(str, Enum):
 
 @train.command("responses")
 def train_responses_command(  # noqa: PLR0913 - one parameter an option
-    model: Model,
+    model: ModelOption,
     prompts: Annotated[Path, typer.Option(exists=True, help="JSON lines with id, task, turns.")],
     out: Annotated[Path, typer.Option(help="JSON lines; an interrupted run goes on here.")],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 160,
@@ -81,18 +46,26 @@ def train_responses_command(  # noqa: PLR0913 - one parameter an option
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of sampled answers.")] = 0,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts per batch.")] = 128,
-    dtype: Dtype = "bfloat16",
+    dtype: Dtype = AUTO,
+    device: Device = None,
 ) -> None:
     """Write the target's own answers, from which every other training learns.
 
-    On a CPU batches of about 128 give the most tokens per second, and bfloat16 is much faster than
-    float32 where the processor computes in it. An interrupted run goes on where it was.
+    On a CPU batches of about 128 give the most tokens per second, and --dtype bfloat16 is
+    faster than float32 where the processor computes in it. An interrupted run goes on where it was.
 
         hf-spec train responses --model MODEL --prompts prompts.jsonl --out answers.jsonl
     """
+    from tqdm import tqdm
+
+    from hf_spec.bench.prompts import load_prompts
+    from hf_spec.cli.loading import load_target, load_tokenizer
+    from hf_spec.training.responses import ResponseSettings, generate_responses
+
+    check_out(out)
     settings = ResponseSettings(max_new_tokens, max_prompt_tokens, temperature, seed)
     known = load_prompts(prompts)
-    target, tokenizer = load_target(model, dtype), AutoTokenizer.from_pretrained(model)
+    target, tokenizer = load_target(model, dtype, device), load_tokenizer(model)
     with tqdm(total=len(known), desc="prompts", disable=None) as bar:
         left_out = generate_responses(
             target,
@@ -103,12 +76,15 @@ def train_responses_command(  # noqa: PLR0913 - one parameter an option
             batch_size,
             lambda done, tokens: bar.update(done) and None,
         )
-    Console().print(f"{out} is complete; {left_out} prompts were too long")
+    typer.echo(f"{out} is complete; {left_out} prompts were too long")
+    head = out.with_name(f"{out.stem}-head")
+    where = ("--model", model, "--responses", out, "--out", head)
+    typer.echo(f"next: {next_command('train', 'falcon', *where, dtype=dtype, device=device)}")
 
 
 @train.command("draft", cls=RecordedCommand)
 def train_draft_command(  # noqa: PLR0913 - one parameter an option
-    model: Model,
+    model: ModelOption,
     responses: Responses,
     out: AdapterOut,
     teacher: TeacherFolder = None,
@@ -119,7 +95,8 @@ def train_draft_command(  # noqa: PLR0913 - one parameter an option
     learning_rate: LearningRate = 2e-3,
     batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens per step.")] = 2048,
     seed: Annotated[int, typer.Option(help="Of the order and of the first weights.")] = 0,
-    dtype: Dtype = "bfloat16",
+    dtype: Dtype = AUTO,
+    device: Device = None,
 ) -> None:
     """Train a draft model out of the target's own first layers.
 
@@ -128,6 +105,12 @@ def train_draft_command(  # noqa: PLR0913 - one parameter an option
 
         hf-spec train draft --model MODEL --responses answers.jsonl --out my-draft --layers 2
     """
+    from hf_spec.cli.loading import load_target
+    from hf_spec.training.draft import DraftTrainSettings, train_draft
+    from hf_spec.training.responses import read_responses
+    from hf_spec.training.teacher import teacher_examples
+    from hf_spec.training.trainer import TrainSettings
+
     settings = DraftTrainSettings(layers, rank, vocabulary or None)
     run = TrainSettings(
         epochs=epochs,
@@ -137,220 +120,19 @@ def train_draft_command(  # noqa: PLR0913 - one parameter an option
     )
     answers = list(read_responses(responses))
     folder = teacher or responses.with_suffix(".teacher")
-    target = load_target(model, dtype)
+    target = load_target(model, dtype, device)
     examples = teacher_examples(target, answers, folder)
     adapter = train_draft(target, examples, out, settings, run)
-    Console().print(adapter.options["held_back"])
+    conclude(adapter.options["held_back"], bench_command(model, f"tree@{out}", dtype, device))
 
 
-@train.command("falcon", cls=RecordedCommand)
-def train_falcon_command(  # noqa: PLR0913 - one parameter an option
-    model: Model,
-    responses: ResponseFiles,
-    out: AdapterOut,
-    block_size: Annotated[int, typer.Option(min=1, max=4, help="k, tokens drafted at once.")] = 2,
-    layers: Annotated[int, typer.Option(min=1, help="Attention layers of the head.")] = 1,
-    recurrent: Annotated[
-        bool, typer.Option("--recurrent", help="Carry the LSTM's state along the text.")
-    ] = False,
-    vocabulary: Vocabulary = 8192,
-    epochs: Epochs = 8,
-    learning_rate: LearningRate = 2e-3,
-    batch_tokens: BatchTokens = 2048,
-    accumulate: Accumulate = 1,
-    csgd: Annotated[str, typer.Option(help=_choices("schedule"))] = "paper",
-    noise: Annotated[str, typer.Option(help=_choices("noise"))] = "paper",
-    hard_label: Annotated[str, typer.Option(help=_choices("hard_label"))] = "token",
-    replaced_token: Annotated[str, typer.Option(help=_choices("replaced_token"))] = "teacher",
-    feature_weight: Annotated[float, typer.Option(min=0, help="Of the feature loss.")] = 1.0,
-    soft_weight: Annotated[float, typer.Option(min=0, help="Of the target's opinion.")] = 0.09,
-    hard_weight: Annotated[float, typer.Option(min=0, help="Of the one right token.")] = 0.01,
-    soft_temperature: Annotated[float, typer.Option(help="Released code: 0.95.")] = 1.0,
-    own_features: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of blocks fed with foretold features.")
-    ] = 0.0,
-    feature_scale: Annotated[str, typer.Option(help=_choices("feature_scale"))] = "raw",
-    max_context: Annotated[
-        int, typer.Option(min=0, help="Last tokens of a prompt that are read; 0 for all.")
-    ] = 64,
-    features: Annotated[
-        Path | None, typer.Option(help="Folder for the target's features; beside the answers.")
-    ] = None,
-    store: Annotated[
-        bool, typer.Option(help="Keep the features on disk, or compute them in every step.")
-    ] = True,
-    init: Annotated[Path | None, typer.Option(help="A Falcon adapter to go on from.")] = None,
-    evaluate_every: EvaluateEvery = 300,
-    seed: Seed = 0,
-    dtype: Dtype = "bfloat16",
-) -> None:
-    """Train a Falcon head, which drafts several tokens in one pass.
-
-    The target's features of all texts are computed first, once, and kept beside the answers. Loss
-    weights and CSGD's options are the paper's by default; on a small model --soft-weight 1
-    --hard-weight 0.1 teach it faster. Use the head with
-    model.generate(..., spec_strategy="falcon", assistant=OUT).
-
-        hf-spec train falcon --model MODEL --responses answers.jsonl --out my-head
-        hf-spec train falcon --config falcon.yaml --seed 1
-    """
-    run = TrainSettings(
-        epochs=epochs,
-        batch_tokens=batch_tokens,
-        accumulate=accumulate,
-        learning_rate=learning_rate,
-        seed=seed,
-        evaluate_every=evaluate_every,
-    )
-    settings = FalconTrainSettings(
-        FalconShape(block_size, layers, recurrent),
-        CsgdSettings(
-            csgd,
-            noise,
-            hard_label,
-            replaced_token,
-            feature_weight,
-            soft_weight,
-            hard_weight,
-            soft_temperature,
-            own_features,
-            feature_scale,
-        ),
-        vocabulary or None,
-        max_context or None,
-    )
-    target = load_target(model, dtype)
-    texts = _texts(target, responses, features, store)
-    start = None if init is None else load_adapter(init, FALCON)
-    adapter = train_falcon(target, texts, out, settings, run, start)
-    Console().print(adapter.options["held_back"])
-
-
-def _texts(
-    target: PreTrainedModel, files: list[Path], folder: Path | None, store: bool
-) -> list[Text]:
-    """The texts of all files, each with a folder of features of its own."""
-    texts: list[Text] = []
-    for answers, own in answer_files(files, folder, "features"):
-        if not store:
-            texts += map(Text, answers)
-            continue
-        need = in_words(disk_need(target, answers))
-        Console().print(f"the features of {len(answers)} texts take {need} in {own}")
-        with processes().main_process_first():
-            texts += stored_texts(target, answers, own)
-    return texts
-
-
-@train.command("sdsat", cls=RecordedCommand)
-def train_sdsat_command(  # noqa: PLR0913 - one parameter an option
-    model: Model,
-    responses: ResponseFiles,
-    out: Annotated[
-        Path, typer.Option(help="Folder for adapter or model; an interrupted run resumes.")
-    ],
-    mode: Annotated[str, typer.Option(help=", ".join(MODES))] = "gated",
-    window: Annotated[int, typer.Option(min=1, help="L, most adaptive tokens in a row.")] = 5,
-    diverse: Annotated[
-        bool, typer.Option("--diverse", help="One adaptive token per place, not one for all.")
-    ] = False,
-    rank: Annotated[int, typer.Option(min=1, help="Rank of the LoRA.")] = 16,
-    lora_layer: Annotated[
-        list[str] | None,
-        typer.Option(help="Such as q_proj; may be repeated. All linear layers by default."),
-    ] = None,
-    loss: Annotated[str, typer.Option(help=", ".join(LOSSES))] = "improved",
-    layout: Annotated[
-        str | None, typer.Option(help=f"{', '.join(LAYOUTS)}; chosen by mode and loss by default.")
-    ] = None,
-    start_share: Annotated[
-        float, typer.Option(min=0, max=1, help="Of the positions, where windows start.")
-    ] = START_SHARE,
-    adaptive_weight: Annotated[
-        float, typer.Option(min=0, help="Of the adaptive positions beside the clean text.")
-    ] = 1.0,
-    soft_weight: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of the target's opinion in the loss.")
-    ] = 0.0,
-    infilling: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of the code put into infilling format.")
-    ] = 0.0,
-    infilling_task: Annotated[str, typer.Option(help="Which answers are code.")] = "code",
-    num_adaptive: Annotated[
-        int | None, typer.Option(min=1, help="k in use; the window by default.")
-    ] = None,
-    token_id: Annotated[
-        list[int] | None,
-        typer.Option(min=0, help="Spare row of the vocabulary, for --mode full; may be repeated."),
-    ] = None,
-    epochs: Epochs = 3,
-    learning_rate: LearningRate = 1e-3,
-    batch_tokens: BatchTokens = 2048,
-    accumulate: Accumulate = 1,
-    teacher: TeacherFolder = None,
-    evaluate_every: EvaluateEvery = 300,
-    seed: Seed = 0,
-    dtype: Dtype = "bfloat16",
-) -> None:
-    """Train adaptive tokens, behind which the target drafts for itself.
-
-    Modes gated and embeddings leave the target's output as it is; lora and full make another model
-    of it, full in OUT itself. See hf_spec.models.adaptive_tokens. The target's opinions are
-    computed, and kept, only for --soft-weight. Use the adapter with
-    model.generate(..., spec_strategy="sdsat", assistant=OUT).
-
-        hf-spec train sdsat --model MODEL --responses answers.jsonl --out my-tokens --window 5
-    """
-    run = TrainSettings(
-        epochs=epochs,
-        batch_tokens=batch_tokens,
-        accumulate=accumulate,
-        learning_rate=learning_rate,
-        seed=seed,
-        evaluate_every=evaluate_every,
-    )
-    settings = SdsatTrainSettings(
-        mode=mode,
-        window=window,
-        diverse=diverse,
-        rank=rank,
-        targets=tuple(lora_layer or ()),
-        loss=loss,
-        layout=layout,
-        start_share=start_share,
-        adaptive_weight=adaptive_weight,
-        soft_weight=soft_weight,
-        infilling=infilling,
-        infilling_task=infilling_task,
-        num_adaptive=num_adaptive,
-        token_ids=tuple(token_id or ()),
-    )
-    target = load_target(model, dtype)
-    needed = settings.infilling or settings.mode == "full"
-    tokenizer = AutoTokenizer.from_pretrained(model) if needed else None
-    examples = _examples(target, responses, teacher, bool(settings.soft_weight))
-    adapter = train_sdsat(target, examples, out, settings, run, tokenizer)
-    options = getattr(target.config, CONFIG_ENTRY) if adapter is None else adapter.options
-    Console().print(options["held_back"])
-
-
-def _examples(
-    target: PreTrainedModel, files: list[Path], folder: Path | None, with_opinions: bool
-) -> list[Example]:
-    """The answers of all files, each with a folder of opinions of its own if they are wanted."""
-    examples: list[Example] = []
-    for answers, own in answer_files(files, folder, "teacher"):
-        if not with_opinions:
-            examples += map(Example.without_opinion, answers)
-            continue
-        with processes().main_process_first():
-            examples += teacher_examples(target, answers, own)
-    return examples
+train.command("falcon", cls=RecordedCommand)(train_falcon_command)
+train.command("sdsat", cls=RecordedCommand)(train_sdsat_command)
 
 
 @train.command("disco", cls=RecordedCommand)
 def train_disco_command(  # noqa: PLR0913 - one parameter an option
-    model: Model,
+    model: ModelOption,
     responses: Responses,
     out: AdapterOut,
     draft: Annotated[
@@ -366,7 +148,8 @@ def train_disco_command(  # noqa: PLR0913 - one parameter an option
         list[str] | None, typer.Option(help="Learn from this task alone; may be repeated.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the split and of the training.")] = 0,
-    dtype: Dtype = "float32",
+    dtype: Dtype = AUTO,
+    device: Device = None,
 ) -> None:
     """Train the classifier that tells a draft model when to stop.
 
@@ -376,17 +159,28 @@ def train_disco_command(  # noqa: PLR0913 - one parameter an option
 
         hf-spec train disco --model MODEL --responses answers.jsonl --draft DRAFT --out my-disco
     """
+    from hf_spec.cli.loading import load_target
+    from hf_spec.training.disco import DiscoTrainSettings, train_disco
+    from hf_spec.training.responses import read_responses
+    from hf_spec.training.trainer import processes
+
     if (draft is None) == (draft_layers is None):
         raise typer.BadParameter("give either --draft or --draft-layers")
     named: Any = draft if draft is not None else {"truncated": draft_layers}
     answers = list(read_responses(responses))
     settings = DiscoTrainSettings(labels=labels.value, seed=seed)
-    adapter = train_disco(load_target(model, dtype), named, answers, out, settings, task)
-    _show_rules(adapter)
+    target = load_target(model, dtype, device)
+    adapter = train_disco(target, named, answers, out, settings, task)
+    if processes().is_main_process:
+        _show_rules(adapter)
+        typer.echo(f"next: {bench_command(model, f'disco@{out}', dtype, device)}")
 
 
 def _show_rules(adapter: SpecAdapter) -> None:
-    """What the classifier and the fixed rules foretell on prompts that were held back."""
+    """What the classifier and the fixed rules predict on prompts that were held back."""
+    from rich.console import Console
+    from rich.table import Table
+
     validation = adapter.options["validation"]
     table = Table(title=f"{validation['acceptance']:.0%} of the positions held back are accepted")
     for column in ("rule", "class", "precision", "recall", "F1"):

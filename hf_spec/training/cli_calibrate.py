@@ -4,28 +4,23 @@ from __future__ import annotations
 
 from itertools import islice
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
-from tqdm import tqdm
-from transformers import AutoTokenizer
 
-from hf_spec.adapters.folder import SpecAdapter, load_adapter
-from hf_spec.bench.prompts import load_prompts
-from hf_spec.models.disco_classifier import METHOD
-from hf_spec.training.calibrate import CalibrationSettings, calibrate_disco, validation_prompts
-from hf_spec.training.calibrate_falcon import TreeSettings, calibrate_falcon
-from hf_spec.training.cli_common import Dtype, Model, Responses, load_target
-from hf_spec.training.responses import read_responses
+from hf_spec.cli.next_step import bench_command
+from hf_spec.cli.options import AUTO, Device, Dtype, ModelOption
+from hf_spec.training.cli_common import Responses
+
+if TYPE_CHECKING:
+    from hf_spec.adapters.folder import SpecAdapter
 
 calibrate = typer.Typer(no_args_is_help=True, help="Choose options by measured speed.")
 
 
 @calibrate.command("disco")
 def calibrate_disco_command(  # noqa: PLR0913 - one parameter an option
-    model: Model,
+    model: ModelOption,
     adapter: Annotated[Path, typer.Option(exists=True, help="The folder of `train disco`.")],
     prompts: Annotated[
         Path,
@@ -43,7 +38,8 @@ def calibrate_disco_command(  # noqa: PLR0913 - one parameter an option
     ] = None,
     new_tokens: Annotated[int, typer.Option(min=1, help="Generated per run.")] = 64,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each way and prompt.")] = 2,
-    dtype: Dtype = "float32",
+    dtype: Dtype = AUTO,
+    device: Device = None,
 ) -> None:
     """Choose DISCO's threshold and longest draft by speed on this machine.
 
@@ -53,6 +49,14 @@ def calibrate_disco_command(  # noqa: PLR0913 - one parameter an option
 
         hf-spec calibrate disco --model MODEL --adapter my-disco --prompts prompts.jsonl
     """
+    from tqdm import tqdm
+
+    from hf_spec.adapters.folder import load_adapter
+    from hf_spec.bench.prompts import load_prompts
+    from hf_spec.cli.loading import load_target, load_tokenizer
+    from hf_spec.models.disco_classifier import METHOD
+    from hf_spec.training.calibrate import CalibrationSettings, calibrate_disco, validation_prompts
+
     base = CalibrationSettings()
     settings = CalibrationSettings(
         thresholds=tuple(threshold or base.thresholds),
@@ -63,16 +67,17 @@ def calibrate_disco_command(  # noqa: PLR0913 - one parameter an option
     known = load_prompts(prompts)
     chosen = known if use_all else validation_prompts(load_adapter(adapter, METHOD), known)
     chosen = chosen[:max_prompts]
-    target, tokenizer = load_target(model, dtype), AutoTokenizer.from_pretrained(model)
+    target, tokenizer = load_target(model, dtype, device), load_tokenizer(model)
     total = settings.num_ways * len(chosen) * settings.repeats
     with tqdm(total=total, desc="runs", disable=None) as bar:
         made = calibrate_disco(target, tokenizer, adapter, chosen, settings, progress=bar.update)
     _show_ways(made)
+    typer.echo(f"next: {bench_command(model, f'disco@{adapter}', dtype, device)}")
 
 
 @calibrate.command("falcon")
 def calibrate_falcon_command(  # noqa: PLR0913 - one parameter an option
-    model: Model,
+    model: ModelOption,
     adapter: Annotated[Path, typer.Option(exists=True, help="The folder of `train falcon`.")],
     responses: Responses,
     max_answers: Annotated[int, typer.Option(min=1, help="The first so many answers.")] = 100,
@@ -86,7 +91,8 @@ def calibrate_falcon_command(  # noqa: PLR0913 - one parameter an option
     generations: Annotated[int, typer.Option(min=1, help="From which these are judged.")] = 8,
     new_tokens: Annotated[int, typer.Option(min=2, help="Generated per timed run.")] = 32,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each tree.")] = 3,
-    dtype: Dtype = "float32",
+    dtype: Dtype = AUTO,
+    device: Device = None,
 ) -> None:
     """Choose a Falcon head's tree by acceptance and by speed on this machine.
 
@@ -97,6 +103,12 @@ def calibrate_falcon_command(  # noqa: PLR0913 - one parameter an option
 
         hf-spec calibrate falcon --model MODEL --adapter my-head --responses others.jsonl
     """
+    from tqdm import tqdm
+
+    from hf_spec.cli.loading import load_target
+    from hf_spec.training.calibrate_falcon import TreeSettings, calibrate_falcon
+    from hf_spec.training.responses import read_responses
+
     settings = TreeSettings(
         depth=depth,
         num_ranks=num_ranks,
@@ -107,14 +119,18 @@ def calibrate_falcon_command(  # noqa: PLR0913 - one parameter an option
         repeats=repeats,
     )
     answers = list(islice(read_responses(responses), max_answers))
-    target = load_target(model, dtype)
+    target = load_target(model, dtype, device)
     with tqdm(desc="answers and runs", disable=None) as bar:
         made = calibrate_falcon(target, adapter, answers, settings, progress=bar.update)
     _show_tree(made)
+    typer.echo(f"next: {bench_command(model, f'falcon@{adapter}', dtype, device)}")
 
 
 def _show_ways(adapter: SpecAdapter) -> None:
     """Speeds, and what was chosen."""
+    from rich.console import Console
+    from rich.table import Table
+
     calibration = adapter.options["calibration"]
     table = Table(title=f"speed relative to drafts of {calibration['reference']} tokens")
     for column in ("", "median", "p20 - p80", "tau"):
@@ -128,6 +144,9 @@ def _show_ways(adapter: SpecAdapter) -> None:
 
 def _show_tree(adapter: SpecAdapter) -> None:
     """The trees that were tried, and the costs that decided."""
+    from rich.console import Console
+    from rich.table import Table
+
     calibration = adapter.options["calibration"]
     table = Table(title="the likeliest paths of every tree")
     for column in ("drafted nodes", "depth", "sent", "tau", "tokens / s"):

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from typer.core import TyperCommand
 
-from hf_spec.training.responses import Response, read_responses
-from hf_spec.training.trainer import processes
+if TYPE_CHECKING:
+    from hf_spec.training.responses import Response
 
-Model = Annotated[str, typer.Option(help="The target model: folder or Hub id.")]
 Responses = Annotated[
     Path, typer.Option(exists=True, help="The target's answers, from `hf-spec train responses`.")
 ]
@@ -40,43 +38,32 @@ Seed = Annotated[int, typer.Option(help="Of the order and of every random number
 TeacherFolder = Annotated[
     Path | None, typer.Option(help="Folder for the target's opinions; beside the answers.")
 ]
-Dtype = Annotated[str, typer.Option(help="Of the target: float32, bfloat16 or float16.")]
 
 
-def load_target(name: str, dtype: str, device: str | None = None) -> PreTrainedModel:
-    """The model `name` in evaluation mode.
+class RecordedCommand(TyperCommand):
+    """A command whose options stand in the run record of the training that it starts."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run it."""
+        from hf_spec.training.run_record import with_options
+
+        with with_options(ctx.params):
+            return super().invoke(ctx)
+
+
+def conclude(figures: Mapping[str, float], next_step: str) -> None:
+    """Say how well a training ended and what to do next, once for all its processes.
 
     Args:
-        name: folder or Hub id.
-        dtype: "float32", "bfloat16", "float16", or "auto" for the one it is stored in.
-        device: of torch; the accelerator, if there is one, by default.
-
-    Raises:
-        typer.BadParameter: for another dtype, or a device that torch does not know.
+        figures: on the answers that were held back.
+        next_step: see `hf_spec.cli.next_step`.
     """
-    if dtype not in {"auto", "float32", "bfloat16", "float16"}:
-        raise typer.BadParameter(f"--dtype {dtype}: choose float32, bfloat16 or float16")
-    try:
-        place = torch.device(device) if device else own_device()
-    except RuntimeError as error:
-        raise typer.BadParameter(f"--device {device}: choose cpu, cuda or cuda:1") from error
-    if place.type == "cuda" and not torch.cuda.is_available():
-        raise typer.BadParameter(f"--device {device}: torch finds no GPU here; choose cpu")
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        name,
-        dtype=dtype if dtype == "auto" else getattr(torch, dtype),
-        use_safetensors=True,
-        # Left open, transformers would ask on the terminal whether to run a model's own code.
-        trust_remote_code=False,
-    )
-    return model.to(place).eval()
+    from hf_spec.training.trainer import processes
 
-
-def own_device() -> torch.device:
-    """The GPU of this process, counted on its machine; the CPU where there is none."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", processes().local_process_index)
+    if processes().is_main_process:
+        said = ", ".join(f"{name} {value:.3f}" for name, value in figures.items())
+        typer.echo(f"on the answers held back: {said}")
+        typer.echo(f"next: {next_step}")
 
 
 def answer_files(
@@ -89,6 +76,8 @@ def answer_files(
         folder: has a folder for each file; by default they lie beside the files.
         kind: of what is computed; ends the name of a folder beside its file.
     """
+    from hf_spec.training.responses import read_responses
+
     for file in files:
         own = file.with_suffix(f".{kind}") if folder is None else folder / file.stem
         yield list(read_responses(file)), own

@@ -38,17 +38,10 @@ from transformers import PreTrainedModel
 
 from hf_spec.errors import OptionError
 from hf_spec.models.falcon_head import FalconHead
+from hf_spec.training.choices import CSGD
 from hf_spec.training.features import Text, text_features
 from hf_spec.training.trainer import MicroBatch
 
-SCHEDULES = ("paper", "released", "off")
-CHOICES = {
-    "schedule": SCHEDULES,
-    "noise": ("paper", "released", "off"),
-    "hard_label": ("token", "gumbel"),
-    "replaced_token": ("teacher", "data"),
-    "feature_scale": ("raw", "dimension"),
-}
 NOISE_LENGTH = 512
 
 
@@ -83,7 +76,7 @@ class CsgdSettings:
     feature_scale: str = "raw"
 
     def __post_init__(self) -> None:
-        for name, choices in CHOICES.items():
+        for name, choices in CSGD.items():
             if getattr(self, name) not in choices:
                 raise OptionError(f"{name}={getattr(self, name)!r}: choose {' or '.join(choices)}")
         for name in ("feature_weight", "soft_weight", "hard_weight"):

@@ -30,17 +30,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_spec.errors import OptionError
-from hf_spec.models.adaptive_tokens import MODES, AdaptiveShape, AdaptiveTokens
+from hf_spec.models.adaptive_modes import MODES
+from hf_spec.models.adaptive_tokens import AdaptiveShape, AdaptiveTokens
 from hf_spec.models.gated_lora import new_lora
+from hf_spec.training.choices import LAYOUTS, LOSSES, START_SHARE
 from hf_spec.training.infilling import Infilling
 from hf_spec.training.sdsat_chains import Text, run_chains
 from hf_spec.training.teacher import Example
 from hf_spec.training.trainer import Loss, MicroBatch
-from hf_spec.training.windows import START_SHARE, draw_windows, window_length
+from hf_spec.training.windows import draw_windows, window_length
 
 FROZEN_BASE = ("gated", "embeddings")
-LAYOUTS = ("branches", "replaced")
-LOSSES = ("improved", "basic")
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-START_SHARE = 0.1
+from hf_spec.training.choices import START_SHARE
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import base64
 import hashlib
 import json
 import re
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -245,6 +246,13 @@ class _Handler(BaseHTTPRequestHandler):
         etag = hashlib.sha256(content).hexdigest()
         etag = etag if path.endswith(LARGE) else etag[:40]
         return 200, content, {"ETag": f'"{etag}"', "X-Repo-Commit": found}
+
+
+def closed_port() -> str:
+    """The address of a Hub that is not there: a port of loopback that refuses connections."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    return f"http://127.0.0.1:{port}"
 
 
 @contextmanager

@@ -140,6 +140,21 @@ class TestSummary:
         assert row["tokens_per_forward"] == 1.0
         assert row["peak_bytes"] == 7
 
+    def test_ratio_to_the_engine_without_drafts_of_the_same_repetition(self) -> None:
+        none = [
+            record("p", "none", 0, 6.0),
+            record("p", "none", 1, 4.0),
+            record("q", "none", 0, 3.0),
+        ]
+        ours = [record("p", "a", 0, 3.0), record("p", "a", 1, 4.0), record("q", "a", 0, 6.0)]
+        found = {row["contender"]: row for row in summary([*none, *ours]) if row["task"] == "all"}
+        assert found["none"]["ratio_to_none"] == 1.0
+        # Of p twice and once as fast, of q half as fast.
+        assert found["a"]["ratio_to_none"] == pytest.approx(1.0)
+        text = markdown(results([*none, *ours]))
+        assert "| ratio to plain, median (p20 - p80) | ratio to none |" in text
+        assert summary(ours)[0]["ratio_to_none"] is None
+
 
 def results(records: Sequence[Record], **facts: Any) -> dict[str, Any]:
     return {"summary": summary(records), **facts}
@@ -155,10 +170,10 @@ def test_markdown() -> None:
         part.splitlines() for part in markdown(results([*plain, *ours])).split("\n\n")
     )
     assert head == ["### batch size 1"]
-    assert {line.count("|") for line in overall} == {9}
+    assert {line.count("|") for line in overall} == {10}
     assert {line.count("|") for line in tasks} == {4}
     assert overall[2] == (
-        "| plain | 1.00 (1.00 - 1.00) | 1.00 | 2.0 (2.0 - 2.0) | - | - | - | 5 of 5 |"
+        "| plain | 1.00 (1.00 - 1.00) | - | 1.00 | 2.0 (2.0 - 2.0) | - | - | - | 5 of 5 |"
     )
     assert overall[3].startswith("| ours | 3.00 (1.80 - 4.20) | ")
     assert overall[3].endswith(" | 3.00 | - | 5 of 5 |")

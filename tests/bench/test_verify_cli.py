@@ -30,17 +30,17 @@ def command(folder: Path, prompt_file: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_real_code_passes(command: Any, folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "verify.json"
     tree = "tree:max_draft_tokens=2"
-    both = ["--strategy", "lookup", "--strategy", tree, "--assistant", str(folder)]
+    both = ["--strategy", "draft", "--strategy", tree, "--assistant", str(folder)]
     result = command(*both, "--sampled-prompts", "1", "--out", str(out))
     assert result.exit_code == 0, result.output
-    assert "lookup" in result.output
+    assert "draft" in result.output
     assert result.output.count("2 of 2 outputs identical, 16 tokens") == 2
     assert result.output.count("passed") == 2
     assert "of the probability in every text is found" in result.output
     report = json.loads(out.read_text())
     assert report["passed"] is True
     assert report["dtype"] == "float32"
-    assert [one["strategy"] for one in report["strategies"]] == ["lookup", tree]
+    assert [one["strategy"] for one in report["strategies"]] == ["draft", tree]
     assert report["strategies"][1]["sampling"]["texts"][0]["accepted"] > 0
     assert not list(tmp_path.glob("*.part"))
 
@@ -69,8 +69,9 @@ def test_a_wrong_distribution_fails(
     ("arguments", "status", "message"),
     [
         (["--strategy", "tre"], 2, "unknown spec_strategy 'tre'"),
-        (["--strategy", "tree"], 1, "needs --assistant"),
-        (["--strategy", "lookup", "--dtype", "int8"], 2, "--dtype int8"),
+        (["--strategy", "tree"], 2, "needs --assistant"),
+        (["--strategy", "lookup", "--dtype", "int8"], 2, "'int8' is not one of"),
+        (["--strategy", "lookup", "--out", "/no/such/folder/report.json"], 2, "there is no folder"),
         (["--strategy", "lookup", "--draws", "3"], 2, "--draws"),
         ([], 2, "--strategy"),
     ],
@@ -83,7 +84,20 @@ def test_what_cannot_be_is_said(
     assert message in result.output
 
 
-def test_a_strategy_that_accepts_nothing_is_named(command: Any) -> None:
-    result = command("--strategy", "none", "--sampled-prompts", "1")
-    assert result.exit_code == 0, result.output
-    assert result.output.count("this says little about") == 2
+class TestNothingAccepted:
+    def test_it_is_not_passed(self, command: Any, tmp_path: Path) -> None:
+        out = tmp_path / "verify.json"
+        result = command("--strategy", "none", "--sampled-prompts", "1", "--out", str(out))
+        assert result.exit_code == 3, result.output
+        assert "passed" not in result.output
+        assert "NOT PROVEN: no draft was accepted (greedy and sampling)" in result.output
+        report = json.loads(out.read_text())
+        assert (report["passed"], report["verdict"]) == (False, "unproven")
+
+    def test_the_gravest_verdict_counts(
+        self, command: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        both = ["--strategy", "none", "--strategy", "lookup", "--sampled-prompts", "0"]
+        assert command(*both).exit_code == 3
+        monkeypatch.setattr(drafter, "NodeDraw", OneTooMany)
+        assert command(*both).exit_code == 1

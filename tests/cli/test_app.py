@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+import hf_spec
 import hf_spec.cli
 from hf_spec.cli.app import ENTRIES, build_app, load_command
 from hf_spec.installing import how_to_install
@@ -40,14 +41,35 @@ def run_python(code: str) -> str:
     return done.stdout
 
 
-def test_no_command_is_imported_before_it_is_chosen() -> None:
+ANSWERED_AT_ONCE = [
+    [],
+    ["--help"],
+    ["--version"],
+    ["nonsense"],
+    ["train", "falcn"],
+    ["train", "falcon", "--nois", "x"],
+    ["verify", "model", "--dtype", "fp16"],
+    ["bench", "./no-such-model"],
+    ["train", "draft", "--model", "no/such/model"],
+    *([*name.split(), "--help"] for name in LEAVES),
+]
+
+
+def test_help_and_wrong_names_import_neither_torch_nor_transformers() -> None:
     code = (
-        "import sys; from hf_spec.cli.app import build_app; from typer.testing import CliRunner\n"
-        "for asked in (['--help'], ['nonsense'], []):\n"
-        "    page = CliRunner().invoke(build_app(), asked).output\n"
-        f"    print('generate' in page, *{MODULES} & set(sys.modules))"
+        "import sys; sys.argv = ['hf-spec']; from hf_spec.cli import main\n"
+        f"for words in {ANSWERED_AT_ONCE}:\n"
+        "    sys.argv = ['hf-spec', *words]\n"
+        "    try:\n"
+        "        main()\n"
+        "    except SystemExit as stopped:\n"
+        "        heavy = {'torch', 'transformers', 'numpy', 'peft', 'accelerate'}\n"
+        "        print('ENDS', stopped.code, heavy & set(sys.modules))"
     )
-    assert run_python(code).splitlines() == ["True", "False", "True"]
+    ends = [line for line in run_python(code).splitlines() if line.startswith("ENDS")]
+    statuses = [2, 0, 0, 2, 2, 2, 2, 2, 2]
+    statuses += [0] * (len(ANSWERED_AT_ONCE) - len(statuses))
+    assert ends == [f"ENDS {status} set()" for status in statuses]
 
 
 def test_completion_imports_no_command() -> None:
@@ -55,7 +77,7 @@ def test_completion_imports_no_command() -> None:
         "import os, sys; os.environ.update(_HF_SPEC_COMPLETE='complete_bash', "
         "COMP_WORDS='hf-spec ca', COMP_CWORD='1'); sys.argv = ['hf-spec']; import hf_spec.cli; "
         "import atexit; atexit.register("
-        f"lambda: print({MODULES}.isdisjoint(sys.modules))); hf_spec.cli.main()"
+        f"lambda: print({MODULES | {'torch'}}.isdisjoint(sys.modules))); hf_spec.cli.main()"
     )
     assert set(run_python(code).split()) >= {"calibrate", "True"}
 
@@ -66,6 +88,43 @@ def test_python_m() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "Usage: hf-spec" in done.stdout
+    command = [sys.executable, "-X", "importtime", "-m", "hf_spec", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "typer" in imported
+    assert not imported & {"torch", "transformers"}
+
+
+def test_the_versions() -> None:
+    result = CliRunner().invoke(build_app(), ["--version"])
+    assert result.exit_code == 0
+    assert result.stdout.startswith(f"hf-spec {hf_spec.__version__} (torch ")
+    assert "transformers" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        ("/usr/bin/hf-spec", True),
+        ("hf-spec.exe", True),
+        ("hf-spec.py", False),
+        ("my-hf-spec", False),
+        ("-c", False),
+        ("-m", False),
+        ("", False),
+    ],
+)
+def test_started_as_command(program: str, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", [program])
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "pytest", "hf_spec"])
+    assert hf_spec.cli.started_as_command() is expected
+
+
+def test_a_process_that_is_another_module_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["-m"])
+    for module, expected in (("hf_spec", True), ("hf_spec.bench.report", False)):
+        monkeypatch.setattr(sys, "orig_argv", ["python", "-u", "-m", module])
+        assert hf_spec.cli.started_as_command() is expected
 
 
 def test_missing_packages_are_named_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,6 +161,9 @@ def test_a_wrong_name_is_answered_with_the_near_one() -> None:
     result = CliRunner().invoke(build_app(), ["generat"])
     assert result.exit_code == 2
     assert "Did you mean 'generate'" in " ".join(result.output.replace("│", " ").split())
+    result = CliRunner().invoke(build_app(), ["train", "falcon", "--nois", "x"])
+    assert result.exit_code == 2
+    assert "--noise" in result.output
 
 
 def test_the_page_has_every_command() -> None:

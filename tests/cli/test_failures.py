@@ -8,7 +8,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from hf_spec import AssistantError, OptionError
+from hf_spec import AssistantError, HubError, OptionError, UnsupportedError
 from hf_spec.cli import app as root
 from hf_spec.cli.failures import in_one_sentence
 
@@ -17,7 +17,10 @@ from hf_spec.cli.failures import in_one_sentence
     ("error", "status"),
     [
         (OptionError("k=0 is [bold]too[/] small"), 2),
-        (AssistantError("no such head"), 1),
+        (AssistantError("no such head"), 2),
+        (HubError("the Hub cannot be reached"), 1),
+        (UnsupportedError("no such model is served"), 1),
+        (FileNotFoundError("no such file"), 2),
         (ValueError("a bad line"), 1),
         (OSError("no space"), 1),
         (KeyboardInterrupt(), 130),
@@ -58,7 +61,7 @@ class TestCommandLine:
 
     def test_the_root_catches(self) -> None:
         result = self.run()
-        assert (result.exit_code, result.stderr) == (1, "error: no such head\n")
+        assert (result.exit_code, result.stderr) == (2, "error: no such head\n")
 
     def test_debug_by_option_or_environment(self) -> None:
         for result in (self.run("--debug"), self.run(HF_SPEC_DEBUG="1")):

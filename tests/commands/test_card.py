@@ -30,7 +30,7 @@ def test_what_is_told_and_what_is_there(tmp_path: Path) -> None:
     folder = save_sample(tmp_path / "head", "falcon")
     (folder / "README.md").write_text("mine")
     result = run(folder)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert (folder / "README.md").read_text() == "mine"
     told = ("--base-model", "me/base", "--license", "mit", "--dataset", "a/b", "--dataset", "c/d")
     result = run(folder, *told, "--overwrite")
@@ -41,7 +41,7 @@ def test_what_is_told_and_what_is_there(tmp_path: Path) -> None:
 
 def test_no_adapter(tmp_path: Path) -> None:
     result = run(tmp_path)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "Traceback" not in result.output
     assert list(tmp_path.iterdir()) == []
 

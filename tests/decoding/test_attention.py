@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from dataclasses import dataclass
@@ -10,10 +11,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_spec.decoding.attention import NAME, PackedStep, Segment, register, tree_attention
+from hf_spec.decoding.attention import (
+    NAME,
+    PackedAttention,
+    PackedStep,
+    Segment,
+    tree_attention,
+)
 from hf_spec.decoding.kv_cache import KVPool
 from hf_spec.decoding.tree import DraftTree
 from hf_spec.errors import UnsupportedError
@@ -243,31 +249,51 @@ def test_masks_are_computed_once_per_kind_of_layer() -> None:
     assert not torch.equal(segment.mask(3, 2, like), segment.mask(None, 2, like))
 
 
-def test_without_a_step_it_is_sdpa() -> None:
-    torch.manual_seed(0)
-    query = torch.randn(2, HEADS, 5, WIDTH)
-    key, value = torch.randn(2, 2, KV_HEADS, 5, WIDTH)
-    layer = Layer(KV_HEADS)
-    ours, _ = tree_attention(layer, query, key, value, None, scaling=0.3)
-    theirs, _ = sdpa_attention_forward(layer, query, key, value, None, scaling=0.3)
-    assert torch.equal(ours, theirs)
+def test_without_a_step_it_refuses() -> None:
+    """What it knows of a call is not enough to attend as the model's own attention would."""
+    states = torch.zeros(2, HEADS, 5, WIDTH)
+    with pytest.raises(UnsupportedError, match="without a draft tree"):
+        tree_attention(Layer(KV_HEADS), states, states, states, None)
 
 
-def test_a_model_switched_by_hand_generates_as_before() -> None:
-    """Registered under its name, the function also serves calls from outside the decoding loop."""
-    register()
-    assert AttentionInterface()[NAME] is tree_attention
-    assert NAME in AttentionMaskInterface().valid_keys()
-    model = tiny_models.build("llama")
-    batch = tiny_models.ragged_batch()
-    plain = model.generate(**batch, max_new_tokens=8, do_sample=False)
+def test_the_name_holds_for_one_model_in_one_block() -> None:
+    """A model that was not chosen keeps its attention, and so does the chosen one afterwards."""
+    model, other = tiny_models.build("llama"), tiny_models.build("gemma3")
     before = model.config._attn_implementation
-    model.set_attn_implementation(NAME)
-    try:
-        switched = model.generate(**batch, max_new_tokens=8, do_sample=False)
-    finally:
-        model.set_attn_implementation(before)
-    assert torch.equal(plain, switched)
+    attention = PackedAttention(model)
+    with attention.chosen():
+        assert model.config._attn_implementation == NAME
+        assert other.config._attn_implementation != NAME
+        with PackedAttention(other).chosen():
+            assert model.config._attn_implementation == before
+        assert model.config._attn_implementation == NAME
+    assert model.config._attn_implementation == before
+
+
+def test_the_name_is_no_part_of_a_config() -> None:
+    """A config that is copied, compared or saved in the middle of a forward is the user's own."""
+    model = tiny_models.build("llama")
+    with PackedAttention(model).chosen():
+        copied = copy.deepcopy(model.config)
+        assert copied == model.config
+    assert copied._attn_implementation == model.config._attn_implementation
+
+
+def test_a_config_with_an_answer_of_its_own_is_chosen_too() -> None:
+    class OwnConfig(LlamaConfig):
+        @property
+        def _attn_implementation(self) -> str | None:
+            return self._attn_implementation_internal
+
+        @_attn_implementation.setter
+        def _attn_implementation(self, value: str | None) -> None:
+            self._attn_implementation_internal = value
+
+    config = OwnConfig(**tiny_models.build("llama").config.to_diff_dict())
+    model = LlamaForCausalLM(config)
+    with PackedAttention(model).chosen():
+        assert config._attn_implementation == NAME
+    assert config._attn_implementation != NAME
 
 
 def test_what_lies_behind_the_visible_keys_changes_nothing() -> None:

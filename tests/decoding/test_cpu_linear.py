@@ -17,6 +17,7 @@ from hf_spec.decoding.cpu_linear import (
     clear_cpu_packing,
     cpu_packing_bytes,
     fast_cpu_linears,
+    fast_products,
     set_cpu_packing,
 )
 
@@ -96,7 +97,7 @@ def run(model: nn.Module, rows: int = 8) -> Tensor:
 
 @torch.no_grad()
 def run_fast(model: nn.Module, rows: int = 8) -> Tensor:
-    with fast_cpu_linears(model):
+    with fast_cpu_linears(model), fast_products():
         return run(model, rows)
 
 
@@ -107,7 +108,7 @@ def test_values_are_those_of_linear(dtype: torch.dtype, bias: bool, mode: str) -
     torch.manual_seed(0)
     set_cpu_packing(mode)
     linear = nn.Linear(WIDTH, 320, bias=bias).to(dtype)
-    with torch.no_grad(), fast_cpu_linears(linear):
+    with torch.no_grad(), fast_cpu_linears(linear), fast_products():
         for rows in ROWS:
             for x in (torch.randn(1, rows, WIDTH), torch.randn(rows, WIDTH)):
                 expected = F.linear(x.to(dtype), linear.weight, linear.bias)
@@ -131,7 +132,7 @@ def test_input_may_have_any_strides_and_dimensions(mode: str) -> None:
         torch.randn(3, WIDTH)[:, None].expand(3, 4, WIDTH),
         torch.randn(4, WIDTH + 1)[:, 1:],
     ]
-    with torch.no_grad(), fast_cpu_linears(linear):
+    with torch.no_grad(), fast_cpu_linears(linear), fast_products():
         for x in inputs:
             torch.testing.assert_close(linear(x), F.linear(x, linear.weight, linear.bias))
 
@@ -147,7 +148,7 @@ def test_every_linear_is_packed_and_the_head_too(
 
 def test_modules_are_as_found_after_the_block_and_after_an_exception(model: Tied) -> None:
     before = [dict(module.__dict__) for module in model.modules()]
-    with fast_cpu_linears(model):
+    with fast_cpu_linears(model), fast_products():
         assert patched(model) == ["up", "down", "head"]
     assert [dict(module.__dict__) for module in model.modules()] == before
     with pytest.raises(KeyboardInterrupt), fast_cpu_linears(model):
@@ -158,7 +159,7 @@ def test_modules_are_as_found_after_the_block_and_after_an_exception(model: Tied
 
 def test_an_abandoned_generator_restores(model: Tied) -> None:
     def stream() -> Iterator[int]:
-        with fast_cpu_linears(model):
+        with fast_cpu_linears(model), fast_products():
             yield 1
             yield 2
 
@@ -223,6 +224,21 @@ def change_one_element_through_data(model: Tied) -> None:
     model.head.weight.data[3, 5] = 7
 
 
+def permute_rows_through_data(model: Tied) -> None:
+    weight = model.up.weight.data
+    weight.copy_(weight.flip(0))
+
+
+def permute_columns_through_data(model: Tied) -> None:
+    weight = model.up.weight.data
+    weight.copy_(weight.roll(2, dims=1))
+
+
+def swap_two_rows_through_data(model: Tied) -> None:
+    weight = model.head.weight.data
+    weight[[3, 9]] = weight[[9, 3]]
+
+
 def change_data(model: Tied) -> None:
     model.up.weight.data = model.up.weight.data * 2
 
@@ -251,6 +267,9 @@ def change_dtype(model: Tied) -> None:
         change_in_place,
         change_through_data,
         change_one_element_through_data,
+        permute_rows_through_data,
+        permute_columns_through_data,
+        swap_two_rows_through_data,
         change_data,
         change_parameter,
         change_state_dict,
@@ -258,7 +277,7 @@ def change_dtype(model: Tied) -> None:
         change_dtype,
     ],
 )
-def test_changed_weights_are_packed_anew(
+def test_changed_weights_are_packed_again(
     model: Tied, change: object, packed_calls: list[nn.Linear]
 ) -> None:
     old = run_fast(model)
@@ -270,6 +289,20 @@ def test_changed_weights_are_packed_anew(
     assert len(packed_calls) == 6
     linears = (model.up, model.down, model.head)
     assert cpu_packing_bytes() == sum(linear.weight.nbytes for linear in linears)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("width", [256, 257])
+def test_no_change_of_one_bit_goes_unseen(dtype: torch.dtype, width: int) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(300, width).to(dtype)
+    bits = weight.view(torch.int32 if dtype == torch.float32 else torch.int16)
+    stamps = {cpu_linear._stamp(weight)}
+    places = [(0, 0, 0), (299, width - 1, 0), (7, 3, 1), (7, 3, 9), (150, width // 2, 14)]
+    for row, column, bit in places:
+        bits.data[row, column] ^= 1 << bit
+        stamps.add(cpu_linear._stamp(weight))
+    assert len(stamps) == len(places) + 1
 
 
 def test_unchanged_weights_are_packed_once(model: Tied, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,7 +336,7 @@ def test_a_forward_set_by_others_is_left_alone(model: Tied) -> None:
         return torch.zeros(*x.shape[:-1], 512)
 
     model.up.forward = theirs  # type: ignore[method-assign]
-    with fast_cpu_linears(model):
+    with fast_cpu_linears(model), fast_products():
         assert model.up.forward is theirs
         assert patched(model) == ["up", "down", "head"]
     assert patched(model) == ["up"]
@@ -313,7 +346,7 @@ def test_a_forward_set_meanwhile_survives(model: Tied) -> None:
     def theirs(x: Tensor) -> Tensor:
         return x
 
-    with fast_cpu_linears(model):
+    with fast_cpu_linears(model), fast_products():
         model.up.forward = theirs  # type: ignore[method-assign]
     assert model.up.__dict__["forward"] is theirs
 
@@ -352,13 +385,13 @@ def parametrized() -> nn.Module:
 )
 def test_unsuitable_modules_are_left_alone(make: object) -> None:
     module = make()  # type: ignore[operator]
-    with fast_cpu_linears(module):
+    with fast_cpu_linears(module), fast_products():
         assert not patched(module)
     assert cpu_packing_bytes() == 0
 
 
 def test_gradients_flow_inside_the_block(model: Tied) -> None:
-    with fast_cpu_linears(model):
+    with fast_cpu_linears(model), fast_products():
         model(torch.arange(8)[None]).sum().backward()
     assert model.up.weight.grad is not None
     assert model.head.weight.grad is not None
@@ -378,7 +411,7 @@ def test_weights_made_in_inference_mode() -> None:
 
 
 def test_errors_of_a_wrong_input_stay(model: Tied) -> None:
-    with fast_cpu_linears(model), torch.no_grad():
+    with fast_cpu_linears(model), fast_products(), torch.no_grad():
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
             model.up(torch.randn(8, WIDTH // 2))
         with pytest.raises(RuntimeError, match="dtype"):
@@ -453,7 +486,7 @@ def test_limits_send_other_rows_to_linear(monkeypatch: pytest.MonkeyPatch) -> No
     linear = nn.Linear(WIDTH, 320)
     poisoned = cpu_linear._pack(torch.full_like(linear.weight, 1e6))
     forward = cpu_linear._packed_forward(linear, poisoned, 3, 64)
-    with torch.no_grad():
+    with torch.no_grad(), fast_products():
         for rows in (1, 2, 65):
             x = torch.randn(rows, WIDTH)
             assert torch.equal(forward(x), F.linear(x, linear.weight, linear.bias))
@@ -479,7 +512,7 @@ def test_a_transformers_model_keeps_its_logits(packed_calls: list[nn.Linear]) ->
         ids = torch.randint(0, 320, (2, rows))
         with torch.no_grad():
             expected = model(ids).logits
-            with fast_cpu_linears(model):
+            with fast_cpu_linears(model), fast_products():
                 assert_same(model(ids).logits, expected)
     # 128 x 256 is too small to pack for k and v; it is not for the other five and the head.
     assert len(packed_calls) == 3 * (2 * 5 + 1)

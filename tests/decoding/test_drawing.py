@@ -1,11 +1,11 @@
-"""Draws without replacement: the same distribution by both ways."""
+"""Distributions of any scores; draws without replacement: the same by both ways."""
 
 from __future__ import annotations
 
 import torch
 
 from hf_spec.bench.distribution import chi_square
-from hf_spec.decoding.drawing import draw, first_to_ring
+from hf_spec.decoding.drawing import distribution, draw, first_to_ring
 
 DRAWS = 20_000
 PROBS = torch.tensor([0.5, 0.3, 0.0, 0.15, 0.05])
@@ -38,3 +38,21 @@ def test_on_the_host_it_is_multinomial() -> None:
     drawn = draw(lines, 2)
     torch.manual_seed(1)
     assert torch.equal(drawn, torch.multinomial(lines, 2))
+
+
+INF, NAN = float("inf"), float("nan")
+
+
+def test_the_distribution_of_finite_scores_is_their_softmax() -> None:
+    scores = torch.tensor([[1.0, 2.0, -INF], [0.0, -INF, -INF]])
+    assert torch.equal(distribution(scores), scores.softmax(dim=-1))
+
+
+def test_where_the_softmax_is_not_a_number_what_argmax_takes_is_certain() -> None:
+    lines = [[0.0, INF, INF], [-INF, -INF, -INF], [0.0, 1.0, NAN], [INF, 0.0, NAN], [1.0, 1.0, 1.0]]
+    scores = torch.tensor(lines)
+    probs = distribution(scores)
+    certain = torch.nn.functional.one_hot(scores[:4].argmax(dim=-1), 3).float()
+    assert torch.equal(probs[:4], certain)
+    assert torch.equal(probs[4], scores[4].softmax(dim=-1))
+    assert scores[1].tolist() == lines[1]

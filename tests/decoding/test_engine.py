@@ -15,7 +15,7 @@ from hf_spec import LookupConfig, SpecGenerateOutput, SpecStats
 from hf_spec.decoding.engine import generate_with
 from hf_spec.decoding.verification import NodeDraw
 from hf_spec.strategies.lookup import LookupDrafter
-from tests import tiny_models
+from tests import criteria, tiny_models
 from tests.model_watch import count_forwards
 
 STRATEGIES = tiny_models.STRATEGIES
@@ -267,6 +267,31 @@ def test_a_row_that_ends_early_leaves_the_cache_of_plain_generate(name: str, str
         expected = plain(name, **again, past_key_values=theirs)
         output = speculate(name, strategy, **again, past_key_values=ours)
         assert output.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("padded", [True, False], ids=["padded", "together"])
+@pytest.mark.parametrize("strategy", ["lookup", "tree", "sdsat"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_rows_that_a_criterion_cuts_leave_the_cache_of_plain_generate(
+    name: str, strategy: str, padded: bool
+) -> None:
+    """What was accepted past a stop is stored; neither the cache nor a next turn may show it."""
+    model, prompt = tiny_models.build(name), tiny_models.prompts(name, "ragged")
+    said = plain(name, **prompt)[:, -NEW_TOKENS:]
+    rules = [criteria.AfterCalls(7), criteria.EachRowSays([int(said[3, 2])])]
+    options: dict[str, Any] = {"eos_token_id": int(said[2, 1])} if padded else {}
+    theirs, ours = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    call = {**prompt, "max_new_tokens": NEW_TOKENS, "do_sample": False, **options}
+    expected, _, _ = criteria.run(model, {**call, "past_key_values": theirs}, rules)
+    call |= {"past_key_values": ours, **tiny_models.speculation(name, strategy)}
+    output, _, _ = criteria.run(model, call, rules)
+    assert output.tolist() == expected.tolist()
+    assert output.shape[1] == prompt["input_ids"].shape[1] + 7
+    again = next_turn(prompt, output)
+    check_same_cache(ours, theirs, again["attention_mask"])
+    expected = plain(name, **again, past_key_values=theirs)
+    output = speculate(name, strategy, **again, past_key_values=ours)
+    assert output.tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("kind", ["one", "ragged"])

@@ -64,8 +64,10 @@ def test_confidence_stops_each_row_behind_an_unlikely_token() -> None:
 
 
 def test_others_are_named() -> None:
-    assert {"confidence", "disco", "heuristic", "static"} <= set(known_policies())
-    with pytest.raises(OptionError, match=r"'bold'; known: .*confidence, disco, heuristic, static"):
+    assert {"confidence", "disco", "heuristic", "measured", "static"} <= set(known_policies())
+    with pytest.raises(
+        OptionError, match=r"'bold'; known: .*confidence, disco, heuristic, measured, static"
+    ):
         DraftConfig(length_policy="bold")
     with pytest.raises(OptionError, match="unknown length_policy 7"):
         DraftConfig(length_policy=7)  # type: ignore[arg-type]

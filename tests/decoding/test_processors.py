@@ -19,9 +19,19 @@ from transformers.generation import logits_process as hf
 from hf_spec import LookupConfig, OptionError, TreeConfig, UnsupportedError
 from hf_spec.decoding import processors
 from hf_spec.decoding.processors import NodeProcessors, RowProcessors
-from tests.tiny_models import VOCAB, build, ragged_batch, repetitive_prompt
+from tests.tiny_models import (
+    STRATEGIES,
+    VOCAB,
+    build,
+    prompts,
+    ragged_batch,
+    repetitive_prompt,
+    speculation,
+)
 
 NEW_TOKENS = 14
+# Seeds a watermark with which plain generate() fails as well.
+FAILING_KEY = 4
 
 
 def arguments(strategy: str) -> dict[str, Any]:
@@ -436,3 +446,23 @@ class TestRowProcessors:
 
         with pytest.raises(UnsupportedError, match=r"Unique cannot be copied.*several sequences"):
             RowProcessors(1).begin(0, [Unique()])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_watermark_that_raises_an_error_on_some_scores(strategy: str) -> None:
+    """Those of the draft model, here; of the target's it makes something at every step."""
+
+    def generate(key: int, **more: Any) -> list[list[int]]:
+        mark = WatermarkingConfig(
+            bias=2.5, seeding_scheme="selfhash", greenlist_ratio=0.1, hashing_key=key
+        )
+        call = {**prompts("llama", "one"), "max_new_tokens": NEW_TOKENS + 2}
+        return build("llama").generate(**call, watermarking_config=mark, **more).tolist()
+
+    choice = speculation("llama", strategy)
+    assert generate(3, **choice) == generate(3)
+    assert generate(3) != generate(1)
+    # Where the target's own scores are such, the error is that of plain generate().
+    for more in ({}, choice):
+        with pytest.raises(IndexError, match="tensors used as indices"):
+            generate(FAILING_KEY, **more)

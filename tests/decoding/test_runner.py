@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections.abc import Iterator
@@ -304,7 +305,20 @@ def test_layers_that_drop_keyword_arguments_are_noticed(monkeypatch: pytest.Monk
     monkeypatch.setattr(attention, "RECTANGULAR_ONLY", set())
     with (
         ModelRunner(tiny_models.build("nemotron"), 4).active() as runner,
-        pytest.raises(UnsupportedError, match=r"in 0 of its 3 layers"),
+        pytest.raises(UnsupportedError, match="without a draft tree"),
+    ):
+        runner.forward(DraftTree.from_rows(TREE), sequences())
+
+
+def test_layers_that_do_not_attend_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer that mixes tokens in another way would see the branches of a tree as one text."""
+    model = copy.deepcopy(tiny_models.build("llama"))
+    monkeypatch.setattr(
+        model.model.layers[1].self_attn, "forward", lambda hidden_states, **_: (hidden_states, None)
+    )
+    with (
+        ModelRunner(model, 4).active() as runner,
+        pytest.raises(UnsupportedError, match=r"in 2 of its 3 layers"),
     ):
         runner.forward(DraftTree.from_rows(TREE), sequences())
 

@@ -10,9 +10,11 @@ from torch import Tensor
 from transformers import MaxLengthCriteria, StoppingCriteria
 from transformers.generation import EosTokenCriteria, MaxTimeCriteria
 
-from hf_spec.decoding.state import GenerationState, StopRules
+from hf_spec.decoding.state import MAX_LEAD, GenerationState
+from hf_spec.decoding.stopping import StopRules
 from hf_spec.decoding.streaming import BatchStreamer
 from hf_spec.decoding.tree import DraftTree, Verdict
+from hf_spec.errors import UnsupportedError
 
 PROMPT = torch.tensor([[0, 0, 5, 6], [7, 8, 9, 10]])
 MASK = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
@@ -143,8 +145,8 @@ def test_without_an_end_of_sequence_all_rows_end_where_the_last_one_does() -> No
 def test_without_an_end_of_sequence_a_short_row_catches_up() -> None:
     state = make_state(MaxLengthCriteria(20), EndRowOn(12, 18))
     commit(state, [12], [14, 15, 18])
-    assert state.unfinished == [0], "row 1 is where both will end"
-    commit(state, [13, 14, 15], [])
+    assert state.unfinished == [0, 1], "nobody was asked about row 1 beyond the length of row 0"
+    commit(state, [13, 14, 15], [19])
     assert state.unfinished == []
     assert state.finish().sequences[:, 4:].tolist() == [[12, 13, 14], [14, 15, 18]]
 
@@ -173,14 +175,122 @@ def test_a_criterion_answers_for_its_own_row() -> None:
     commit(state, [14, 12, 13], [12, 13, 14, 15])
     assert state.generated == [2, 3]
     assert state.finished == [True, True]
-    # The batch keeps its size, one call per token, scores only where they are kept.
-    assert criterion.shown == [([2, length], None) for length in (5, 6, 5, 6, 7)]
+    # The whole batch, one call per step, scores only where they are kept.
+    assert criterion.shown == [([2, length], None) for length in (5, 6, 7)]
 
 
 def test_a_criterion_with_one_answer_for_all() -> None:
     state = make_state(MaxLengthCriteria(20), EosTokenCriteria(99), EndAllOn(12))
     commit(state, [11, 12, 13], [11])
-    assert state.finished == [True, False]
+    assert state.unfinished == [0, 1], "row 1 has no second token yet"
+    commit(state, [14], [15, 16])
+    assert state.finished == [True, True]
+    assert state.finish().sequences[:, 4:].tolist() == [[11, 12], [11, 15]]
+
+
+class ShowFrames(StoppingCriteria):
+    """Ends nothing and keeps what it was shown."""
+
+    def __init__(self) -> None:
+        self.frames: list[list[list[int]]] = []
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> bool:
+        self.frames.append(input_ids[:, 4:].tolist())
+        return False
+
+
+def test_rows_that_ended_are_shown_padded_and_rows_ahead_as_they_were() -> None:
+    criterion = ShowFrames()
+    rules = MaxLengthCriteria(20), EosTokenCriteria(12), criterion
+    state = make_state(*rules, pad_token_id=99)
+    commit(state, [11, 12, 13], [14])
+    assert criterion.frames == [[[11], [14]]]
+    commit(state, [], [15, 16, 12])
+    assert criterion.frames[1:] == [
+        [[11, 12], [14, 15]],
+        [[11, 12, 99], [14, 15, 16]],
+        [[11, 12, 99, 99], [14, 15, 16, 12]],
+    ]
+    assert state.finished == [True, True]
+
+
+def test_a_row_that_ended_by_itself_may_end_earlier_by_a_criterion() -> None:
+    state = make_state(MaxLengthCriteria(20), EosTokenCriteria(12), EndAllOn(30), pad_token_id=99)
+    commit(state, [11, 13, 14, 12], [15])
+    assert state.unfinished == [1]
+    commit(state, [], [30])
+    assert state.unfinished == []
+    assert state.finish().sequences[:, 4:].tolist() == [[11, 13], [15, 30]]
+    rows = state.stats.rows
+    assert [row.new_tokens for row in rows] == [2, 2]
+    assert [row.accepted_tokens for row in rows] == [2, 0]
+    assert rows[0].accepted_by_position == [1, 1]
+
+
+def test_rows_draft_no_further_ahead_than_pays() -> None:
+    options = {"stop": (MaxLengthCriteria(400), EosTokenCriteria(99))}
+    state = make_state(*options["stop"], EndAllOn(12))
+    free = make_state(*options["stop"])
+    block = list(range(13, 13 + MAX_LEAD))
+    for one in (state, free):
+        commit(one, block, [14])
+    assert [state.room(row) for row in (0, 1)] == [1, free.room(1)]
+    assert free.room(0) == 400 - 4 - MAX_LEAD
+    commit(state, [11], [14, 15, 16])
+    assert state.room(0) == MAX_LEAD - (MAX_LEAD + 1 - 4)
+
+
+class Answer(StoppingCriteria):
+    """Says the same at every step."""
+
+    def __init__(self, answer: Any):
+        self.answer = answer
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        return self.answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "ended"),
+    [
+        (True, [True, True]),
+        (False, [False, False]),
+        (torch.tensor(True), [True, True]),
+        (torch.tensor([True]), [True, True]),
+        (torch.tensor([False, True]), [False, True]),
+        (torch.tensor([[True, False]]), [True, False]),
+        (1, [True, True]),
+        (torch.tensor([0, 1]), [False, True]),
+    ],
+)
+def test_whatever_plain_generate_takes_for_an_answer_is_one(answer: Any, ended: list[bool]) -> None:
+    state = make_state(MaxLengthCriteria(20), EosTokenCriteria(99), Answer(answer))
+    commit(state, [11], [12])
+    assert state.finished == ended
+
+
+def test_an_answer_of_another_shape_is_refused() -> None:
+    state = make_state(MaxLengthCriteria(20), Answer(torch.tensor([[True], [False]])))
+    with pytest.raises(UnsupportedError, match=r"Answer .* \(2, 2\) of 2 rows.*shape \(2,\)"):
+        commit(state, [11], [12])
+
+
+class FailOn(StoppingCriteria):
+    def __init__(self, token: int):
+        self.token = token
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> bool:
+        if self.token in input_ids[:, -1]:
+            raise KeyError(self.token)
+        return False
+
+
+def test_what_was_let_pass_before_an_exception_is_streamed() -> None:
+    streamer = RowRecorder()
+    state = make_state(MaxLengthCriteria(20), FailOn(17), streamer=streamer)
+    with pytest.raises(KeyError):
+        commit(state, [11, 12, 13], [16, 17, 18])
+    assert streamer.rows == {0: [11], 1: [16]}
 
 
 def test_time_is_up_for_every_row() -> None:
@@ -199,10 +309,42 @@ def test_scores_are_kept_per_step_for_committed_tokens_only() -> None:
     logits = [[-score for score in row] for row in scores]
     commit(state, [11, 12, 13], [14, 15, 16], scores=scores, logits=logits)
     output = state.finish()
+    assert output.sequences[:, 4:].tolist() == [[11, 12, 0], [14, 15, 16]]
     assert [step[:, 0].tolist() for step in output.scores] == [[1, 4], [2, 5], [0, 6]]
     assert [step[:, 0].tolist() for step in output.logits] == [[-1, -4], [-2, -5], [0, -6]]
-    seen = [None if s is None else len(s) for _, s in criterion.shown]
-    assert seen == [1, 1, 2], "length and end of sequence ask no criterion"
+    seen = [[step[:, 0].tolist() for step in shown] for _, shown in criterion.shown]
+    assert seen == [[[1, 4]], [[1, 4], [2, 5]]]
+
+
+def test_criteria_wait_for_the_scores_of_rows_that_have_ended() -> None:
+    """Plain generate() runs such rows on, on padding, and shows their scores with the others."""
+    criterion = EndRowOn(98, 98)
+    rules = MaxLengthCriteria(9), EosTokenCriteria(12), criterion
+    state = make_state(*rules, keep_scores=True)
+    ones = torch.ones(3)
+    commit(state, [11, 12, 13], [14], scores=[[ones * 1, ones * 2, ones * 3], [ones * 4]])
+    assert state.missing_scores() == {}, "row 0 was not asked about up to its end"
+    commit(state, [], [15, 16, 17], scores=[[], [ones * 5, ones * 6, ones * 7]])
+    assert len(criterion.shown) == 2
+    assert state.missing_scores() == {0: range(2)}
+    state.show_padding({0: [ones * 8, ones * 9]})
+    assert state.missing_scores() == {}
+    assert len(criterion.shown) == 4
+    seen = [step[:, 0].tolist() for step in criterion.shown[-1][1]]
+    assert seen == [[1, 4], [2, 5], [8, 6], [9, 7]]
+    commit(state, [], [18], scores=[[], [ones * 10]])
+    assert state.missing_scores() == {0: range(2, 3)}
+    state.show_padding({0: [ones * 11]})
+    assert len(criterion.shown) == 5, "asked at the last step, too"
+    assert state.missing_scores() == {}
+    output = state.finish()
+    assert [step[:, 0].tolist() for step in output.scores] == [
+        [1, 4],
+        [2, 5],
+        [0, 6],
+        [0, 7],
+        [0, 10],
+    ]
 
 
 def test_the_streamer_gets_committed_blocks_once_and_in_order() -> None:
@@ -246,10 +388,10 @@ def test_tokens_that_may_still_be_cut_are_held_back() -> None:
     streamer = RowRecorder()
     state = make_state(MaxLengthCriteria(20), EndRowOn(12, 18), streamer=streamer)
     commit(state, [11, 12, 13, 14, 15], [14, 15])
-    # Row 1 will have three tokens at least; whether more, nobody knows.
-    assert streamer.rows == {0: [11, 12, 13], 1: [14, 15]}
+    # Nobody was asked about the third token yet.
+    assert streamer.rows == {0: [11, 12], 1: [14, 15]}
     commit(state, [16], [17])
-    assert streamer.rows == {0: [11, 12, 13, 14], 1: [14, 15, 17]}
+    assert streamer.rows == {0: [11, 12, 13], 1: [14, 15, 17]}
     assert streamer.ended == []
     commit(state, [17], [18])
     assert streamer.rows == {0: [11, 12, 13, 14], 1: [14, 15, 17, 18]}
@@ -272,7 +414,7 @@ def test_a_row_begins_anew_with_rules_and_counts_of_its_own() -> None:
     assert state.finished == [True, False], "of length 6; 30 ends only the other one"
     assert state.tokens[0] == [40, 41, 42, 50, 51, 52]
     # Called as for a batch of one, without the padding of the others.
-    assert [shape for shape, _ in criterion.shown] == [[1, 4], [1, 5]]
+    assert [shape for shape, _ in criterion.shown] == [[1, 4], [1, 5], [1, 6]]
     assert streamer.rows == {0: [11, 12], 1: [14, 15, 16, 30], 5: [50, 51, 52]}
     assert streamer.ended == [0, 5]
     rows = state.stats.rows

@@ -122,8 +122,9 @@ def generate(user: User, model: Path, strategy: str) -> dict[str, Any]:
 
 def test_the_demo(user: User) -> None:
     page = user.hf_spec("demo", "--repeats", 1, "--max-new-tokens", 8)
-    assert "identical" in page
-    assert "NO" not in page
+    # The wheel has no trained head: plain, none, lookup and auto.
+    assert "falcon is left out" in page
+    assert page.count("4 of 4") == 4
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda path: path.name)
@@ -143,13 +144,26 @@ def test_a_trained_adapter_is_whole(user: User, head: Path) -> None:
 
 
 def test_verify(user: User, model: Path, head: Path, prompts: Path) -> None:
-    what = ("--strategy", "lookup", "--strategy", f"falcon@{head.name}", "--prompts", prompts)
-    few = ("--per-task", 1, "--new-tokens", 8, "--sampled-prompts", 1, "--draws", 20)
-    page = user.hf_spec("verify", model, *what, *few, "--out", "report.json")
+    # The head knows how the first answer begins, and lookup finds the second in its prompt.
+    known = prompts.read_text().splitlines()[0]
+    copied = {"id": "c", "task": "copy", "turns": ["Repeat: red blue, red blue, red blue."]}
+    mixed = user.home / "mixed.jsonl"
+    mixed.write_text(f"{known}\n{json.dumps(copied)}\n")
+    what = ("--strategy", "lookup", "--strategy", f"falcon@{head.name}", "--prompts", mixed)
+    few = ("--new-tokens", 24, "--sampled-prompts", 0, "--out", "report.json")
+    page = user.hf_spec("verify", model, *what, *few)
     assert page.count("passed") == 2
     report = json.loads((user.home / "report.json").read_text())
     assert report["passed"]
     assert len(report["strategies"]) == 2
+
+
+def test_verify_sampling(user: User, model: Path, prompts: Path) -> None:
+    """With the target as its own draft model, of which some is always accepted."""
+    what = ("--strategy", f"draft@{model}", "--prompts", prompts, "--per-task", 1)
+    page = user.hf_spec("verify", model, *what, "--new-tokens", 4, "--draws", 20)
+    assert "passed" in page
+    assert "sampling: 20 draws" in page
 
 
 def test_the_card_has_the_figures(hub: LocalHub, pushed: str) -> None:

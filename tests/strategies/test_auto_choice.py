@@ -10,7 +10,7 @@ import torch
 
 from hf_spec.strategies.auto_choice import Round, choose_nodes, choose_sources
 from hf_spec.strategies.auto_costs import Costs, Curve
-from hf_spec.strategies.auto_sources import MergedTree
+from hf_spec.strategies.auto_sources import NODES_PER_LEVEL, MergedTree
 
 
 def costs(per_node: float = 0.05, **draft: float) -> Costs:
@@ -32,7 +32,7 @@ class Level:
 
     def __init__(self, name: str, *levels: float, alone: bool = False, nodes: int = 0):
         self.name, self.levels, self.depth = name, levels, len(levels)
-        self.alone, self.nodes = alone, nodes
+        self.alone, self.nodes, self.nodes_per_level = alone, nodes, NODES_PER_LEVEL
 
     def level(self, row: int, depth: int) -> float:
         return self.levels[depth - 1]

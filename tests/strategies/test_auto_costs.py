@@ -84,7 +84,7 @@ def drafters() -> dict[str, Any]:
     model = build("llama")
     return {
         "tree": DraftModelDrafter(TreeConfig(), draft_model("llama")),
-        "falcon": make_drafter(FalconConfig(), model, random_head("llama")),
+        "falcon": make_drafter(FalconConfig(length_policy="static"), model, random_head("llama")),
     }
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import json
+import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -64,7 +66,7 @@ class TestParse:
         assert parse_strategy("lookup") == LookupConfig()
 
     @pytest.mark.parametrize(
-        "value", ["lokup", "Lookup", 1, None, True, LookupConfig, {}, {"strategy": ["lookup"]}]
+        "value", ["lokup", "Lookup", 1, None, True, {}, {"strategy": ["lookup"]}]
     )
     def test_unknown(self, value: Any) -> None:
         with pytest.raises(OptionError, match=r"known: .*draft, .*lookup"):
@@ -130,3 +132,17 @@ class TestCheck:
         LookupConfig(match_length=64, min_match_length=1)
         DraftConfig(confidence_threshold=0)
         DraftConfig(confidence_threshold=1)
+
+
+@pytest.mark.parametrize("name", known_strategies())
+def test_every_config_names_its_options(name: str) -> None:
+    config_class = base._CONFIGS[name]
+    fields = sorted(option.name for option in dataclasses.fields(config_class))
+    message = f"{config_class.__name__} has no option batchin; did you mean 'batching'? known: "
+    with pytest.raises(OptionError) as raised:
+        config_class(batchin="padded")
+    assert str(raised.value) == message + ", ".join(fields)
+    # What copies and stores configs goes on.
+    config = config_class()
+    assert copy.deepcopy(config) == pickle.loads(pickle.dumps(config)) == config
+    assert dataclasses.replace(config, batching="padded").batching == "padded"

@@ -317,7 +317,7 @@ class TestRefusals:
             self.generate(spec_strategy=kind(length_policy="disco"), assistant=draft_model("llama"))
 
     def test_an_adapter_without_the_policy(self) -> None:
-        with pytest.raises(OptionError, match="adapter='x' is of no use to length_policy='static'"):
+        with pytest.raises(OptionError, match="adapter='x' is of no use to length_policy=None"):
             DraftConfig(adapter="x")
 
     def test_no_assistant(self) -> None:
@@ -388,6 +388,7 @@ class TestRefusals:
         with pytest.raises(OptionError, match=next(iter(options))):
             DiscoConfig(**options)
 
-    def test_none_is_a_length_for_this_policy_alone(self) -> None:
-        with pytest.raises(OptionError, match="max_draft_tokens=None"):
-            DraftConfig(max_draft_tokens=None)
+    def test_the_adapters_length_is_for_this_policy_alone(self) -> None:
+        config = DraftConfig(length_policy="disco", adapter="x")
+        assert config.resolve(measures=True).max_draft_tokens is None
+        assert DraftConfig(length_policy="confidence").resolve(measures=True).max_draft_tokens == 5

@@ -162,7 +162,7 @@ class TestCost:
     def test_one_forward_per_level_over_all_rows(self, config: DraftConfig) -> None:
         tree, drafter = draft_once(config, start(ragged_batch()))
         levels = max(tree.host.height(row) for row in range(5))
-        assert drafter.forwards == levels == config.max_draft_tokens
+        assert drafter.forwards == levels == drafter.config.max_draft_tokens
 
     def test_forwards_are_reported(self) -> None:
         model, small = build("llama"), draft_model("llama")
@@ -219,7 +219,9 @@ class TestCost:
 
 
 class TestCounters:
-    @pytest.mark.parametrize("config", [DraftConfig(), TreeConfig(max_nodes=1000)])
+    @pytest.mark.parametrize(
+        "config", [DraftConfig(max_draft_tokens=5), TreeConfig(max_nodes=1000)]
+    )
     def test_without_merging_every_node_drafted_is_sent(self, config: DraftConfig) -> None:
         output = build("llama").generate(
             **prompts("llama", "ragged"),
@@ -412,7 +414,7 @@ class TestRefusals:
             {"sample_drafts": 1},
             {"children": 0},
             {"expanded_per_level": 1.5},
-            {"max_nodes": None},
+            {"max_nodes": 0},
             {"min_probability": -0.1},
             {"min_sibling_ratio": 1.1},
         ],

@@ -15,7 +15,7 @@ from torch import nn
 import hf_spec
 from hf_spec import UnsupportedError
 from hf_spec.adapters.folder import BaseModel, save_adapter
-from hf_spec.decoding.cpu_linear import cpu_packing_bytes, fast_cpu_linears
+from hf_spec.decoding.cpu_linear import cpu_packing_bytes, fast_cpu_linears, fast_products
 from hf_spec.models.draft_head import FewTokensHead
 from hf_spec.models.falcon_head import FalconHead, FalconShape
 from hf_spec.models.trained_draft import TrainableDraft
@@ -123,7 +123,7 @@ def test_quantisation_changes_the_output(folder: Path) -> None:
 def test_quantised_layers_are_not_packed(kind: str, folder: Path) -> None:
     model = load(folder, kind)
     hf_spec.clear_cpu_packing()
-    with fast_cpu_linears(model):
+    with fast_cpu_linears(model), fast_products():
         changed = {name for name, m in model.named_modules() if "forward" in m.__dict__}
         assert changed <= {"lm_head"}
         assert cpu_packing_bytes() <= model.lm_head.weight.nbytes

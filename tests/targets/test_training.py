@@ -147,7 +147,7 @@ def test_every_process_has_a_gpu_of_its_own(tmp_path: Path) -> None:
     source = """
 import sys
 from pathlib import Path
-from hf_spec.training.cli_common import own_device
+from hf_spec.cli.loading import own_device
 folder = Path(sys.argv[1])
 folder.mkdir(exist_ok=True)
 (folder / str(own_device().index)).touch()

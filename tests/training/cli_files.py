@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -38,3 +39,19 @@ def save_responses(path: Path) -> Path:
 def run(*arguments: Any) -> Any:
     """Run `hf-spec` with arguments of any type."""
     return CliRunner().invoke(build_app(), [str(argument) for argument in arguments])
+
+
+def next_step(result: Any) -> list[str]:
+    """The words of the command that a finished one names as the next, without `hf-spec`."""
+    assert result.exit_code == 0, result.output
+    [line] = [line for line in result.stdout.splitlines() if line.startswith("next: ")]
+    words = shlex.split(line.removeprefix("next: "))
+    assert words[0] == "hf-spec"
+    return words[1:]
+
+
+def short_bench(folder: Path) -> tuple[Any, ...]:
+    """Options that keep a benchmark to one prompt of the tiny model's alphabet."""
+    prompts = folder / "prompts.txt"
+    prompts.write_text("bacedabaceda\n")
+    return ("--prompts", prompts, "--new-tokens", 3, "--repeats", 1, "--no-baselines")

@@ -10,7 +10,7 @@ import pytest
 from hf_spec.adapters.folder import load_adapter, save_adapter
 from hf_spec.bench.prompts import load_prompts
 from tests.strategies.test_falcon import knowing_head
-from tests.training.cli_files import run, save_model, save_responses
+from tests.training.cli_files import next_step, run, save_model, save_responses
 
 
 @pytest.fixture
@@ -45,6 +45,7 @@ def test_disco(model_folder: Path, responses: Path, prompts: Path, tmp_path: Pat
     few = ("--threshold", 0.4, "--longest", 3, "--new-tokens", 4, "--repeats", 1)
     result = run(*calibrate, "--prompts", prompts, *few)
     assert result.exit_code == 0, result.output
+    assert next_step(result) == ["bench", str(model_folder), "--strategy", f"disco@{adapter}"]
     options = load_adapter(adapter, "disco").options
     assert (options["threshold"], options["max_draft_tokens"]) == (0.4, 3)
     assert options["calibration"]["prompts"] == options["validation_prompts"]
@@ -65,6 +66,7 @@ class TestFalcon:
         sizes = ("--drafted-nodes", 9, "--generations", 2)
         result = run(*command, "--responses", responses, *self.FEW, *sizes, "--max-answers", 5)
         assert result.exit_code == 0, result.output
+        assert next_step(result) == ["bench", str(model_folder), "--strategy", f"falcon@{adapter}"]
         options = load_adapter(adapter, "falcon").options
         calibration = options["calibration"]
         # Answers of twelve tokens have eight drafts of four.

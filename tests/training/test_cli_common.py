@@ -1,26 +1,34 @@
-"""What commands share: loading a target."""
+"""What the commands share: the end of a training, and the files of its answers."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-import torch
-import typer
 
-from hf_spec.training.cli_common import load_target
-from tests.training.cli_files import save_model
+from hf_spec.training.cli_common import answer_files, conclude
+from tests.training.cli_files import save_responses
 
 
-def test_a_target_comes_in_its_dtype(tmp_path: Path) -> None:
-    model = load_target(str(save_model(tmp_path)), "bfloat16")
-    assert model.dtype == torch.bfloat16
-    assert not model.training
-    with pytest.raises(typer.BadParameter, match="choose float32, bfloat16 or float16"):
-        load_target(str(tmp_path), "int8")
+def test_the_end_of_a_training(capsys: pytest.CaptureFixture[str]) -> None:
+    conclude({"loss": 0.5, "agreement": 0.25}, "hf-spec bench m")
+    assert capsys.readouterr().out.splitlines() == [
+        "on the answers held back: loss 0.500, agreement 0.250",
+        "next: hf-spec bench m",
+    ]
 
 
-def test_a_device_that_is_not_there(tmp_path: Path) -> None:
-    for device in ("abacus", *([] if torch.cuda.is_available() else ["cuda:1"])):
-        with pytest.raises(typer.BadParameter, match=f"--device {device}"):
-            load_target(str(tmp_path), "auto", device)
+def test_one_process_of_several_says_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("accelerate.PartialState.is_main_process", False)
+    conclude({"loss": 0.5}, "hf-spec bench m")
+    assert capsys.readouterr().out == ""
+
+
+def test_folders_beside_the_files_or_in_one(tmp_path: Path) -> None:
+    file = save_responses(tmp_path / "a.jsonl")
+    [(answers, own)] = answer_files([file], None, "teacher")
+    assert (len(answers), own) == (8, tmp_path / "a.teacher")
+    [(_, own)] = answer_files([file], tmp_path / "all", "teacher")
+    assert own == tmp_path / "all" / "a"

@@ -1,0 +1,414 @@
+"""Drafts as long and as wide as they are worth: what `auto` and the defaults of others share.
+
+In every round the nodes are sent, and the levels drafted, that bring the most tokens per second:
+`auto_sources` knows what drafts like these were worth in this generation, `auto_choice` weighs that
+against what rounds cost. `auto` calibrates costs, since it chooses among drafters. A single drafter
+learns them from its rounds (`round_times`); `measured` makes one so, and with it `draft`, `tree`,
+`gsd`, `disco`, `falcon` and `lookup` where no length is given.
+
+Choices follow from times and from the text so far, never from a draw to come, so whatever rule
+judges the drafts stays exact. Times differ from run to run, and with them the statistics.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from transformers import PreTrainedModel
+
+from hf_spec.decoding.drafter import Drafter
+from hf_spec.decoding.length_policy import MEASURED, DraftedToken, LengthPolicy, register_policy
+from hf_spec.decoding.runner import ForwardOutput
+from hf_spec.decoding.state import GenerationState
+from hf_spec.decoding.tree import DraftTree, Verdict
+from hf_spec.decoding.verification import Verifier
+from hf_spec.distributed_checks import tensor_parallel_size
+from hf_spec.errors import UnsupportedError
+from hf_spec.strategies.auto_choice import Round, choose_nodes, choose_sources
+from hf_spec.strategies.auto_costs import Costs, identity
+from hf_spec.strategies.auto_sources import (
+    EXPECTATION_WEIGHT,
+    LEVEL_EXPECTATION,
+    LEVEL_WEIGHT,
+    PROBABILITY_KINDS,
+    MergedTree,
+    Shares,
+    Source,
+)
+from hf_spec.strategies.base import PolicyConfig
+from hf_spec.strategies.round_times import RoundTimes, known_times
+
+Policed = TypeVar("Policed", bound=PolicyConfig)
+
+NO_CANDIDATES = (
+    "lengths are measured in the engine of hf_spec, which assisted decoding does not use; give a "
+    "length_policy, or numbers of tokens, which are then kept"
+)
+
+
+# Share of what is known of a drafter that stays in a round in which it is not asked. There is no
+# other, so it is tried again soon; where it is hopeless that costs a draft every fifteen rounds.
+FADE = 0.9
+
+
+class MeasuredDrafter(Drafter):
+    """Asks drafters, joins their trees and sends the best nodes.
+
+    Args:
+        free: sources that cost no time worth counting; always asked.
+        assistants: the others, with names of their own.
+        max_draft_tokens: depth of the deepest draft.
+        max_nodes: most nodes of a row sent in a round, root excluded.
+
+    Attributes:
+        counters: "rounds", one per row and draft; "idle_rounds", those that drafted nothing;
+            "asked_NAME", those in which the assistant of that name was asked.
+    """
+
+    no_candidates = NO_CANDIDATES
+
+    def __init__(
+        self,
+        free: Sequence[Source],
+        assistants: Sequence[Source],
+        max_draft_tokens: int,
+        max_nodes: int,
+    ):
+        self.free = free
+        self.assistants = assistants
+        self.max_draft_tokens = max_draft_tokens
+        self.max_nodes = max_nodes
+        self._sources = [*free, *assistants]
+        self._costs: Costs | None = None
+        self._counted: Counter[str] = Counter()
+        layers = {layer for source in self._sources for layer in source.drafter.hidden_layers}
+        self.hidden_layers = tuple(sorted(layers))
+
+    @abstractmethod
+    def _learn_costs(self, state: GenerationState) -> Costs:
+        """What rounds of this generation cost."""
+
+    @property
+    def counters(self) -> Mapping[str, int]:  # type: ignore[override]
+        """See the class."""
+        return self._counted
+
+    @property
+    def forwards(self) -> int:
+        """Forward passes of all drafters."""
+        return sum(source.drafter.forwards for source in self._sources)
+
+    def start(self, state: GenerationState) -> None:
+        """Learn what rounds cost; forget how the drafters fared."""
+        self._counted = Counter()
+        self._costs = self._learn_costs(state)
+        for source in self._sources:
+            source.start(state.num_rows)
+
+    def restart(self, row: int) -> None:
+        """Forget the sequence before, in every drafter."""
+        for source in self._sources:
+            source.restart(row)
+
+    @contextmanager
+    def active(self, state: GenerationState) -> Iterator[None]:
+        """Make every drafter ready."""
+        with super().active(state), ExitStack() as stack:
+            for source in self._sources:
+                stack.enter_context(source.drafter.active(state))
+            yield
+
+    def draft(self, state: GenerationState) -> DraftTree:
+        """The best nodes of all that is proposed, or a tree that must stay whole."""
+        costs = self._costs
+        assert costs is not None, "drafting happens while active"
+        room = {row: min(state.room(row) - 1, self.max_draft_tokens) for row in state.unfinished}
+        trees = {row: MergedTree(state.tokens[row][-1]) for row in room}
+        for source in self.free:
+            source.ask(state, {row: min(room[row], source.useful_depth(row)) for row in room})
+            _merge(trees, source)
+        base, _ = choose_nodes(costs, trees, self.max_nodes)
+        chosen = choose_sources(base, trees, self.assistants, room)
+        whole: DraftTree | None = None
+        for source in self.assistants:
+            limits = self._limits(source, chosen, room)
+            source.ask(state, limits)
+            asked = sum(limit > 0 for limit in limits.values())
+            self._counted[f"asked_{source.name}"] += asked
+            if asked and self._stays_whole(source):
+                whole = source.tree
+            elif asked:
+                _merge(trees, source)
+        if whole is None:
+            _, nodes = choose_nodes(costs, trees, self.max_nodes, chosen.draft_seconds)
+            rows: list[tuple[list[int], list[int]]] = [([], []) for _ in state.tokens]
+            for row, tree in trees.items():
+                rows[row] = tree.keep(nodes[row])
+            whole = DraftTree.from_rows(rows)
+        self._counted["rounds"] += len(room)
+        self._counted["idle_rounds"] += sum(len(whole.host.nodes(row)) == 1 for row in room)
+        return whole
+
+    def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
+        """Every source learns what the target said."""
+        for source in self._sources:
+            source.observe(verdict, output)
+
+    def _limits(self, source: Source, chosen: Round, room: Mapping[int, int]) -> dict[int, int]:
+        """Per row how deep an assistant drafts, 0 where it is not asked."""
+        limits = chosen.asked.get(source.name, {})
+        return {row: limits.get(row, 0) for row in room}
+
+    def _stays_whole(self, source: Source) -> bool:
+        """Whether the trees of an assistant are sent as they are."""
+        return source.alone
+
+
+def _merge(trees: Mapping[int, MergedTree], source: Source) -> None:
+    for row, tree in trees.items():
+        tree.add(source, row)
+
+
+class MeasuredPolicy(LengthPolicy):
+    """Drafts on where another level is worth its time.
+
+    A level is worth the probability that the target goes there. The drafter says how likely its
+    newest level is; how often levels of that likelihood came true corrects it, and how often one
+    level followed another leads on to the next.
+
+    Args:
+        max_draft_tokens: most tokens (levels of a tree) drafted in a round.
+
+    Attributes:
+        price: by the levels there are, what another one costs, in tokens that its time would bring
+            elsewhere.
+    """
+
+    def __init__(self, max_draft_tokens: int):
+        super().__init__(max_draft_tokens)
+        self.price: Callable[[int], float] = lambda level: 0.0
+
+    def start(self, num_rows: int) -> None:
+        """Nothing is known of any row."""
+        self._came_true = [self._new_shares() for _ in range(num_rows)]
+        self._went_on = [Shares(lambda _: LEVEL_EXPECTATION, LEVEL_WEIGHT) for _ in range(num_rows)]
+        self._reach: list[list[float]] = [[] for _ in range(num_rows)]
+
+    def restart(self, row: int) -> None:
+        """Nothing is known of one row."""
+        self._came_true[row] = self._new_shares()
+        self._went_on[row] = Shares(lambda _: LEVEL_EXPECTATION, LEVEL_WEIGHT)
+
+    def limit(self, row: int) -> int:
+        """The most; asked at the beginning of a round."""
+        self._reach[row] = []
+        return self.max_draft_tokens
+
+    def goes_on(self, newest: Sequence[DraftedToken]) -> list[bool]:
+        """Whether each row's next level is worth its price."""
+        worth = []
+        for token in newest:
+            self._reach[token.row].append(token.reach)
+            likely = self._came_true[token.row].share(_tenth(token.reach))
+            likely *= self._went_on[token.row].share(None)
+            worth.append(likely > self.price(len(self._reach[token.row])))
+        return worth
+
+    def learn(self, row: int, drafted: int, reached: int, known: int) -> None:
+        """Take in the outcome of a round.
+
+        Args:
+            row: which one.
+            drafted: levels of its draft, sent or not.
+            reached: levels of its draft that the target went through, sent or not.
+            known: tokens that the row gained.
+        """
+        for level, reach in enumerate(self._reach[row], start=1):
+            if level > known and reached == known:
+                break
+            self._came_true[row].hear(_tenth(reach), level <= reached)
+        for level in range(1, min(drafted, known, reached + 1) + 1):
+            self._went_on[row].hear(None, level <= reached)
+
+    @staticmethod
+    def _new_shares() -> Shares:
+        return Shares(lambda kind: (kind + 0.5) / PROBABILITY_KINDS, EXPECTATION_WEIGHT)
+
+
+def _tenth(probability: float) -> int:
+    return min(int(probability * PROBABILITY_KINDS), PROBABILITY_KINDS - 1)
+
+
+register_policy(MEASURED, lambda options, _: MeasuredPolicy(options.max_draft_tokens))
+
+
+@dataclass(frozen=True)
+class _LevelPrice:
+    """What drafting another level of one row costs, in tokens.
+
+    A chain sends it, too. Of a tree, the nodes to send are chosen when it is there.
+    """
+
+    source: Source
+    round: Round
+    asked: int
+    rows: int
+
+    def __call__(self, level: int) -> float:
+        draft, verify = self.round.costs.draft[self.source.name], self.round.costs.verify
+        seconds = (draft(level + 1) - draft(level)) / self.asked
+        if self.source.nodes_per_level == 1:
+            nodes = self.rows + level * self.asked
+            seconds += verify(nodes + 1) - verify(nodes)
+        return self.round.rate * seconds
+
+
+class SelfTimedDrafter(MeasuredDrafter):
+    """One kind of drafter, whose rounds tell what they cost.
+
+    Args:
+        sources: one that takes time, or any that take none.
+        target: the model that generates.
+        key: what tells these drafters from others of the target.
+        max_draft_tokens, max_nodes: see `MeasuredDrafter`.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        target: PreTrainedModel,
+        key: Any,
+        max_draft_tokens: int,
+        max_nodes: int,
+    ):
+        takes_time = sources[0].drafter.num_forwards(1) > 0
+        free, assistants = ([], sources) if takes_time else (sources, [])
+        super().__init__(free, assistants, max_draft_tokens, max_nodes)
+        self._target = target
+        self._key = key
+        self._main = sources[0]
+        self._times: RoundTimes | None = None
+        # A round that runs a prompt tells nothing of the others.
+        self._is_first = True
+        self._drafted = (0, 0.0, 0.0)
+
+    @property
+    def counters(self) -> Mapping[str, int]:  # type: ignore[override]
+        """Those of the drafter too."""
+        return {**self._main.drafter.counters, **self._counted}
+
+    @property
+    def samples(self) -> bool:  # type: ignore[override]
+        """Whether the drafter draws at random."""
+        return self._main.drafter.samples
+
+    @property
+    def graphs(self) -> Mapping[int, Any]:
+        """Of a drafter with a draft model: per row the graph of the newest draft."""
+        found: Mapping[int, Any] = getattr(self._main.drafter, "graphs", {})
+        return found
+
+    def make_verifier(self, processors: Sequence[Any], num_rows: int) -> Verifier:
+        """The drafter's own rule."""
+        return self._main.drafter.make_verifier(processors, num_rows)
+
+    def restart(self, row: int) -> None:
+        """Forget the sequence before, and do not time the next round."""
+        super().restart(row)
+        self._is_first = True
+
+    def draft(self, state: GenerationState) -> DraftTree:
+        """See `MeasuredDrafter`; the clock runs."""
+        before, start = self.forwards, time.perf_counter()
+        tree = super().draft(state)
+        if self.assistants:
+            # Levels that the policy left out tell nothing.
+            self._main.limits = {row: self._main.tree.host.height(row) for row in state.unfinished}
+        now = time.perf_counter()
+        self._drafted = self.forwards - before, now - start, now
+        return tree
+
+    def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
+        """Learn what the round took and brought."""
+        assert self._times is not None, "observe comes after draft"
+        forwards, draft_seconds, sent = self._drafted
+        if not self._is_first:
+            verify_seconds = time.perf_counter() - sent
+            self._times.learn(verdict.tree.num_nodes, verify_seconds, forwards, draft_seconds)
+        self._is_first = False
+        super().observe(verdict, output)
+        policy = self._policy(self._main)
+        if policy is not None:
+            host = self._main.tree.host
+            for row, reached in self._main.reached.items():
+                policy.learn(row, host.height(row), reached, len(verdict.tokens(row)))
+
+    def _learn_costs(self, state: GenerationState) -> Costs:
+        self._is_first = True
+        name, forwards = self._main.name, self._main.drafter.num_forwards
+        owner = identity(self._main.drafter) if self.assistants else None
+        key = name, owner, self._key
+        make = partial(RoundTimes, name, forwards)
+        self._times = known_times(self._target, key, state.num_rows, make)
+        return self._times.costs
+
+    def _limits(self, source: Source, chosen: Round, room: Mapping[int, int]) -> dict[int, int]:
+        """A drafter that is asked may go on as long as its policy lets it."""
+        asked = {row: depth for row, depth in chosen.asked.get(source.name, {}).items() if depth}
+        policy = self._policy(source)
+        if policy is not None and asked:
+            policy.price = _LevelPrice(source, chosen, len(asked), len(room))
+        return {row: room[row] if row in asked else 0 for row in room}
+
+    def _stays_whole(self, source: Source) -> bool:
+        """Whether the rule that judges the trees reads how they were drafted."""
+        return source.drafter.samples or source.drafter.rule is not None
+
+    @staticmethod
+    def _policy(source: Source) -> MeasuredPolicy | None:
+        policy = getattr(source.drafter, "policy", None)
+        return policy if isinstance(policy, MeasuredPolicy) else None
+
+
+def measured(
+    drafter: Drafter, target: PreTrainedModel, config: Any, nodes_per_level: int
+) -> SelfTimedDrafter:
+    """The same drafts, as long and as wide as they are worth.
+
+    Args:
+        drafter: takes time.
+        target: the model that generates.
+        config: of its strategy, with `max_draft_tokens` and `max_nodes` resolved.
+        nodes_per_level: that are expected to be sent.
+    """
+    source = Source(config.strategy, drafter, config.max_draft_tokens)
+    source.nodes_per_level, source.fade = nodes_per_level, FADE
+    most = getattr(config, "max_nodes", None) or config.max_draft_tokens
+    return SelfTimedDrafter([source], target, config.batching, config.max_draft_tokens, most)
+
+
+def can_measure(target: PreTrainedModel) -> bool:
+    """Whether times may decide: not among processes that must take the same steps."""
+    return tensor_parallel_size(target) == 1
+
+
+def resolve(config: Policed, target: PreTrainedModel) -> Policed:
+    """The config with a length policy and sizes, measured where that is possible and nothing given.
+
+    Raises:
+        UnsupportedError: if times are asked for where they cannot decide.
+    """
+    possible = can_measure(target)
+    if config.length_policy == MEASURED and not possible:
+        raise UnsupportedError(
+            "length_policy='measured' goes by times, which differ among the processes of a tensor "
+            "parallel model; leave it out, and the usual sizes are kept"
+        )
+    return config.resolve(possible)

@@ -1,0 +1,63 @@
+"""Loading a target: its dtype and device, and sentences where it cannot be."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_spec import OptionError
+from hf_spec.cli.loading import load_target, load_tokenizer
+from tests.adapters.samples import save_sample
+from tests.tiny_models import build
+from tests.training.cli_files import save_model
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model that is stored in bfloat16, as most are."""
+    save_model(tmp_path / "model")
+    copy.deepcopy(build("llama")).to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_dtypes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load_target(str(folder), "bfloat16", "cpu")
+    assert model.dtype == torch.bfloat16
+    assert not model.training
+    assert load_target(str(folder), device="cpu").dtype == torch.float32
+    # Where the weights would go to a GPU they stay as they are stored.
+    monkeypatch.setattr("hf_spec.cli.loading._device", lambda name: torch.device("meta"))
+    assert load_target(str(folder)).dtype == torch.bfloat16
+
+
+def test_a_device_that_is_not_there(tmp_path: Path) -> None:
+    for device in ("abacus", *([] if torch.cuda.is_available() else ["cuda:1"])):
+        with pytest.raises(OptionError, match=f"--device {device}"):
+            load_target(str(tmp_path), "auto", device)
+
+
+@pytest.mark.parametrize("load", [load_target, load_tokenizer])
+def test_folders_that_hold_no_model(load: object, tmp_path: Path) -> None:
+    assert callable(load)
+    with pytest.raises(OptionError, match="there is no folder"):
+        load(str(tmp_path / "nothing"))
+    with pytest.raises(OptionError, match="cannot be loaded") as caught:
+        load(str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def test_damaged_weights(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(OptionError, match=f"{folder} cannot be loaded"):
+        load_target(str(folder))
+
+
+def test_an_adapter_is_no_model(tmp_path: Path) -> None:
+    folder = save_sample(tmp_path / "head", "falcon")
+    with pytest.raises(
+        OptionError, match=f"is an adapter, not a model; .* --strategy NAME@{folder}"
+    ):
+        load_target(str(folder))

@@ -1,0 +1,260 @@
+"""Lengths that times decide: the output stays, numbers that are given stay, costs are heeded."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import hf_spec
+from hf_spec import DiscoConfig, DraftConfig, FalconConfig, GsdConfig, LookupConfig, TreeConfig
+from hf_spec.decoding.length_policy import DraftedToken
+from hf_spec.decoding.runner import ModelRunner
+from hf_spec.errors import OptionError, UnsupportedError
+from hf_spec.strategies import make_drafter, measured, parse_strategy, round_times
+from hf_spec.strategies.measured import MeasuredPolicy, SelfTimedDrafter, resolve
+from hf_spec.strategies.round_times import RoundTimes
+from tests.falcon_reference import random_head
+from tests.tiny_models import build, disco_adapter, draft_model, prompts
+
+NAMES = ("lookup", "draft", "tree", "gsd", "disco", "falcon")
+NEW_TOKENS = 24
+
+
+@pytest.fixture(autouse=True)
+def cheap_drafts() -> None:
+    """Here every test sets its own costs, or times for real."""
+
+
+@pytest.fixture
+def costs(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float], None]:
+    """Sets what a node and what a forward of the drafter costs, in forwards of the target."""
+
+    def set_costs(node: float, forward: float) -> None:
+        monkeypatch.setattr(measured, "known_times", lambda target, key, rows, make: make())
+        monkeypatch.setattr(RoundTimes, "learn", lambda *_: None)
+        monkeypatch.setattr(round_times, "NODE_PRICE", node)
+        monkeypatch.setattr(round_times, "FORWARD_PRICE", forward)
+
+    return set_costs
+
+
+def assistant(name: str) -> Any:
+    if name == "lookup":
+        return None
+    if name == "falcon":
+        return random_head("llama")
+    return disco_adapter("llama") if name == "disco" else draft_model("llama")
+
+
+def generate(strategy: Any, given: Any, kind: str = "one", **settings: Any) -> Any:
+    settings = {"max_new_tokens": NEW_TOKENS, "do_sample": False, **settings}
+    return build("llama").generate(
+        **prompts("llama", kind),
+        **settings,
+        spec_strategy=strategy,
+        assistant=given,
+        return_dict_in_generate=True,
+    )
+
+
+class TestOutput:
+    @pytest.mark.parametrize("kind", ["one", "ragged"])
+    @pytest.mark.parametrize("name", NAMES)
+    @pytest.mark.parametrize("prices", [(0.0, 0.0), (0.02, 0.1), (0.5, 0.9)])
+    def test_greedy_is_plain_at_any_price(
+        self, name: str, kind: str, prices: tuple[float, float], costs: Any
+    ) -> None:
+        costs(*prices)
+        plain = build("llama").generate(
+            **prompts("llama", kind), max_new_tokens=NEW_TOKENS, do_sample=False
+        )
+        assert torch.equal(generate(name, assistant(name), kind).sequences, plain)
+
+    @pytest.mark.parametrize("name", NAMES)
+    def test_greedy_is_plain_with_the_times_of_this_machine(self, name: str) -> None:
+        plain = build("llama").generate(
+            **prompts("llama", "ragged"), max_new_tokens=NEW_TOKENS, do_sample=False
+        )
+        for _ in range(2):
+            assert torch.equal(generate(name, assistant(name), "ragged").sequences, plain)
+
+
+class TestCosts:
+    @pytest.mark.parametrize("name", ["draft", "tree", "gsd"])
+    def test_a_perfect_draft_is_as_long_as_it_is_cheap(self, name: str, costs: Any) -> None:
+        def mean_length(forward: float) -> float:
+            costs(0.001, forward)
+            stats = generate(name, build("llama"), max_new_tokens=60).spec_stats
+            return stats.accepted_tokens / stats.target_forwards
+
+        cheap, dear, hopeless = mean_length(0.01), mean_length(0.5), mean_length(1.2)
+        assert cheap > max(1.0, dear)
+        assert hopeless == 0
+
+    @pytest.mark.parametrize("name", ["tree", "gsd", "falcon", "lookup"])
+    def test_fewer_nodes_are_sent_where_they_are_dear(self, name: str, costs: Any) -> None:
+        def nodes(price: float) -> float:
+            costs(price, 0.01)
+            stats = generate(name, assistant(name)).spec_stats
+            return stats.drafted_tokens / stats.target_forwards
+
+        assert nodes(0.0) > nodes(0.3)
+        assert nodes(3.0) == 0
+
+    def test_a_draft_that_fails_is_given_up(self, costs: Any) -> None:
+        costs(0.01, 0.6)
+        worthless = generate("draft", draft_model("llama", 1), max_new_tokens=60).spec_stats
+        assert worthless.counters["idle_rounds"] > worthless.counters["rounds"] // 2
+
+    def test_every_row_has_its_own_length(self, costs: Any) -> None:
+        costs(0.01, 0.1)
+        policy = MeasuredPolicy(8)
+        policy.start(2)
+        policy.price = lambda level: 0.5
+        for _ in range(20):
+            for row, reached in ((0, 2), (1, 0)):
+                policy.limit(row)
+                policy.goes_on([DraftedToken(row, 5, 0, 0.9, reach=0.9)])
+                policy.learn(row, drafted=2, reached=reached, known=reached + 1)
+        tokens = [DraftedToken(row, 5, 0, 0.9, reach=0.9) for row in (0, 1)]
+        assert policy.goes_on(tokens) == [True, False]
+        policy.restart(1)
+        policy.price = lambda level: 0.3
+        assert policy.goes_on(tokens) == [True, True]
+
+
+class TestTimes:
+    def test_no_forward_is_spent_on_measuring(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        runs: list[object] = []
+        forward = ModelRunner.forward
+
+        def watch(self: ModelRunner, *arguments: Any) -> Any:
+            runs.append(self.model)
+            return forward(self, *arguments)
+
+        monkeypatch.setattr(ModelRunner, "forward", watch)
+        stats = generate("draft", draft_model("llama")).spec_stats
+        target = [model for model in runs if model is build("llama")]
+        assert len(target) == stats.target_forwards == stats.counters["rounds"]
+        assert len(runs) - len(target) == stats.draft_forwards
+
+    def test_what_is_learned_is_the_time_of_the_parts(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        heard: list[tuple[int, float, int, float]] = []
+        monkeypatch.setattr(measured, "known_times", lambda target, key, rows, make: make())
+        monkeypatch.setattr(RoundTimes, "learn", lambda _, *times: heard.append(times))
+        ticks = itertools.count()
+        monkeypatch.setattr(measured.time, "perf_counter", lambda: float(next(ticks)))
+        stats = generate("draft", draft_model("llama")).spec_stats
+        # The first round runs the prompt, which tells nothing of the others.
+        assert len(heard) == stats.target_forwards - 1
+        assert all(verify > 0 and draft > 0 for _, verify, _, draft in heard)
+        assert max(nodes for nodes, *_ in heard) > 1
+        assert sum(forwards for _, _, forwards, _ in heard) <= stats.draft_forwards
+
+    def test_a_round_with_a_new_prompt_is_not_timed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        heard: list[int] = []
+        monkeypatch.setattr(RoundTimes, "learn", lambda *_: heard.append(1))
+        output = build("llama").generate_batch(
+            [[5, 6, 7, 5, 6], [8, 9, 10], [5, 6, 7]],
+            max_new_tokens=4,
+            spec_strategy="lookup",
+            max_batch=1,
+        )
+        assert len(output) == 3
+        assert 0 < len(heard) <= 3 * 3
+
+    def test_drafts_follow_the_time_that_passes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A draft model that takes as long as the target is given up, though it is always right."""
+        clock = [0.0]
+        forward = ModelRunner.forward
+
+        def slow(self: ModelRunner, *arguments: Any) -> Any:
+            clock[0] += 1.0
+            return forward(self, *arguments)
+
+        monkeypatch.setattr(measured, "known_times", lambda target, key, rows, make: make())
+        monkeypatch.setattr(ModelRunner, "forward", slow)
+        monkeypatch.setattr(measured.time, "perf_counter", lambda: clock[0])
+        stats = generate("draft", build("llama"), max_new_tokens=60).spec_stats
+        assert stats.counters["idle_rounds"] > 40
+
+
+class TestGiven:
+    @pytest.mark.parametrize(
+        "config",
+        [
+            DraftConfig(max_draft_tokens=3),
+            DraftConfig(length_policy="static"),
+            DraftConfig(length_policy="heuristic"),
+            TreeConfig(max_draft_tokens=2),
+            TreeConfig(max_nodes=5),
+            GsdConfig(max_draft_tokens=3, max_nodes=5),
+            FalconConfig(length_policy="static"),
+            FalconConfig(max_nodes=3),
+            FalconConfig(tree="chain"),
+            DiscoConfig(max_draft_tokens=4),
+            DiscoConfig(acceptance_threshold=0.3),
+            LookupConfig(copy_length=7),
+            LookupConfig(max_draft_tokens=9),
+        ],
+    )
+    def test_numbers_that_are_given_are_what_is_drafted(self, config: Any) -> None:
+        drafter = make_drafter(config, build("llama"), assistant(config.strategy))
+        assert not isinstance(drafter, SelfTimedDrafter)
+
+    @pytest.mark.parametrize("name", NAMES)
+    def test_without_numbers_times_decide(self, name: str) -> None:
+        drafter = make_drafter(parse_strategy(name), build("llama"), assistant(name))
+        assert isinstance(drafter, SelfTimedDrafter)
+
+    def test_a_fixed_length_is_kept_however_dear(self, costs: Any) -> None:
+        costs(9.0, 9.0)
+        stats = generate(DraftConfig(max_draft_tokens=3), draft_model("llama")).spec_stats
+        assert stats.drafted_tokens > 2 * stats.target_forwards
+
+    @pytest.mark.parametrize("kind", [DraftConfig, TreeConfig, GsdConfig])
+    def test_numbers_bound_what_is_measured(self, kind: Any, costs: Any) -> None:
+        costs(0.0, 0.0)
+        config = kind(max_draft_tokens=2, length_policy="measured")
+        stats = generate(config, build("llama")).spec_stats
+        assert len(stats.accepted_by_position) == 2
+
+    def test_usual_sizes(self) -> None:
+        assert TreeConfig().resolve(measures=False).max_nodes == 15
+        assert TreeConfig(length_policy="heuristic").resolve(measures=True).max_draft_tokens == 5
+        assert GsdConfig(max_nodes=4).resolve(measures=True).max_draft_tokens == 10
+        disco = TreeConfig(length_policy="disco", adapter="x").resolve(measures=True)
+        assert disco.max_draft_tokens is None
+        with pytest.raises(OptionError, match="unknown length_policy"):
+            DraftConfig(length_policy="often")
+
+    def test_processes_that_must_keep_step_have_the_usual_sizes(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(measured, "tensor_parallel_size", lambda _: 2)
+        for name in NAMES:
+            drafter = make_drafter(parse_strategy(name), build("llama"), assistant(name))
+            assert not isinstance(drafter, SelfTimedDrafter)
+        with pytest.raises(UnsupportedError, match="differ among the processes"):
+            resolve(DraftConfig(length_policy="measured"), build("llama"))
+
+
+def test_transformers_own_loop_is_refused_with_the_way_out() -> None:
+    drafter = make_drafter(DraftConfig(), build("llama"), draft_model("llama"))
+    with pytest.raises(UnsupportedError, match="give a length_policy"):
+        drafter.get_candidates(torch.tensor([[5, 6, 7]]))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_drafter_says_what_it_did(name: str) -> None:
+    stats = generate(name, assistant(name)).spec_stats
+    assert stats.counters["rounds"] >= stats.counters["idle_rounds"] >= 0
+    if name in ("draft", "tree", "gsd", "disco"):
+        assert {"draft_nodes", "merges"} <= set(stats.counters)
+    assert hf_spec.SpecStats is type(stats)

@@ -1,0 +1,115 @@
+"""Costs that are learned from rounds: what is expected before, and what a time changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_spec.strategies.round_times import (
+    FORWARD_PRICE,
+    LARGEST,
+    LIFETIME,
+    NODE_PRICE,
+    LearnedCurve,
+    RoundTimes,
+    known_times,
+)
+from tests.tiny_models import build
+
+
+@pytest.fixture(autouse=True)
+def cheap_drafts() -> None:
+    """Here times are real."""
+
+
+def curve(*times: tuple[float, float]) -> LearnedCurve:
+    found = LearnedCurve(lambda size: 1.0 + size)
+    for size, seconds in times:
+        found.learn(size, seconds)
+    return found
+
+
+class TestLearnedCurve:
+    def test_expected_as_long_as_nothing_is_known(self) -> None:
+        assert curve()(3) == 4.0
+        assert not curve().is_known
+
+    def test_one_time_sets_the_scale(self) -> None:
+        known = curve((3, 0.4))
+        assert known.is_known
+        assert [known(size) for size in (1, 3, 9)] == pytest.approx([0.2, 0.4, 1.0])
+
+    def test_straight_between_known_sizes_and_in_proportion_beyond(self) -> None:
+        known = curve((1, 2.0), (4, 2.9))
+        assert [known(size) for size in (1, 2, 3, 4)] == pytest.approx([2.0, 2.3, 2.6, 2.9])
+        assert known(9) == pytest.approx(5.8)
+        assert known(0) == pytest.approx(1.0)
+
+    def test_a_size_may_cost_less_than_a_smaller_one(self) -> None:
+        known = curve((2, 3.0), (4, 2.0))
+        assert known(2) > known(4)
+
+    def test_sizes_between_count_for_the_nearest_in_proportion(self) -> None:
+        assert curve((9, 10.0))(8) == pytest.approx(9.0)
+
+    def test_means_follow_new_times(self) -> None:
+        known = curve(*[(1, 1.0)] * 5, *[(1, 1.4)] * 60)
+        assert known(1) == pytest.approx(1.4, rel=0.01)
+
+    def test_a_hiccup_counts_for_little(self) -> None:
+        known = curve(*[(1, 1.0)] * 20, (1, 500.0))
+        assert known(1) <= 1.0 + 0.1 * (LARGEST - 1) + 1e-9
+        # At a size that is new, too: it would never be tried again.
+        assert curve((1, 1.0), (8, 500.0))(8) <= LARGEST * 4.5 + 1e-9
+
+    def test_what_was_learned_long_ago_is_forgotten(self) -> None:
+        known = curve((8, 9.0), *[(1, 1.0)] * (LIFETIME - 1))
+        assert known(8) == pytest.approx(9.0)
+        known.learn(1, 1.0)
+        assert known(8) == pytest.approx(4.5)
+
+
+class TestRoundTimes:
+    def test_nothing_known(self) -> None:
+        costs = RoundTimes("falcon", lambda depth: -(-depth // 2)).costs
+        assert costs.verify(1) == 1 + NODE_PRICE
+        assert costs.draft["falcon"](0) == 0
+        one = FORWARD_PRICE * costs.verify(1)
+        assert [costs.draft["falcon"](d) for d in (1, 2, 3)] == pytest.approx([one, one, 2 * one])
+
+    def test_a_round(self) -> None:
+        times = RoundTimes("draft", lambda depth: depth)
+        times.learn(4, 0.04, 3, 0.006)
+        assert times.costs.verify(4) == pytest.approx(0.04)
+        assert times.costs.draft["draft"](1) == pytest.approx(0.002)
+        times.learn(1, 0.03, 0, 9.0)
+        assert times.costs.verify(1) == pytest.approx(0.03)
+        assert times.costs.draft["draft"](3) == pytest.approx(0.006)
+
+    def test_the_draft_scales_with_the_target_until_it_was_timed(self) -> None:
+        times = RoundTimes("draft", lambda depth: depth)
+        times.learn(1, 2.0, 0, 0.0)
+        assert times.costs.draft["draft"](2) == pytest.approx(2 * FORWARD_PRICE * 2.0)
+
+    def test_drafts_without_a_model_cost_nothing(self) -> None:
+        times = RoundTimes("lookup", lambda depth: 0)
+        times.learn(4, 0.04, 0, 0.001)
+        assert times.costs.draft["lookup"](9) == 0.0
+
+
+def test_times_are_kept_by_situation() -> None:
+    def make() -> RoundTimes:
+        return RoundTimes("draft", lambda depth: depth)
+
+    model = build("qwen2")
+    first = known_times(model, "a", 1, make)
+    assert known_times(model, "a", 1, make) is first
+    assert known_times(model, "a", 2, make) is not first
+    assert known_times(model, "b", 1, make) is not first
+    assert known_times(build("qwen3"), "a", 1, make) is not first
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads + 1)
+        assert known_times(model, "a", 1, make) is not first
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,72 @@
+"""Random calls of `generate()` give the tokens of plain `generate()`; see `random_cases`."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.random_cases import Case, differences, draw
+
+PATIENCE = 120.0
+
+
+def check(numbers: range) -> None:
+    wrong = {}
+    for number in numbers:
+        case = draw(number)
+        found = differences(case.generate(False), case.generate(True))
+        if found:
+            wrong[number] = (case, found)
+    assert not wrong
+
+
+def check_in_two_threads(numbers: range) -> None:
+    """Each case beside its neighbour on the same model, one of them plain in every third pair."""
+    wrong: dict[int, Any] = {}
+    for number in numbers:
+        first = draw(number)
+        second = _on_the_same_model(first, number)
+        expected = [case.generate(False) for case in (first, second)]
+        barrier = threading.Barrier(2)
+
+        def run(case: Case, speculative: bool, barrier: Any = barrier) -> Any:
+            barrier.wait(PATIENCE)
+            return case.generate(speculative)
+
+        with ThreadPoolExecutor(2) as pool:
+            jobs = [pool.submit(run, first, True), pool.submit(run, second, bool(number % 3))]
+            outputs = [job.result(timeout=PATIENCE) for job in jobs]
+        for case, plain, output in zip((first, second), expected, outputs, strict=True):
+            if found := differences(plain, output):
+                wrong[number] = (case, found)
+    assert not wrong
+
+
+def _on_the_same_model(case: Case, number: int) -> Case:
+    other = draw(number + 1_000_000)
+    strategy = "lookup" if other.strategy == "falcon" else other.strategy
+    return Case(case.model, strategy, other.changes, other.lengths, other.seed, other.options)
+
+
+@pytest.mark.parametrize("start", range(0, 60, 20))
+def test_random_cases(start: int) -> None:
+    check(range(start, start + 20))
+
+
+def test_random_cases_in_two_threads() -> None:
+    check_in_two_threads(range(15))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", range(1000, 2500, 100))
+def test_many_random_cases(start: int) -> None:
+    check(range(start, start + 100))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", range(3000, 3200, 50))
+def test_many_random_cases_in_two_threads(start: int) -> None:
+    check_in_two_threads(range(start, start + 50))
