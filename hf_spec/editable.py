@@ -1,8 +1,10 @@
 """How `pip install -e` shows this checkout to Python; of no use to anything else.
 
 setuptools would install an import hook, because the packages lie in two folders, and a hook is
-nothing that a type checker or an editor can read. Both folders in a `.pth` file are. `setup.cfg`
-names the command; nothing imports it at run time.
+nothing that a type checker or an editor can read. Folders in a `.pth` file are. The checkout itself
+is not one of them: with it `kernels` and `tests` could be imported everywhere, and libraries that
+look for Hugging Face's package `kernels` would find ours. `setup.cfg` names the command; nothing
+imports it at run time.
 """
 
 from __future__ import annotations
@@ -12,11 +14,18 @@ from typing import Any
 
 from setuptools.command import editable_wheel
 
+# Holds nothing but a link to the package.
+LINKS = Path("build", "editable")
+
 
 class EditableWheel(editable_wheel.editable_wheel):
-    """The command of setuptools, with the folders of both packages on the path."""
+    """The command of setuptools, with the parent folders of both packages on the path."""
 
     def _select_strategy(self, name: str, tag: str, build_lib: Any) -> Any:
-        root = Path(self.project_dir)
-        folders = [root, root / "kernels"]
+        root = Path(self.project_dir).resolve()
+        link = root / LINKS / "hf_spec"
+        if not link.is_symlink():
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(root / "hf_spec", target_is_directory=True)
+        folders = [link.parent, root / "kernels"]
         return editable_wheel._StaticPth(self.distribution, name, folders)

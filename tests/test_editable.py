@@ -76,7 +76,13 @@ def test_python_reads_the_checkout_and_what_is_added_to_it(user: User, source: P
         ("hf_spec_kernels", "kernels/hf_spec_kernels/__init__.py"),
         ("hf_spec.added_later", "hf_spec/added_later.py"),
     ):
-        assert Path(user.python(find.format(name)).strip()) == source / path
+        assert Path(user.python(find.format(name)).strip()).resolve() == source / path
+
+
+def test_nothing_else_can_be_imported_from_the_checkout(user: User, source: Path) -> None:
+    (source / "tests").mkdir(exist_ok=True)
+    code = "import importlib.util as u; print(u.find_spec('kernels'), u.find_spec('tests'))"
+    assert user.python(code) == "None None\n"
 
 
 def test_it_runs_without_and_beside_the_package_called_kernels(user: User) -> None:
