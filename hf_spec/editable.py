@@ -9,6 +9,7 @@ imports it at run time.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,11 @@ class EditableWheel(editable_wheel.editable_wheel):
     """The command of setuptools, with the parent folders of both packages on the path."""
 
     def _select_strategy(self, name: str, tag: str, build_lib: Any) -> Any:
-        root = Path(self.project_dir).resolve()
-        link = root / LINKS / "hf_spec"
-        if not link.is_symlink():
-            link.parent.mkdir(parents=True, exist_ok=True)
-            link.symlink_to(root / "hf_spec", target_is_directory=True)
-        folders = [link.parent, root / "kernels"]
-        return editable_wheel._StaticPth(self.distribution, name, folders)
+        root = Path(self.project_dir)
+        links = root / LINKS
+        # A copy of a checkout may hold copies of what was linked.
+        shutil.rmtree(links, ignore_errors=True)
+        links.mkdir(parents=True)
+        target = Path(*[".."] * len(LINKS.parts), "hf_spec")
+        (links / "hf_spec").symlink_to(target, target_is_directory=True)
+        return editable_wheel._StaticPth(self.distribution, name, [links, root / "kernels"])

@@ -79,6 +79,17 @@ def test_python_reads_the_checkout_and_what_is_added_to_it(user: User, source: P
         assert Path(user.python(find.format(name)).strip()).resolve() == source / path
 
 
+def test_installing_again_mends_what_was_there(tmp_path: Path) -> None:
+    source = copy_sources(tmp_path / "checkout")
+    stale = source / "build" / "editable" / "hf_spec" / "__init__.py"
+    stale.parent.mkdir(parents=True)
+    stale.touch()
+    for _ in range(2):
+        build_editable(source, tmp_path)
+        assert stale.stat().st_size > 0
+        assert stale.resolve() == source / "hf_spec" / "__init__.py"
+
+
 def test_nothing_else_can_be_imported_from_the_checkout(user: User, source: Path) -> None:
     (source / "tests").mkdir(exist_ok=True)
     code = "import importlib.util as u; print(u.find_spec('kernels'), u.find_spec('tests'))"
