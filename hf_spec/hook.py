@@ -13,7 +13,7 @@ import functools
 import inspect
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
@@ -21,6 +21,7 @@ from transformers.generation import StoppingCriteriaList, StopStringCriteria
 
 from hf_spec.adapters import peft_hook
 from hf_spec.call_checks import Settings, check_arguments, check_settings, check_streamer
+from hf_spec.call_signature import describe
 from hf_spec.decoding import attention
 from hf_spec.decoding.batching import ContinuousBatch, as_they_finish
 from hf_spec.decoding.drafter import Drafter
@@ -49,6 +50,9 @@ WITHOUT_STRATEGY = {
     "max_batch": "leave it out: transformers' own continuous batching goes by the memory it finds",
 }
 
+# A name or a config; a dictionary where it was read from a file.
+StoredStrategy: TypeAlias = str | StrategyConfig | dict[str, Any] | None
+
 # Attribute of the wrapper that holds what it wraps.
 _WRAPPED = "_hf_spec_wrapped"
 
@@ -56,10 +60,10 @@ _WRAPPED = "_hf_spec_wrapped"
 class _StoredStrategy:
     """`GenerationConfig.spec_strategy`: kept in the instance, so that it is saved with the rest."""
 
-    def __get__(self, config: GenerationConfig | None, owner: type) -> Any:
+    def __get__(self, config: GenerationConfig | None, owner: type) -> StoredStrategy:
         return None if config is None else config.__dict__.get("spec_strategy")
 
-    def __set__(self, config: GenerationConfig, value: Any) -> None:
+    def __set__(self, config: GenerationConfig, value: StoredStrategy) -> None:
         config.__dict__["spec_strategy"] = value
         if value is not None:
             # A file that says it was made from a model config loses every unknown key on loading.
@@ -82,6 +86,7 @@ def enable() -> None:
         setattr(method, _WRAPPED, vars(GenerationMixin).get(name))
         setattr(GenerationMixin, name, method)
     GenerationConfig.spec_strategy = _StoredStrategy()  # type: ignore[attr-defined]
+    GenerationConfig.__annotations__["spec_strategy"] = StoredStrategy
 
 
 def disable() -> None:
@@ -97,6 +102,7 @@ def disable() -> None:
         else:
             setattr(GenerationMixin, name, original)
     del GenerationConfig.spec_strategy  # type: ignore[attr-defined]
+    del GenerationConfig.__annotations__["spec_strategy"]
 
 
 def _wrap(original: Any) -> Any:
@@ -117,6 +123,7 @@ def _wrap(original: Any) -> Any:
             return original(self, *args, **kwargs)
         return _speculate(original, self, strategy, assistant, _by_name(given))
 
+    describe(generate, original, "spec_strategy", "assistant")
     return generate
 
 
@@ -142,6 +149,7 @@ def _wrap_batch(generate: Any, original: Any) -> Any:
         given["max_batch"] = max_batch
         return run_batch(_batch(generate, self, strategy, assistant, given), progress_bar)
 
+    describe(generate_batch, original, "spec_strategy", "assistant", "max_batch")
     return generate_batch
 
 

@@ -35,17 +35,27 @@ class Built:
 
 def build(folder: Path) -> Built:
     """Build the source archive and, from it, the wheel."""
-    source = folder / "source"
-    ignored = shutil.ignore_patterns("__pycache__")
-    for name in PACKAGES:
-        shutil.copytree(ROOT / name, source / name, ignore=ignored)
-    for name in SOURCES:
-        shutil.copy(ROOT / name, source)
+    source = copy_sources(folder / "source")
     archive = _run_backend("build_sdist", source, folder)
     with tarfile.open(archive) as opened:
         opened.extractall(folder / "unpacked", filter="data")
     [unpacked] = (folder / "unpacked").iterdir()
     return Built(archive, _run_backend("build_wheel", unpacked, folder))
+
+
+def build_editable(source: Path, folder: Path) -> Path:
+    """Build the wheel that `pip install -e source` makes and installs."""
+    return _run_backend("build_editable", source, folder)
+
+
+def copy_sources(folder: Path) -> Path:
+    """Copy what a build reads; returns the folder."""
+    ignored = shutil.ignore_patterns("__pycache__")
+    for name in PACKAGES:
+        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+    for name in SOURCES:
+        shutil.copy(ROOT / name, folder)
+    return folder
 
 
 def _run_backend(verb: str, source: Path, out: Path) -> Path:
