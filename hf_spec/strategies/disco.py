@@ -34,7 +34,8 @@ from hf_spec.models.disco_classifier import METHOD, DiscoClassifier, draft_featu
 from hf_spec.models.truncated import truncated_draft
 from hf_spec.strategies.base import register
 from hf_spec.strategies.draft_model import DraftConfig, DraftModelDrafter
-from hf_spec.strategies.measured import MeasuredPolicy, can_measure, measured
+from hf_spec.strategies.measured import can_measure, measured
+from hf_spec.strategies.measured_policy import MeasuredPolicy
 
 # More than any draft that was ever worth it.
 LONGEST = 1024

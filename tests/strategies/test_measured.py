@@ -11,11 +11,10 @@ import torch
 
 import hf_spec
 from hf_spec import DiscoConfig, DraftConfig, FalconConfig, GsdConfig, LookupConfig, TreeConfig
-from hf_spec.decoding.length_policy import DraftedToken
 from hf_spec.decoding.runner import ModelRunner
 from hf_spec.errors import OptionError, UnsupportedError
 from hf_spec.strategies import make_drafter, measured, parse_strategy, round_times
-from hf_spec.strategies.measured import MeasuredPolicy, SelfTimedDrafter, resolve
+from hf_spec.strategies.measured import SelfTimedDrafter, resolve
 from hf_spec.strategies.round_times import RoundTimes
 from tests.falcon_reference import random_head
 from tests.tiny_models import build, disco_adapter, draft_model, prompts
@@ -109,22 +108,6 @@ class TestCosts:
         costs(0.01, 0.6)
         worthless = generate("draft", draft_model("llama", 1), max_new_tokens=60).spec_stats
         assert worthless.counters["idle_rounds"] > worthless.counters["rounds"] // 2
-
-    def test_every_row_has_its_own_length(self, costs: Any) -> None:
-        costs(0.01, 0.1)
-        policy = MeasuredPolicy(8)
-        policy.start(2)
-        policy.price = lambda level: 0.5
-        for _ in range(20):
-            for row, reached in ((0, 2), (1, 0)):
-                policy.limit(row)
-                policy.goes_on([DraftedToken(row, 5, 0, 0.9, reach=0.9)])
-                policy.learn(row, drafted=2, reached=reached, known=reached + 1)
-        tokens = [DraftedToken(row, 5, 0, 0.9, reach=0.9) for row in (0, 1)]
-        assert policy.goes_on(tokens) == [True, False]
-        policy.restart(1)
-        policy.price = lambda level: 0.3
-        assert policy.goes_on(tokens) == [True, True]
 
 
 class TestTimes:
