@@ -29,5 +29,11 @@ class EditableWheel(editable_wheel.editable_wheel):
         shutil.rmtree(links, ignore_errors=True)
         links.mkdir(parents=True)
         target = Path(*[".."] * len(LINKS.parts), "hf_spec")
-        (links / "hf_spec").symlink_to(target, target_is_directory=True)
-        return editable_wheel._StaticPth(self.distribution, name, [links, root / "kernels"])
+        try:
+            (links / "hf_spec").symlink_to(target, target_is_directory=True)
+            # Not of setuptools' public names: a later release may lack it.
+            static_pth = editable_wheel._StaticPth
+        except (AttributeError, OSError):
+            # Links need a privilege on Windows. Python reads the hook, if tools do not.
+            return super()._select_strategy(name, tag, build_lib)
+        return static_pth(self.distribution, name, [links, root / "kernels"])
