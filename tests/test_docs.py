@@ -296,18 +296,21 @@ def test_the_picture_of_the_front_page_has_the_figures_of_its_record() -> None:
     assert "; all outputs identical<" in picture
 
 
-def test_the_printed_statistics_are_what_is_printed(names: dict[str, Any]) -> None:
+def test_the_printed_statistics_are_what_is_printed(
+    names: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     """Labels and notes of the quickstart; the figures are those of a real model."""
     run_blocks("docs/quickstart.md", names)
-    printed = str(names["outputs"]["lookup"].spec_stats)
+    printed = capsys.readouterr().out.partition("new tokens")[2]
     [shown] = re.findall(
-        r"^```text\n.*?(new tokens.*?)```", read("docs/quickstart.md"), re.M | re.S
+        r"^```text\n.*?new tokens(.*?)```", read("docs/quickstart.md"), re.M | re.S
     )
 
     def words(text: str) -> list[str]:
         return [re.sub(r"[\d.,% ]+", " ", line).strip() for line in text.strip().splitlines()]
 
-    assert words(shown) == words(printed)
+    expected = words(shown)
+    assert words(printed)[: len(expected)] == expected
 
 
 def test_the_citation_names_this_version_and_every_method() -> None:
