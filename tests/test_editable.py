@@ -54,7 +54,7 @@ def mypy(user: User, code: str) -> list[str]:
 
 def test_a_type_checker_has_no_complaint_about_the_quickstart(user: User) -> None:
     text = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     assert "spec_strategy=" in blocks[0]
     lines = mypy(user, "\n".join(blocks))
     assert [line for line in lines if "Success" in line], lines

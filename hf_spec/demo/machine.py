@@ -9,7 +9,7 @@ import psutil
 
 from hf_spec.bench.runner import Record
 
-# An idle machine stays below both; measured on two cores.
+# Chosen so that a machine which stays below both gives ratios worth reading.
 BUSY_SHARE = 0.10
 UNSTEADY_RATIO = 1.20
 
