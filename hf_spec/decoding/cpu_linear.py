@@ -302,7 +302,7 @@ def _row_limits(dtype: torch.dtype, num_threads: int) -> tuple[int, int]:
     # Several weights in turn, as in a model: a single one would stay in the cache.
     weights = [torch.ones(1024, 1024, dtype=dtype) for _ in range(8)]
     packed = [_pack(weight) for weight in weights]
-    least = 1 if _packed_wins(weights, packed, rows=1) else 3
+    least = next((rows for rows in (1, 2) if _packed_wins(weights, packed, rows=rows)), 3)
     most = NO_LIMIT if _packed_wins(weights[:2], packed[:2], rows=256) else 64
     return least, most
 

@@ -474,12 +474,22 @@ def test_without_the_private_operators_the_other_form_serves(
     assert caplog.text.count("not packed for the CPU") == 1
 
 
-def test_row_limits_are_one_of_the_four(monkeypatch: pytest.MonkeyPatch) -> None:
-    for wins in (True, False):
-        cpu_linear._row_limits.cache_clear()
-        monkeypatch.setattr(cpu_linear, "_packed_wins", lambda *args, rows, wins=wins: wins)
-        limits = cpu_linear._row_limits(torch.float32, 1)
-        assert limits == ((1, cpu_linear.NO_LIMIT) if wins else (3, 64))
+@pytest.mark.parametrize(
+    ("winning", "limits"),
+    [
+        ({1, 2, 256}, (1, cpu_linear.NO_LIMIT)),
+        ({2, 256}, (2, cpu_linear.NO_LIMIT)),
+        ({1, 2}, (1, 64)),
+        (set(), (3, 64)),
+    ],
+)
+def test_row_limits_follow_what_wins(
+    winning: set[int], limits: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu_linear._row_limits.cache_clear()
+    monkeypatch.setattr(cpu_linear, "_packed_wins", lambda *args, rows: rows in winning)
+    assert cpu_linear._row_limits(torch.float32, 1) == limits
+    cpu_linear._row_limits.cache_clear()
 
 
 def test_limits_send_other_rows_to_linear(monkeypatch: pytest.MonkeyPatch) -> None:
