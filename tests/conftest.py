@@ -62,13 +62,17 @@ def programs(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def cheap_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+def cheap_drafts() -> Iterator[None]:
     """Rounds that cost what a large target's do, the same in every run.
 
     Drafts whose length is measured would be given up where draft and target are both tiny. Tests
     of the measuring put this aside with a fixture of the same name.
     """
-    monkeypatch.setattr(measured, "known_times", lambda target, key, rows, make: make())
-    monkeypatch.setattr(round_times.RoundTimes, "learn", lambda *_: None)
-    monkeypatch.setattr(round_times, "NODE_PRICE", 1e-4)
-    monkeypatch.setattr(round_times, "FORWARD_PRICE", 0.01)
+    # Not the fixture `monkeypatch`: used here it would be undone after the fixtures of a test,
+    # which may rely on what a test patched being gone.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measured, "known_times", lambda target, key, rows, make: make())
+        patch.setattr(round_times.RoundTimes, "learn", lambda *_: None)
+        patch.setattr(round_times, "NODE_PRICE", 1e-4)
+        patch.setattr(round_times, "FORWARD_PRICE", 0.01)
+        yield

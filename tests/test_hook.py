@@ -172,7 +172,7 @@ class TestWhereTheStrategyComesFrom:
         model.generation_config = GenerationConfig.from_pretrained(tmp_path)
         model.generate(PROMPT)
         (used,) = speculative_calls
-        assert used.copy_length == (7 if value == "lookup" else 3)
+        assert used == (LookupConfig() if value == "lookup" else LookupConfig(copy_length=3))
 
     def test_a_model_saves_it_with_its_weights(
         self, model: T.PreTrainedModel, tmp_path: Path, speculative_calls: list[Any]
