@@ -63,7 +63,7 @@ def test_statistics_stand_beside_the_text(folder: Path, continued: str) -> None:
 
 
 def test_json(folder: Path, continued: str) -> None:
-    draft = ("--strategy", "draft", "--assistant", folder)
+    draft = ("--strategy", f"draft:max_draft_tokens=5@{folder}")
     result = run(folder, PROMPT, "--raw", "--max-new-tokens", 24, *draft, "--json")
     found = json.loads(result.stdout)
     assert found["text"] == continued
