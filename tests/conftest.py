@@ -71,7 +71,7 @@ def cheap_drafts() -> Iterator[None]:
     # Not the fixture `monkeypatch`: used here it would be undone after the fixtures of a test,
     # which may rely on what a test patched being gone.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measured, "known_times", lambda target, key, rows, make: make())
+        patch.setattr(measured, "known_times", lambda *_: round_times.RoundTimes())
         patch.setattr(round_times.RoundTimes, "learn", lambda *_: None)
         patch.setattr(round_times, "NODE_PRICE", 1e-4)
         patch.setattr(round_times, "FORWARD_PRICE", 0.01)

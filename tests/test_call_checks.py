@@ -133,7 +133,7 @@ class TestStrategies:
             ("lookup", "match_length", 10**9),
             ("lookup", "copy_length", 2.5),
             ("lookup", "max_matches", True),
-            ("lookup", "min_match_length", 5),
+            ("lookup", "min_match_length", 9),
             ("draft", "max_draft_tokens", -1),
             ("draft", "max_draft_tokens", "5"),
             ("draft", "confidence_threshold", 1.5),
@@ -358,7 +358,7 @@ class TestServedAfterAll:
         drafted = model.generate(
             PROMPT,
             max_new_tokens=13,
-            spec_strategy="draft",
+            spec_strategy={"strategy": "draft", "max_draft_tokens": 5},
             assistant=model,
             return_dict_in_generate=True,
         )

@@ -9,6 +9,7 @@ or, where it has none, depth and rank. Shares decay, and begin with an expectati
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.runner import ForwardOutput
@@ -197,17 +198,20 @@ class Source:
         return min(host.depth[node], DEPTH_KINDS), min(rank, RANK_KINDS - 1)
 
     def _new_nodes(self) -> Shares:
-        return Shares(self._expected_share, EXPECTATION_WEIGHT)
+        # Not a method of this object, which would wait for the cycle collector with its drafter.
+        return Shares(partial(_expected_share, self._expected), EXPECTATION_WEIGHT)
 
     @staticmethod
     def _new_levels() -> Shares:
         return Shares(lambda _: LEVEL_EXPECTATION, LEVEL_WEIGHT)
 
-    def _expected_share(self, kind: int | tuple[int, int]) -> float:
-        if isinstance(kind, int):
-            return (kind + 0.5) / PROBABILITY_KINDS
-        depth, rank = kind
-        return self._expected[depth > 1] / (1 if rank == 0 else 4)
+
+def _expected_share(expected: tuple[float, float], kind: int | tuple[int, int]) -> float:
+    """What nodes of a kind are expected to be worth before any was seen."""
+    if isinstance(kind, int):
+        return (kind + 0.5) / PROBABILITY_KINDS
+    depth, rank = kind
+    return expected[depth > 1] / (1 if rank == 0 else 4)
 
 
 class MergedTree:

@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 from transformers import PreTrainedModel
@@ -35,7 +34,7 @@ from hf_spec.strategies.auto_choice import Round, choose_nodes, choose_sources
 from hf_spec.strategies.auto_costs import Costs, identity
 from hf_spec.strategies.auto_sources import MergedTree, Source
 from hf_spec.strategies.base import PolicyConfig
-from hf_spec.strategies.measured_policy import MeasuredPolicy
+from hf_spec.strategies.measured_policy import MeasuredPolicy, free
 from hf_spec.strategies.round_times import RoundTimes, known_times
 
 Policed = TypeVar("Policed", bound=PolicyConfig)
@@ -246,6 +245,10 @@ class SelfTimedDrafter(MeasuredDrafter):
         """See `MeasuredDrafter`; the clock runs."""
         before, start = self.forwards, time.perf_counter()
         tree = super().draft(state)
+        policy = self._policy(self._main)
+        if policy is not None:
+            # It knows the drafter, which knows the policy: storage would wait for the collector.
+            policy.price = free
         if self.assistants:
             # Levels that the policy left out tell nothing.
             self._main.limits = {row: self._main.tree.host.height(row) for row in state.unfinished}
@@ -273,9 +276,8 @@ class SelfTimedDrafter(MeasuredDrafter):
         name, forwards = self._main.name, self._main.drafter.num_forwards
         owner = identity(self._main.drafter) if self.assistants else None
         key = name, owner, self._key
-        make = partial(RoundTimes, name, forwards)
-        self._times = known_times(self._target, key, state.num_rows, make)
-        return self._times.costs
+        self._times = known_times(self._target, key, state.num_rows)
+        return self._times.costs(name, forwards)
 
     def _limits(self, source: Source, chosen: Round, room: Mapping[int, int]) -> dict[int, int]:
         """A drafter that is asked may go on as long as its policy lets it."""

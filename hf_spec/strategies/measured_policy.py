@@ -17,6 +17,11 @@ from hf_spec.strategies.auto_sources import (
 )
 
 
+def free(level: int) -> float:
+    """The price of another level where none is known."""
+    return 0.0
+
+
 class MeasuredPolicy(LengthPolicy):
     """Drafts on where another level is worth its time.
 
@@ -34,7 +39,7 @@ class MeasuredPolicy(LengthPolicy):
 
     def __init__(self, max_draft_tokens: int):
         super().__init__(max_draft_tokens)
-        self.price: Callable[[int], float] = lambda level: 0.0
+        self.price: Callable[[int], float] = free
 
     def start(self, num_rows: int) -> None:
         """Nothing is known of any row."""

@@ -84,21 +84,22 @@ def _nearest_knot(size: float) -> float:
 
 
 class RoundTimes:
-    """The costs of rounds with one drafter.
+    """The times of rounds with one drafter, which it may outlive: it holds nothing of it."""
 
-    Args:
-        name: of its source.
-        forwards: how many forwards of its own a draft of some depth takes.
-
-    Attributes:
-        costs: for `hf_spec.strategies.auto_choice`.
-    """
-
-    def __init__(self, name: str, forwards: Callable[[int], int]):
-        self._forwards = forwards
+    def __init__(self) -> None:
         self._verify = LearnedCurve(lambda nodes: 1.0 + NODE_PRICE * nodes)
         self._draft = LearnedCurve(lambda count: FORWARD_PRICE * count)
-        self.costs = Costs(self._verify, {name: self._draft_cost})
+
+    def costs(self, name: str, forwards: Callable[[int], int]) -> Costs:
+        """What `hf_spec.strategies.auto_choice` weighs; follows what is learned.
+
+        Args:
+            name: of the drafter's source.
+            forwards: how many forwards of its own a draft of some depth takes.
+        """
+        return Costs(
+            self._verify, {name: lambda depth: self._draft_cost(forwards(math.ceil(depth)))}
+        )
 
     def learn(self, nodes: int, verify_seconds: float, forwards: int, draft_seconds: float) -> None:
         """Take in a round.
@@ -113,24 +114,20 @@ class RoundTimes:
         if forwards:
             self._draft.learn(forwards, draft_seconds)
 
-    def _draft_cost(self, depth: float) -> float:
-        count = self._forwards(math.ceil(depth))
+    def _draft_cost(self, count: int) -> float:
         if not count:
             return 0.0
         return self._draft(count) * (1.0 if self._draft.is_known else self._verify(1))
 
 
-def known_times(
-    target: PreTrainedModel, key: Hashable, num_rows: int, make: Callable[[], RoundTimes]
-) -> RoundTimes:
+def known_times(target: PreTrainedModel, key: Hashable, num_rows: int) -> RoundTimes:
     """What earlier generations in the same situation have learned.
 
     Args:
         target: prepared for tree forwards.
         key: what tells drafters apart.
         num_rows: B.
-        make: the times of a situation that is new.
     """
     packed = cpu_packing_bytes() > 0
     machine = (target.device, target.dtype, torch.get_num_threads(), packed)
-    return made_once(target, ("rounds", num_rows, machine, key), make)
+    return made_once(target, ("rounds", num_rows, machine, key), RoundTimes)

@@ -333,7 +333,7 @@ def test_layers_that_attend_twice_are_noticed(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("name", ["llama", "bloom"])
-@pytest.mark.parametrize("strategy", ["lookup", "draft"])
+@pytest.mark.parametrize("strategy", ["lookup", "draft", "tree", "auto"])
 def test_keys_and_values_are_freed_with_the_call(
     name: str, strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,7 +33,7 @@ def costs(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float], None]:
     """Sets what a node and what a forward of the drafter costs, in forwards of the target."""
 
     def set_costs(node: float, forward: float) -> None:
-        monkeypatch.setattr(measured, "known_times", lambda target, key, rows, make: make())
+        monkeypatch.setattr(measured, "known_times", lambda *_: round_times.RoundTimes())
         monkeypatch.setattr(RoundTimes, "learn", lambda *_: None)
         monkeypatch.setattr(round_times, "NODE_PRICE", node)
         monkeypatch.setattr(round_times, "FORWARD_PRICE", forward)
@@ -129,7 +129,7 @@ class TestTimes:
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         heard: list[tuple[int, float, int, float]] = []
-        monkeypatch.setattr(measured, "known_times", lambda target, key, rows, make: make())
+        monkeypatch.setattr(measured, "known_times", lambda *_: round_times.RoundTimes())
         monkeypatch.setattr(RoundTimes, "learn", lambda _, *times: heard.append(times))
         ticks = itertools.count()
         monkeypatch.setattr(measured.time, "perf_counter", lambda: float(next(ticks)))
@@ -161,7 +161,7 @@ class TestTimes:
             clock[0] += 1.0
             return forward(self, *arguments)
 
-        monkeypatch.setattr(measured, "known_times", lambda target, key, rows, make: make())
+        monkeypatch.setattr(measured, "known_times", lambda *_: round_times.RoundTimes())
         monkeypatch.setattr(ModelRunner, "forward", slow)
         monkeypatch.setattr(measured.time, "perf_counter", lambda: clock[0])
         stats = generate("draft", build("llama"), max_new_tokens=60).spec_stats

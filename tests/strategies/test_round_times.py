@@ -69,47 +69,50 @@ class TestLearnedCurve:
         assert known(8) == pytest.approx(4.5)
 
 
+def levels(depth: int) -> int:
+    return depth
+
+
 class TestRoundTimes:
     def test_nothing_known(self) -> None:
-        costs = RoundTimes("falcon", lambda depth: -(-depth // 2)).costs
+        costs = RoundTimes().costs("falcon", lambda depth: -(-depth // 2))
         assert costs.verify(1) == 1 + NODE_PRICE
         assert costs.draft["falcon"](0) == 0
         one = FORWARD_PRICE * costs.verify(1)
         assert [costs.draft["falcon"](d) for d in (1, 2, 3)] == pytest.approx([one, one, 2 * one])
 
     def test_a_round(self) -> None:
-        times = RoundTimes("draft", lambda depth: depth)
+        times = RoundTimes()
         times.learn(4, 0.04, 3, 0.006)
-        assert times.costs.verify(4) == pytest.approx(0.04)
-        assert times.costs.draft["draft"](1) == pytest.approx(0.002)
+        assert times.costs("draft", levels).verify(4) == pytest.approx(0.04)
+        assert times.costs("draft", levels).draft["draft"](1) == pytest.approx(0.002)
         times.learn(1, 0.03, 0, 9.0)
-        assert times.costs.verify(1) == pytest.approx(0.03)
-        assert times.costs.draft["draft"](3) == pytest.approx(0.006)
+        assert times.costs("draft", levels).verify(1) == pytest.approx(0.03)
+        assert times.costs("draft", levels).draft["draft"](3) == pytest.approx(0.006)
 
     def test_the_draft_scales_with_the_target_until_it_was_timed(self) -> None:
-        times = RoundTimes("draft", lambda depth: depth)
+        times = RoundTimes()
         times.learn(1, 2.0, 0, 0.0)
-        assert times.costs.draft["draft"](2) == pytest.approx(2 * FORWARD_PRICE * 2.0)
+        assert times.costs("draft", levels).draft["draft"](2) == pytest.approx(
+            2 * FORWARD_PRICE * 2.0
+        )
 
     def test_drafts_without_a_model_cost_nothing(self) -> None:
-        times = RoundTimes("lookup", lambda depth: 0)
+        times = RoundTimes()
         times.learn(4, 0.04, 0, 0.001)
-        assert times.costs.draft["lookup"](9) == 0.0
+        assert times.costs("lookup", lambda depth: 0).draft["lookup"](9) == 0.0
 
 
 def test_times_are_kept_by_situation() -> None:
-    def make() -> RoundTimes:
-        return RoundTimes("draft", lambda depth: depth)
-
     model = build("qwen2")
-    first = known_times(model, "a", 1, make)
-    assert known_times(model, "a", 1, make) is first
-    assert known_times(model, "a", 2, make) is not first
-    assert known_times(model, "b", 1, make) is not first
-    assert known_times(build("qwen3"), "a", 1, make) is not first
+    first = known_times(model, "a", 1)
+    assert known_times(model, "a", 1) is first
+    assert known_times(model, "a", 2) is not first
+    assert known_times(model, "b", 1) is not first
+    assert known_times(build("qwen3"), "a", 1) is not first
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(threads + 1)
-        assert known_times(model, "a", 1, make) is not first
+        assert known_times(model, "a", 1) is not first
     finally:
         torch.set_num_threads(threads)

@@ -14,6 +14,7 @@ import torch
 import transformers
 from packaging.version import Version
 
+from hf_spec.strategies import measured
 from tests.refusals import small_llama
 from tests.targets.cases import SEED, sampled, speculate
 from tests.targets.two_processes import ARCHITECTURES, STRATEGIES, continuous
@@ -57,11 +58,18 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
 
 
+@pytest.fixture
+def fixed_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts as long as among processes, where times cannot decide."""
+    monkeypatch.setattr(measured, "tensor_parallel_size", lambda model: 2)
+
+
 def both(ranks: list[dict[str, Any]], case: str) -> Any:
     assert ranks[0][case] == ranks[1][case]
     return ranks[0][case]
 
 
+@pytest.mark.usefixtures("fixed_sizes")
 @pytest.mark.parametrize(("name", "strategy"), CASES)
 def test_greedy(ranks: list[dict[str, Any]], name: str, strategy: str) -> None:
     found = both(ranks, f"{name} {strategy}")
@@ -74,6 +82,7 @@ def test_drafts_were_accepted(ranks: list[dict[str, Any]]) -> None:
     assert all(ranks[0][f"llama {strategy}"]["accepted"] > 0 for strategy in STRATEGIES)
 
 
+@pytest.mark.usefixtures("fixed_sizes")
 @pytest.mark.parametrize("strategy", ["draft", "tree"])
 def test_one_seed_in_every_process(ranks: list[dict[str, Any]], strategy: str) -> None:
     """Drafts and acceptance are drawn alike, so the processes stay in step."""
@@ -81,6 +90,7 @@ def test_one_seed_in_every_process(ranks: list[dict[str, Any]], strategy: str) -
     assert both(ranks, f"sampled {strategy}") == sampled(build("llama"), strategy)
 
 
+@pytest.mark.usefixtures("fixed_sizes")
 def test_continuous_batching(ranks: list[dict[str, Any]]) -> None:
     torch.manual_seed(SEED)
     assert both(ranks, "continuous") == continuous(build("llama"))

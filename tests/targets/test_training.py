@@ -56,20 +56,20 @@ def finish():
 METHODS = {
     "draft": """
 from hf_spec.training import draft
-draft.save_adapter = count(draft.save_adapter)
+draft.save_with_card = count(draft.save_with_card)
 settings = draft.DraftTrainSettings(num_layers=2, rank=4, vocabulary_size=64, held_back=0.2)
 draft.train_draft(build("llama"), examples, folder, settings, run)
 """,
     "sdsat": """
 from hf_spec.training import sdsat, sdsat_student
-sdsat.save_adapter = count(sdsat.save_adapter)
+sdsat.save_with_card = count(sdsat.save_with_card)
 settings = sdsat_student.SdsatTrainSettings(rank=4, held_back=0.2, window=3)
 sdsat.train_sdsat(build("llama"), examples, folder, settings, run)
 """,
     "disco": """
 import hf_spec
 from hf_spec.training import disco
-disco.save_adapter = count(disco.save_adapter)
+disco.save_with_card = count(disco.save_with_card)
 settings = disco.DiscoTrainSettings(max_epochs=3, batch_size=64)
 model = build("llama")
 disco.train_disco(model, hf_spec.truncated_draft(model, 2), responses, folder, settings)
