@@ -212,8 +212,9 @@ class SelfTimedDrafter(MeasuredDrafter):
         self._key = key
         self._main = sources[0]
         self._times: RoundTimes | None = None
-        # A round that runs a prompt tells nothing of the others.
-        self._is_first = True
+        # A forward that runs a prompt tells nothing of the others; a head that reads the target's
+        # features has its own a round later than the target.
+        self._is_first = self._is_first_draft = True
         self._drafted = (0, 0.0, 0.0)
 
     @property
@@ -239,7 +240,7 @@ class SelfTimedDrafter(MeasuredDrafter):
     def restart(self, row: int) -> None:
         """Forget the sequence before, and do not time the next round."""
         super().restart(row)
-        self._is_first = True
+        self._is_first = self._is_first_draft = True
 
     def draft(self, state: GenerationState) -> DraftTree:
         """See `MeasuredDrafter`; the clock runs."""
@@ -262,8 +263,10 @@ class SelfTimedDrafter(MeasuredDrafter):
         forwards, draft_seconds, sent = self._drafted
         if not self._is_first:
             verify_seconds = time.perf_counter() - sent
-            self._times.learn(verdict.tree.num_nodes, verify_seconds, forwards, draft_seconds)
+            timed = 0 if self._is_first_draft else forwards
+            self._times.learn(verdict.tree.num_nodes, verify_seconds, timed, draft_seconds)
         self._is_first = False
+        self._is_first_draft = self._is_first_draft and not forwards
         super().observe(verdict, output)
         policy = self._policy(self._main)
         if policy is not None:
@@ -272,7 +275,7 @@ class SelfTimedDrafter(MeasuredDrafter):
                 policy.learn(row, host.height(row), reached, len(verdict.tokens(row)))
 
     def _learn_costs(self, state: GenerationState) -> Costs:
-        self._is_first = True
+        self._is_first = self._is_first_draft = True
         name, forwards = self._main.name, self._main.drafter.num_forwards
         owner = identity(self._main.drafter) if self.assistants else None
         key = name, owner, self._key

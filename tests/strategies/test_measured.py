@@ -241,3 +241,33 @@ def test_the_drafter_says_what_it_did(name: str) -> None:
     if name in ("draft", "tree", "gsd", "disco"):
         assert {"draft_nodes", "merges"} <= set(stats.counters)
     assert hf_spec.SpecStats is type(stats)
+
+
+@pytest.mark.parametrize("strategy", ["draft", "falcon"])
+def test_the_draft_that_runs_the_prompt_is_not_timed(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head has its prompt a round later than the target; that time would end all drafts."""
+    run: list[int] = []
+    timed: list[int] = []
+    observe = SelfTimedDrafter.observe
+
+    def watch(self: SelfTimedDrafter, verdict: Any, output: Any) -> None:
+        run.append(self._drafted[0])
+        observe(self, verdict, output)
+
+    def learn(self: RoundTimes, nodes: int, seconds: float, forwards: int, draft: float) -> None:
+        timed.append(forwards)
+
+    monkeypatch.setattr(measured, "known_times", lambda *_: RoundTimes())
+    monkeypatch.setattr(round_times, "FORWARD_PRICE", 0.01)
+    monkeypatch.setattr(round_times, "NODE_PRICE", 1e-4)
+    monkeypatch.setattr(SelfTimedDrafter, "observe", watch)
+    monkeypatch.setattr(RoundTimes, "learn", learn)
+    assistant = random_head("llama") if strategy == "falcon" else draft_model("llama")
+    build("llama").generate(
+        **prompts("llama", "one"), max_new_tokens=16, spec_strategy=strategy, assistant=assistant
+    )
+    drafts = [forwards for forwards in run if forwards]
+    assert len(drafts) > 1
+    assert [forwards for forwards in timed if forwards] == drafts[1:]
