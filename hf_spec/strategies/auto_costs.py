@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import cycle
@@ -139,14 +139,12 @@ def known_costs(
         batching: what is padded.
     """
     kinds = tuple((name, identity(drafter)) for name, drafter in drafters.items())
-    packed = cpu_packing_bytes() > 0
-    machine = (_device(target), target.dtype, torch.get_num_threads(), packed)
     text = (state.tokens[0][:CONTEXT] * CONTEXT)[:CONTEXT]
 
     def measure() -> Costs:
         return measure_costs(target, drafters, [text] * state.num_rows, batching)
 
-    return made_once(target, ("auto", state.num_rows, batching, machine, kinds), measure)
+    return made_once(target, ("auto", state.num_rows, batching, machine_of(target), kinds), measure)
 
 
 def measure_costs(
@@ -261,6 +259,12 @@ class LimitedState(GenerationState):
 
 def _device(target: PreTrainedModel) -> torch.device:
     return execution_device(target.get_input_embeddings())
+
+
+def machine_of(target: PreTrainedModel) -> tuple[Hashable, ...]:
+    """What the times of forwards depend on besides the model and its inputs."""
+    packed = cpu_packing_bytes() > 0
+    return _device(target), target.dtype, torch.get_num_threads(), packed
 
 
 def identity(drafter: Drafter) -> int:

@@ -11,12 +11,10 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Hashable
 
-import torch
 from transformers import PreTrainedModel
 
-from hf_spec.decoding.cpu_linear import cpu_packing_bytes
 from hf_spec.models.assistant import made_once
-from hf_spec.strategies.auto_costs import Costs
+from hf_spec.strategies.auto_costs import Costs, machine_of
 
 # What is expected before anything is timed, in forwards of the target over one node: another node,
 # and a forward of a drafter. Nodes are expected to be cheap, so that their real price is found out.
@@ -128,6 +126,4 @@ def known_times(target: PreTrainedModel, key: Hashable, num_rows: int) -> RoundT
         key: what tells drafters apart.
         num_rows: B.
     """
-    packed = cpu_packing_bytes() > 0
-    machine = (target.device, target.dtype, torch.get_num_threads(), packed)
-    return made_once(target, ("rounds", num_rows, machine, key), RoundTimes)
+    return made_once(target, ("rounds", num_rows, machine_of(target), key), RoundTimes)
