@@ -76,7 +76,7 @@ class BaseModel:
         if len(base.fingerprint) != FINGERPRINT_SIZE:
             raise AssistantError(
                 f"{path} knows its base model by {len(base.fingerprint)} weights, not "
-                f"{FINGERPRINT_SIZE}: get the file anew, or train the adapter again"
+                f"{FINGERPRINT_SIZE}: get the file again, or train the adapter again"
             )
         return base
 

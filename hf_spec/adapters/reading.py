@@ -101,7 +101,7 @@ def read_tensors(folder: Path, name: str) -> dict[str, Tensor]:
     except AssistantError:
         raise
     except Exception as error:
-        raise AssistantError(f"{path} cannot be read: {error}; get the file anew") from error
+        raise AssistantError(f"{path} cannot be read: {error}; get the file again") from error
     for key, tensor in tensors.items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise AssistantError(f"{path}: {key!r} holds NaN or infinite values; get the file anew")
