@@ -10,14 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hf_spec import pictures
-from hf_spec.decoding.graph import TokenGraph
-from hf_spec.decoding.tree import DraftTree
-from hf_spec.pictures import ACCEPTED, INK, PADDING, PALE, REFUSED, ROWS, Canvas
+from hf_spec.drafting.graph import TokenGraph
+from hf_spec.execution.tree import DraftTree
+from hf_spec.trace import pictures
+from hf_spec.trace.pictures import ACCEPTED, INK, PADDING, PALE, REFUSED, ROWS, Canvas
 
 IMAGES = Path(__file__).parent / "images"
-# The measurement of the front page: what `python -m hf_spec.bench.full` recorded.
-RECORD = Path(__file__).parents[1] / "hf_spec/bench/results/smollm2_full.json"
+# The measurement of the front page: what `python -m examples.studies.full_table.measure` recorded.
+RECORD = Path(__file__).parents[1] / "examples/studies/full_table/smollm2_full.json"
 
 # "the cat sat on" is committed; its last token, the root, is not stored yet.
 WORDS = ["on", "the", "a", "mat", "floor", "chair", "and", "."]

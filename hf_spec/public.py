@@ -1,11 +1,11 @@
 """What `hf_spec` itself exports; importing it enables `spec_strategy=` and `assistant=`."""
 
 from hf_spec.adapters.folder import SpecAdapter
-from hf_spec.decoding.cpu_linear import clear_cpu_packing, cpu_packing_bytes, set_cpu_packing
-from hf_spec.decoding.step_graphs import set_cuda_graphs
 from hf_spec.decoding.streaming import BatchStreamer, BatchTextStreamer
 from hf_spec.errors import AssistantError, HubError, OptionError, SpecError, UnsupportedError
-from hf_spec.hook import disable, enable
+from hf_spec.execution.cpu_linear import clear_cpu_packing, cpu_packing_bytes, set_cpu_packing
+from hf_spec.execution.step_graphs import set_cuda_graphs
+from hf_spec.generation.hook import disable, enable
 from hf_spec.models.truncated import truncated_draft
 from hf_spec.outputs import SpecBatchOutput, SpecGenerateOutput, SpecRequestOutput, SpecStats
 from hf_spec.strategies import (

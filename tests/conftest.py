@@ -15,7 +15,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from hf_spec.checkpoints import gemma3_270m, smollm2_135m_instruct
+from hf_spec.data.small_models import gemma3_270m, smollm2_135m_instruct
 from hf_spec.strategies import measured, round_times
 from tests.installed import Built, build, install
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from hf_spec.decoding.alibi import uses_alibi
-from hf_spec.decoding.attention import takes_packed
 from hf_spec.errors import UnsupportedError
-from hf_spec.model_checks import check_model
+from hf_spec.execution.alibi import uses_alibi
+from hf_spec.execution.attention import takes_packed
+from hf_spec.execution.model_checks import check_model
 from tests import tiny_models
 from tests.refusals import jamba, mamba, t5
 from tests.targets import test_half_precision
@@ -76,7 +76,7 @@ these strategies.
 ## Refused
 
 Before the first forward, with this sentence (`tests/test_refused_architectures.py`,
-`tests/test_model_checks.py`). What else is refused: [limits](limits.md).
+`tests/execution/test_model_checks.py`). What else is refused: [limits](limits.md).
 
 {refused}"""
 

@@ -30,13 +30,13 @@ from hf_spec import (
     TreeConfig,
 )
 from hf_spec.adapters.folder import SpecAdapter
-from hf_spec.bench.distribution import IMPOSSIBLE, chi_square
 from hf_spec.decoding import drafter
-from hf_spec.decoding.tree import DraftTree
 from hf_spec.decoding.verification import NodeDraw
+from hf_spec.execution.tree import DraftTree
 from hf_spec.models.falcon_head import FalconHead, FalconShape
 from hf_spec.strategies import draft_model
 from hf_spec.strategies.draft_model import DraftModelDrafter
+from hf_spec.verify.distribution import IMPOSSIBLE, chi_square
 from tests.biased_rules import NoResidual, RedrawnBonus, SiblingsWithoutUpdate
 from tests.tiny_models import TIMINGS, random_adaptive_tokens, save_disco_adapter
 

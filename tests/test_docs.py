@@ -144,7 +144,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def names(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the examples may take as given; strategies that they register are forgotten."""
-    monkeypatch.setattr("hf_spec.checkpoints.smollm2_135m_instruct", lambda: tiny_folder)
+    monkeypatch.setattr("hf_spec.data.small_models.smollm2_135m_instruct", lambda: tiny_folder)
     monkeypatch.setattr(base, "_CONFIGS", dict(base._CONFIGS))
     monkeypatch.setattr(base, "_MAKERS", dict(base._MAKERS))
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)

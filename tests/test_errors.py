@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 import hf_spec
 from hf_spec import AssistantError, OptionError, SpecError, UnsupportedError
-from hf_spec.decoding.tree import DraftTree
 from hf_spec.errors import choices
+from hf_spec.execution.tree import DraftTree
 from hf_spec.strategies.lookup import LookupDrafter
 from tests.model_watch import snapshot
 from tests.tiny_models import build, repetitive_prompt

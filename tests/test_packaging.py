@@ -45,10 +45,6 @@ def test_pyproject_leaves_the_package_to_setup_cfg() -> None:
     assert not [name for name in read_setup_cfg().sections() if "tool" in name]
 
 
-# Records of measurements stay in the checkout.
-LEFT_OUT = "hf_spec/bench/results/"
-
-
 def files_on_disk() -> set[str]:
     """Every file of the packages, as an import would find it."""
     found = set()
@@ -56,7 +52,7 @@ def files_on_disk() -> set[str]:
         folder = ROOT / root
         for path in folder.rglob("*"):
             name = path.relative_to(folder.parent).as_posix()
-            if path.is_file() and path.suffix != ".pyc" and not name.startswith(LEFT_OUT):
+            if path.is_file() and path.suffix != ".pyc":
                 found.add(name)
     return found
 
@@ -89,7 +85,7 @@ class TestBuilt:
 RUN = """
 import sys, torch, hf_spec, hf_spec_kernels
 from transformers import LlamaConfig, LlamaForCausalLM
-from hf_spec.bench.prompts import load_prompts
+from hf_spec.data.prompts import load_prompts
 from hf_spec.strategies.published_trees import published_trees
 for package in (hf_spec, hf_spec_kernels):
     assert package.__file__.startswith(sys.prefix), package.__file__

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_spec.errors import UnsupportedError
-from hf_spec.model_checks import check_model
+from hf_spec.execution.model_checks import check_model
 from tests import tiny_models
 
 SMALL = {

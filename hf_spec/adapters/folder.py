@@ -26,8 +26,8 @@ from hf_spec.adapters.base_name import base_name
 from hf_spec.adapters.custom_code import write_custom_generate
 from hf_spec.adapters.reading import read_json, read_tensors, regular_file
 from hf_spec.errors import AssistantError
+from hf_spec.execution.placement import weight_rows
 from hf_spec.files import written_whole
-from hf_spec.placement import weight_rows
 
 PEFT_TYPE = "HF_SPEC"
 CONFIG_NAME = "adapter_config.json"

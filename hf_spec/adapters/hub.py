@@ -11,8 +11,8 @@ from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
+from hf_spec.data.hub import check_name, reach_hub
 from hf_spec.errors import AssistantError, HubError, OptionError
-from hf_spec.hub import check_name, reach_hub
 
 # What an adapter's repository is made of; nothing else in a folder is sent.
 PUSHED = (

@@ -1,1 +1,1 @@
-"""Benchmarks of decoding: all contenders in one process, prompt by prompt, interleaved."""
+"""Benchmarks of decoding: contenders in one process, prompt by prompt, interleaved."""

@@ -15,12 +15,12 @@ from hf_spec.bench import contenders as ways
 from hf_spec.bench.contenders import Contender, Settings
 from hf_spec.bench.oracle import oracle
 from hf_spec.bench.synthetic import synthetic
-from hf_spec.decoding.vocabulary import num_embeddings
 from hf_spec.errors import OptionError
-from hf_spec.model_checks import check_model
-from hf_spec.models.assistant import resolve_draft_model
+from hf_spec.execution.model_checks import check_model
+from hf_spec.execution.vocabulary import num_embeddings
 from hf_spec.models.truncated import truncated_draft
 from hf_spec.strategies import StrategyConfig, make_drafter
+from hf_spec.strategies.assistants import resolve_draft_model
 
 # A strategy's name in tables, its config and its assistant.
 Entry = tuple[str, StrategyConfig, Any]

@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 
 from hf_spec.bench.contenders import Contender, PlainAnswers, Run, speculative
 from hf_spec.decoding.drafter import Drafter
-from hf_spec.decoding.engine import generate_with
-from hf_spec.decoding.length_policy import DraftedToken, LengthPolicy
-from hf_spec.decoding.vocabulary import num_embeddings
+from hf_spec.drafting.length_policy import DraftedToken, LengthPolicy
+from hf_spec.execution.vocabulary import num_embeddings
+from hf_spec.generation.one_call import generate_with
 from hf_spec.strategies.draft_model import DraftConfig, DraftModelDrafter
 
 

@@ -1,7 +1,7 @@
 """Plots of what the benchmarks and trainings recorded.
 
 Run as `python -m hf_spec.bench.plots RECORDS.json --out plot.svg`, where the records hold trainings
-with their evaluations, as in `hf_spec/bench/results/smollm2_falcon_training.json`.
+with their evaluations, as in `examples/studies/falcon/smollm2_falcon_training.json`.
 """
 
 from __future__ import annotations

@@ -17,10 +17,10 @@ from typing import Any
 from hf_spec.bench.runner import synchronize
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.processors import NodeProcessors
-from hf_spec.decoding.row_storage import RowStorage
-from hf_spec.decoding.runner import ModelRunner
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.verification import Verifier
+from hf_spec.execution.row_storage import RowStorage
+from hf_spec.execution.runner import ModelRunner
 from hf_spec.models.falcon_head import FalconHead
 from hf_spec.models.falcon_runner import HeadRunner
 

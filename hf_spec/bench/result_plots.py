@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_spec.bench import plots
-from hf_spec.bench.prompts import MIXED
 from hf_spec.bench.report import ALL, notice, spread
+from hf_spec.data.prompts import MIXED
 
 # What the forms of `measure_step_cost` are called in a plot.
 FORMS = {

@@ -18,7 +18,7 @@ import transformers
 
 from hf_spec.bench.contenders import Contender, Run
 from hf_spec.bench.memory import forget_peak, peak_bytes
-from hf_spec.bench.prompts import Batch, Prompt, make_batches
+from hf_spec.data.prompts import Batch, Prompt, make_batches
 from hf_spec.outputs import SpecStats
 
 CPU = torch.device("cpu")

@@ -17,9 +17,9 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from hf_spec.bench.runner import environment, synchronize
-from hf_spec.decoding.cpu_linear import set_cpu_packing
-from hf_spec.decoding.runner import ModelRunner
-from hf_spec.decoding.tree import DraftTree
+from hf_spec.execution.cpu_linear import set_cpu_packing
+from hf_spec.execution.runner import ModelRunner
+from hf_spec.execution.tree import DraftTree
 
 NODE_COUNTS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 

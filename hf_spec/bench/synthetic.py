@@ -16,7 +16,7 @@ from hf_spec.bench.contenders import Contender
 from hf_spec.bench.oracle import knowing
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.state import GenerationState
-from hf_spec.decoding.tree import DraftTree
+from hf_spec.execution.tree import DraftTree
 
 
 class SyntheticDrafter(Drafter):

@@ -45,26 +45,26 @@ class Entry:
 
 
 ENTRIES = {
-    "generate": Entry("hf_spec.commands.generate", "generate", "Continue or answer a prompt."),
-    "chat": Entry("hf_spec.commands.chat", "chat", "Talk with a model in the terminal."),
-    "train": Entry("hf_spec.training.cli", "train", "Train the parts that strategies need."),
+    "generate": Entry("hf_spec.cli.answer.generate", "generate", "Continue or answer a prompt."),
+    "chat": Entry("hf_spec.cli.answer.chat", "chat", "Talk with a model in the terminal."),
+    "train": Entry("hf_spec.cli.train.app", "train", "Train the parts that strategies need."),
     "calibrate": Entry(
-        "hf_spec.training.cli_calibrate", "calibrate", "Choose options by measured speed."
+        "hf_spec.cli.train.calibrate", "calibrate", "Choose options by measured speed."
     ),
     "verify": Entry(
-        "hf_spec.bench.verify_cli",
+        "hf_spec.cli.verify",
         "verify",
         "Prove on your own model and prompts that a strategy leaves the output as it is.",
     ),
     "bench": Entry(
-        "hf_spec.bench.bench_cli",
+        "hf_spec.cli.bench",
         "bench",
         "Measure strategies against plain generate() and what others offer, on your own prompts.",
     ),
-    "card": Entry("hf_spec.commands.card", "card", "Write the model card of an adapter."),
-    "push": Entry("hf_spec.commands.push", "push", "Put an adapter on the Hugging Face Hub."),
+    "card": Entry("hf_spec.cli.card", "card", "Write the model card of an adapter."),
+    "push": Entry("hf_spec.cli.push", "push", "Put an adapter on the Hugging Face Hub."),
     "demo": Entry(
-        "hf_spec.demo",
+        "hf_spec.cli.demo",
         "demo",
         "Answer four prompts plainly and speculatively with a small real model, and compare.",
     ),

@@ -20,7 +20,7 @@ AUTO: DtypeName = "auto"
 
 def _named_model(name: str) -> str:
     # The Hub's own rules for names, whose import takes a moment, are needed only now.
-    from hf_spec.hub import check_name
+    from hf_spec.data.hub import check_name
 
     check_name(name)
     return name

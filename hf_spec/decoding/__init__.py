@@ -1,1 +1,1 @@
-"""The engine: draft trees, model runner, verifiers and the decoding loop; it knows no method."""
+"""The decoding loop, its state, the contract of a drafter, verification; it knows no method."""

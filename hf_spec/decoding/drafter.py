@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from transformers.generation import CandidateGenerator
 
-from hf_spec.decoding.runner import ForwardOutput
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.stopping import StopRules
-from hf_spec.decoding.tree import DraftTree, Verdict
 from hf_spec.decoding.verification import NodeDraw, ResidualRejection, Verifier
-from hf_spec.decoding.virtual_tokens import VirtualTokens
 from hf_spec.errors import UnsupportedError
+from hf_spec.execution.runner import ForwardOutput
+from hf_spec.execution.tree import DraftTree, Verdict
+from hf_spec.execution.virtual_tokens import VirtualTokens
 
 
 class DraftRunner(Protocol):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.padding_run import run_padding
-from hf_spec.decoding.runner import ModelRunner
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.verification import Verifier
+from hf_spec.execution.runner import ModelRunner
 from hf_spec.outputs import SpecGenerateOutput, SpecStats
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hf_spec.decoding.runner import ModelRunner
 from hf_spec.decoding.state import GenerationState
-from hf_spec.decoding.tree import DraftTree
 from hf_spec.decoding.verification import Verifier, Walk
+from hf_spec.execution.runner import ModelRunner
+from hf_spec.execution.tree import DraftTree
 
 
 def run_padding(target: ModelRunner, verifier: Verifier, state: GenerationState) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_spec.decoding.stopping import StopRules
 from hf_spec.decoding.streaming import StreamFeed
-from hf_spec.decoding.tree import Verdict
+from hf_spec.execution.tree import Verdict
 from hf_spec.outputs import RowStats, SpecGenerateOutput, SpecStats
 
 # How many tokens a row may be ahead of the step that criteria are asked about. Drafts that would

@@ -29,11 +29,11 @@ from hf_spec_kernels import serves, verify_tree
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from hf_spec.decoding.drawing import draw
 from hf_spec.decoding.processors import NodeProcessors
 from hf_spec.decoding.state import GenerationState
-from hf_spec.decoding.transfer import fetch, send
-from hf_spec.decoding.tree import DraftTree, Verdict
+from hf_spec.decoding.token_sampling import draw
+from hf_spec.execution.transfer import fetch, send
+from hf_spec.execution.tree import DraftTree, Verdict
 
 
 class Verifier(LogitsProcessor):

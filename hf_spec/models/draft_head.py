@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_spec.errors import UnsupportedError
-from hf_spec.placement import weight_rows
+from hf_spec.execution.placement import weight_rows
 
 # Of the adapters that bring such a head.
 METHOD = "draft"

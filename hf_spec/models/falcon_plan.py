@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_spec.decoding.rank_tree import ListEntry, RankTree, TreePasses
+from hf_spec.drafting.rank_tree import ListEntry, RankTree, TreePasses
 from hf_spec.models.falcon_runner import Blocks
 
 

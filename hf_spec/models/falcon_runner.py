@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_spec.decoding.attention import PackedAttention, PackedStep, Segment, takes_packed
-from hf_spec.decoding.cpu_linear import fast_cpu_linears, fast_products
-from hf_spec.decoding.drawing import distribution
-from hf_spec.decoding.kv_cache import KVPool
-from hf_spec.decoding.step_graphs import StepGraphs
+from hf_spec.decoding.token_sampling import distribution
 from hf_spec.errors import UnsupportedError
+from hf_spec.execution.attention import PackedAttention, PackedStep, Segment, takes_packed
+from hf_spec.execution.cpu_linear import fast_cpu_linears, fast_products
+from hf_spec.execution.kv_cache import KVPool
+from hf_spec.execution.step_graphs import StepGraphs
 from hf_spec.models.falcon_head import FalconHead, State
 
 # Pairs of a prompt that run at once; bounds masks and activations.

@@ -1,6 +1,6 @@
 """The strategies that `spec_strategy=` can name, one file each."""
 
-from hf_spec.strategies.auto import AutoConfig
+from hf_spec.strategies.auto.strategy import AutoConfig
 from hf_spec.strategies.base import (
     StrategyConfig,
     known_strategies,

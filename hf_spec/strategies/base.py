@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from transformers import PreTrainedModel
 
 from hf_spec.decoding.drafter import Drafter
-from hf_spec.decoding.length_policy import MEASURED, check_policy
-from hf_spec.decoding.row_work import BATCHING
+from hf_spec.drafting.length_policy import MEASURED, check_policy
 from hf_spec.errors import OptionError, choices
+from hf_spec.execution.row_work import BATCHING
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -33,7 +33,7 @@ class StrategyConfig:
         needs_assistant: whether `assistant=` must be given, or an adapter hang on the model.
         adapter_methods: of the adapters that it can use.
         batching: what is padded in a batch: "unpadded", which is nothing; for comparison
-            "unpadded_kv", "unpadded_input" and "padded" (see `hf_spec.decoding.row_work`).
+            "unpadded_kv", "unpadded_input" and "padded" (see `hf_spec.execution.row_work`).
     """
 
     strategy: ClassVar[str] = ""
@@ -89,7 +89,7 @@ class PolicyConfig(StrategyConfig):
             and the usual number for others (`usual`; `longest` for "measured").
         min_draft_tokens: so many are drafted before a policy is asked.
         length_policy: "measured" (see `hf_spec.strategies.measured`), "static", "heuristic",
-            "confidence" (see `hf_spec.decoding.length_policy`) or "disco" (see
+            "confidence" (see `hf_spec.drafting.length_policy`) or "disco" (see
             `hf_spec.strategies.disco`). None is "measured" where no size of the draft is given, and
             "static" where one is.
         usual: sizes of drafts that are not given, for policies with fixed sizes.

@@ -25,13 +25,13 @@ from transformers import PreTrainedModel
 from hf_spec.adapters.folder import SpecAdapter, beside, load_adapter
 from hf_spec.adapters.reading import whole_number
 from hf_spec.decoding.drafter import Drafter
-from hf_spec.decoding.length_policy import DraftedToken, LengthPolicy, register_policy
-from hf_spec.decoding.transfer import send
-from hf_spec.decoding.vocabulary import num_embeddings
+from hf_spec.drafting.length_policy import DraftedToken, LengthPolicy, register_policy
 from hf_spec.errors import AssistantError, OptionError
-from hf_spec.models.assistant import made_once, resolve_draft_model
+from hf_spec.execution.transfer import send
+from hf_spec.execution.vocabulary import num_embeddings
 from hf_spec.models.disco_classifier import METHOD, DiscoClassifier, draft_features
 from hf_spec.models.truncated import truncated_draft
+from hf_spec.strategies.assistants import made_once, resolve_draft_model
 from hf_spec.strategies.base import register
 from hf_spec.strategies.draft_model import DraftConfig, DraftModelDrafter
 from hf_spec.strategies.measured import can_measure, measured

@@ -23,18 +23,18 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_spec.decoding.drafter import Drafter
-from hf_spec.decoding.drawing import distribution, draw
-from hf_spec.decoding.graph import TokenGraph, Unmerged
-from hf_spec.decoding.length_policy import MEASURED, DraftedToken, LengthPolicy, make_policy
 from hf_spec.decoding.processors import NodeProcessors
-from hf_spec.decoding.runner import ForwardOutput, ModelRunner
 from hf_spec.decoding.state import GenerationState
-from hf_spec.decoding.transfer import fetch
-from hf_spec.decoding.tree import DraftTree, Verdict
-from hf_spec.decoding.vocabulary import num_embeddings
+from hf_spec.decoding.token_sampling import distribution, draw
+from hf_spec.drafting.graph import TokenGraph, Unmerged
+from hf_spec.drafting.length_policy import MEASURED, DraftedToken, LengthPolicy, make_policy
 from hf_spec.errors import OptionError
-from hf_spec.models.assistant import resolve_draft_model
-from hf_spec.strategies.auto_sources import NODES_PER_LEVEL
+from hf_spec.execution.runner import ForwardOutput, ModelRunner
+from hf_spec.execution.transfer import fetch
+from hf_spec.execution.tree import DraftTree, Verdict
+from hf_spec.execution.vocabulary import num_embeddings
+from hf_spec.strategies.assistants import resolve_draft_model
+from hf_spec.strategies.auto.sources import NODES_PER_LEVEL
 from hf_spec.strategies.base import PolicyConfig, register
 from hf_spec.strategies.measured import measured, resolve
 

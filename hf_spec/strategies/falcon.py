@@ -21,20 +21,20 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_spec.decoding.attention import takes_packed
 from hf_spec.decoding.drafter import Drafter
-from hf_spec.decoding.length_policy import MEASURED, DraftedToken, LengthPolicy, make_policy
-from hf_spec.decoding.rank_tree import RankTree
-from hf_spec.decoding.runner import ForwardOutput
 from hf_spec.decoding.state import GenerationState
-from hf_spec.decoding.transfer import fetch, send
-from hf_spec.decoding.tree import DraftTree, Verdict, likeliest
+from hf_spec.drafting.length_policy import MEASURED, DraftedToken, LengthPolicy, make_policy
+from hf_spec.drafting.rank_tree import RankTree
 from hf_spec.errors import OptionError, UnsupportedError, choices
-from hf_spec.models.assistant import resolve_falcon_head
+from hf_spec.execution.attention import takes_packed
+from hf_spec.execution.runner import ForwardOutput
+from hf_spec.execution.transfer import fetch, send
+from hf_spec.execution.tree import DraftTree, Verdict, likeliest
 from hf_spec.models.falcon_head import METHOD, FalconHead, State
 from hf_spec.models.falcon_plan import DraftPass, DraftPlan, draft_plan
 from hf_spec.models.falcon_runner import HeadRunner, PairRow
-from hf_spec.strategies.auto_sources import NODES_PER_LEVEL
+from hf_spec.strategies.assistants import resolve_falcon_head
+from hf_spec.strategies.auto.sources import NODES_PER_LEVEL
 from hf_spec.strategies.base import PolicyConfig, register
 from hf_spec.strategies.falcon_tree import choose_tree, max_sent
 from hf_spec.strategies.measured import measured, resolve
@@ -72,7 +72,7 @@ class FalconConfig(PolicyConfig):
         max_draft_tokens: depth at which the tree is cut; None leaves it whole.
         tree: "auto", the adapter's own tree or, without one, a chain of two passes with a few
             siblings; "chain"; a published one for k = 2, "falcon-vicuna" or "falcon-llama"; or a
-            list of rank paths, see `hf_spec.decoding.rank_tree`.
+            list of rank paths, see `hf_spec.drafting.rank_tree`.
         max_nodes: most nodes of a drafted tree that are sent to the target, the likeliest paths
             first, chosen anew in every round (compare Li et al. 2024, arXiv 2406.16858, section
             4.2). None is what the adapter's own tree was calibrated with, and all nodes of others.

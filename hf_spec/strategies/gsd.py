@@ -16,11 +16,11 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_spec.decoding.drafter import Drafter
-from hf_spec.decoding.longest_path import LongestPath
 from hf_spec.decoding.state import GenerationState
-from hf_spec.decoding.tree import DraftTree
 from hf_spec.decoding.verification import Walk
+from hf_spec.drafting.longest_path import LongestPath
 from hf_spec.errors import OptionError
+from hf_spec.execution.tree import DraftTree
 from hf_spec.strategies.base import register
 from hf_spec.strategies.draft_model import DraftModelDrafter, TreeConfig, TreeShape, make_drafter
 

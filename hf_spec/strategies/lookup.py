@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.state import GenerationState
-from hf_spec.decoding.tree import DraftTree
 from hf_spec.errors import AssistantError, OptionError
-from hf_spec.strategies.auto_sources import Source
+from hf_spec.execution.tree import DraftTree
+from hf_spec.strategies.auto.sources import Source
 from hf_spec.strategies.base import StrategyConfig, register
 from hf_spec.strategies.measured import SelfTimedDrafter, can_measure
 

@@ -1,7 +1,7 @@
 """Drafts as long and as wide as they are worth: what `auto` and the defaults of others share.
 
 In every round the nodes are sent, and the levels drafted, that bring the most tokens per second:
-`auto_sources` knows what drafts like these were worth in this generation, `auto_choice` weighs that
+`auto.sources` knows what drafts like these were worth in this generation, `auto.choice` weighs that
 against what rounds cost. `auto` calibrates costs, since it chooses among drafters. A single drafter
 learns them from its rounds (`round_times`); `measured` makes one so, and with it `draft`, `tree`,
 `gsd`, `disco`, `falcon` and `lookup` where no length is given.
@@ -23,16 +23,16 @@ from typing import Any, TypeVar
 from transformers import PreTrainedModel
 
 from hf_spec.decoding.drafter import Drafter
-from hf_spec.decoding.length_policy import MEASURED
-from hf_spec.decoding.runner import ForwardOutput
 from hf_spec.decoding.state import GenerationState
-from hf_spec.decoding.tree import DraftTree, Verdict
 from hf_spec.decoding.verification import Verifier
-from hf_spec.distributed_checks import tensor_parallel_size
+from hf_spec.drafting.length_policy import MEASURED
 from hf_spec.errors import UnsupportedError
-from hf_spec.strategies.auto_choice import Round, choose_nodes, choose_sources
-from hf_spec.strategies.auto_costs import Costs, identity
-from hf_spec.strategies.auto_sources import MergedTree, Source
+from hf_spec.execution.distributed_checks import tensor_parallel_size
+from hf_spec.execution.runner import ForwardOutput
+from hf_spec.execution.tree import DraftTree, Verdict
+from hf_spec.strategies.auto.choice import Round, choose_nodes, choose_sources
+from hf_spec.strategies.auto.costs import Costs, identity
+from hf_spec.strategies.auto.sources import MergedTree, Source
 from hf_spec.strategies.base import PolicyConfig
 from hf_spec.strategies.measured_policy import MeasuredPolicy, free
 from hf_spec.strategies.round_times import RoundTimes, known_times

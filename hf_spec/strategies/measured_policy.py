@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from hf_spec.decoding.length_policy import MEASURED, DraftedToken, LengthPolicy, register_policy
-from hf_spec.strategies.auto_sources import (
+from hf_spec.drafting.length_policy import MEASURED, DraftedToken, LengthPolicy, register_policy
+from hf_spec.strategies.auto.sources import (
     EXPECTATION_WEIGHT,
     LEVEL_EXPECTATION,
     LEVEL_WEIGHT,

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.state import GenerationState
-from hf_spec.decoding.tree import DraftTree
 from hf_spec.errors import AssistantError
+from hf_spec.execution.tree import DraftTree
 from hf_spec.strategies.base import StrategyConfig, register
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 
-from hf_spec.decoding.rank_tree import Path, RankTree
+from hf_spec.drafting.rank_tree import Path, RankTree
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from collections.abc import Callable, Hashable
 
 from transformers import PreTrainedModel
 
-from hf_spec.models.assistant import made_once
-from hf_spec.strategies.auto_costs import Costs, machine_of
+from hf_spec.strategies.assistants import made_once
+from hf_spec.strategies.auto.costs import Costs, machine_of
 
 # What is expected before anything is timed, in forwards of the target over one node: another node,
 # and a forward of a drafter. Nodes are expected to be cheap, so that their real price is found out.
@@ -89,7 +89,7 @@ class RoundTimes:
         self._draft = LearnedCurve(lambda count: FORWARD_PRICE * count)
 
     def costs(self, name: str, forwards: Callable[[int], int]) -> Costs:
-        """What `hf_spec.strategies.auto_choice` weighs; follows what is learned.
+        """What `hf_spec.strategies.auto.choice` weighs; follows what is learned.
 
         Args:
             name: of the drafter's source.

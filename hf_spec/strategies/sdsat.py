@@ -27,16 +27,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_spec.decoding.drafter import Drafter
-from hf_spec.decoding.drawing import distribution
-from hf_spec.decoding.path_sampling import PathSampling
 from hf_spec.decoding.processors import NodeProcessors
-from hf_spec.decoding.rank_tree import RankTree
-from hf_spec.decoding.runner import ForwardOutput
 from hf_spec.decoding.state import GenerationState
-from hf_spec.decoding.tree import DraftTree, Verdict
+from hf_spec.decoding.token_sampling import distribution
+from hf_spec.drafting.path_sampling import PathSampling
+from hf_spec.drafting.rank_tree import RankTree
 from hf_spec.errors import OptionError, choices
+from hf_spec.execution.runner import ForwardOutput
+from hf_spec.execution.tree import DraftTree, Verdict
 from hf_spec.models.adaptive_tokens import METHOD, AdaptiveTokens, adaptive_tokens
-from hf_spec.models.assistant import read_once
+from hf_spec.strategies.assistants import read_once
 from hf_spec.strategies.base import StrategyConfig, register
 from hf_spec.strategies.published_trees import published_trees
 
@@ -58,7 +58,7 @@ class SdsatConfig(StrategyConfig):
             what the adapter says.
         fused: draft and verify in one forward, see the module.
         tree: None is a chain of the likeliest tokens; "sdsat-5", "-7", "-9", "-11" and "-13" are
-            the paper's; or a list of rank paths, see `hf_spec.decoding.rank_tree`.
+            the paper's; or a list of rank paths, see `hf_spec.drafting.rank_tree`.
         min_probability: drafts whose path is less probable than this, by what was foretold, are
             not sent; without any draft left, another adaptive chain is.
         max_adaptive_nodes: most adaptive nodes of a fused tree, the likeliest ones; None for all.

@@ -19,9 +19,9 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from hf_spec.decoding.runner import ModelRunner
-from hf_spec.decoding.tree import DraftTree
 from hf_spec.errors import OptionError
+from hf_spec.execution.runner import ModelRunner
+from hf_spec.execution.tree import DraftTree
 from hf_spec.files import written_whole
 from hf_spec.training.responses import Response
 

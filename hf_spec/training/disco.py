@@ -32,10 +32,10 @@ from transformers import PreTrainedModel
 
 from hf_spec.adapters.card import save_with_card
 from hf_spec.adapters.folder import BaseModel, SpecAdapter
-from hf_spec.decoding.vocabulary import num_embeddings
 from hf_spec.errors import OptionError
-from hf_spec.models.assistant import resolve_draft_model
+from hf_spec.execution.vocabulary import num_embeddings
 from hf_spec.models.disco_classifier import FEATURES, METHOD, DiscoClassifier, draft_features
+from hf_spec.strategies.assistants import resolve_draft_model
 from hf_spec.strategies.disco import find_draft_model
 from hf_spec.training.answers import answer_batches, answer_logits, stored
 from hf_spec.training.responses import Response

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from hf_spec.decoding.engine import generate_with
-from hf_spec.decoding.rank_tree import Path, RankTree, likeliest_paths
-from hf_spec.decoding.runner import ForwardOutput
-from hf_spec.decoding.tree import Verdict, likeliness
+from hf_spec.drafting.rank_tree import Path, RankTree, likeliest_paths
+from hf_spec.execution.runner import ForwardOutput
+from hf_spec.execution.tree import Verdict, likeliness
+from hf_spec.generation.one_call import generate_with
 from hf_spec.models.falcon_head import FalconHead
 from hf_spec.strategies.falcon import FalconDrafter
 from hf_spec.training.responses import Response

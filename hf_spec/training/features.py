@@ -17,9 +17,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_spec.adapters.base_name import local_name
-from hf_spec.decoding.runner import ModelRunner
-from hf_spec.decoding.tree import DraftTree
 from hf_spec.errors import OptionError
+from hf_spec.execution.runner import ModelRunner
+from hf_spec.execution.tree import DraftTree
 from hf_spec.training.answers import answer_batches, stored
 from hf_spec.training.responses import Response
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_spec.adapters.base_name import local_name
-from hf_spec.bench.prompts import Prompt
+from hf_spec.data.prompts import Prompt
 from hf_spec.errors import OptionError
 from hf_spec.models.draft_head import frequent_tokens
 from hf_spec.strategies import NoneConfig

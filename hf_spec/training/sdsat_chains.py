@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_spec.decoding.runner import ModelRunner
-from hf_spec.decoding.tree import DraftTree
+from hf_spec.execution.runner import ModelRunner
+from hf_spec.execution.tree import DraftTree
 from hf_spec.models.adaptive_tokens import AdaptiveTokens
 from hf_spec.training.figures import by_slot
 from hf_spec.training.teacher import Example

@@ -27,7 +27,7 @@ def test_the_code_imports_one_function_and_does_nothing_else() -> None:
     assert kinds == [ast.Expr, ast.ImportFrom, ast.Assign]
     assert isinstance(body[1], ast.ImportFrom)
     assert (body[1].module, body[1].names[0].name) == (
-        "hf_spec.adapters.custom_generate",
+        "hf_spec.generation.custom_generate",
         "generate",
     )
 

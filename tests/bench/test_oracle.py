@@ -12,9 +12,9 @@ import torch
 import hf_spec
 from hf_spec.bench import contenders as ways
 from hf_spec.bench.oracle import OraclePolicy, oracle
-from hf_spec.bench.prompts import Prompt
 from hf_spec.bench.runner import Plan, measure
-from hf_spec.decoding.length_policy import DraftedToken
+from hf_spec.data.prompts import Prompt
+from hf_spec.drafting.length_policy import DraftedToken
 from tests.tiny_models import draft_model, repetitive_prompt, settled_prompt
 
 NEW_TOKENS = 24

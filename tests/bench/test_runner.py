@@ -14,8 +14,8 @@ from torch import Tensor
 
 from hf_spec import LookupConfig
 from hf_spec.bench.contenders import Contender, Run, plain, strategy
-from hf_spec.bench.prompts import Prompt
 from hf_spec.bench.runner import Plan, Record, environment, measure
+from hf_spec.data.prompts import Prompt
 
 NEW_TOKENS = 6
 

@@ -11,8 +11,8 @@ import pytest
 from hf_spec import OptionError, UnsupportedError
 from hf_spec.bench.contenders import parse_entry
 from hf_spec.bench.lineup import Suite
-from hf_spec.bench.prompts import Prompt
 from hf_spec.bench.suite import Benchmark
+from hf_spec.data.prompts import Prompt
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.content }} {% endfor %}"

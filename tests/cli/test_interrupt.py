@@ -16,7 +16,7 @@ from typing import Any
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
-from tests.training.cli_files import run, save_model, save_responses
+from tests.cli.train.cli_files import run, save_model, save_responses
 
 PATIENCE = 300  # seconds; a busy machine takes long to import torch
 

@@ -11,8 +11,8 @@ import torch
 from hf_spec import OptionError
 from hf_spec.cli.loading import load_target, load_tokenizer
 from tests.adapters.samples import save_sample
+from tests.cli.train.cli_files import save_model
 from tests.tiny_models import build
-from tests.training.cli_files import save_model
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ from transformers.generation import EosTokenCriteria
 
 from hf_spec import TreeConfig
 from hf_spec.decoding.loop import speculative_decode
-from hf_spec.decoding.runner import ModelRunner
 from hf_spec.decoding.state import GenerationState, StopRules
-from hf_spec.decoding.tree import DraftTree, Verdict
 from hf_spec.decoding.verification import NodeDraw
+from hf_spec.execution.runner import ModelRunner
+from hf_spec.execution.tree import DraftTree, Verdict
 from hf_spec.strategies.draft_model import DraftModelDrafter
 from hf_spec.strategies.lookup import LookupConfig, LookupDrafter
 from tests import tiny_models

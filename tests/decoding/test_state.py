@@ -13,8 +13,8 @@ from transformers.generation import EosTokenCriteria, MaxTimeCriteria
 from hf_spec.decoding.state import MAX_LEAD, GenerationState
 from hf_spec.decoding.stopping import StopRules
 from hf_spec.decoding.streaming import BatchStreamer
-from hf_spec.decoding.tree import DraftTree, Verdict
 from hf_spec.errors import UnsupportedError
+from hf_spec.execution.tree import DraftTree, Verdict
 
 PROMPT = torch.tensor([[0, 0, 5, 6], [7, 8, 9, 10]])
 MASK = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])

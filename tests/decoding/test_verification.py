@@ -11,11 +11,11 @@ from torch import Tensor
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor, TopKLogitsWarper
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from hf_spec.bench.distribution import chi_square
 from hf_spec.decoding import verification
 from hf_spec.decoding.state import GenerationState, StopRules
-from hf_spec.decoding.tree import DraftTree, Verdict
 from hf_spec.decoding.verification import NodeDraw, ResidualRejection, Verifier
+from hf_spec.execution.tree import DraftTree, Verdict
+from hf_spec.verify.distribution import chi_square
 
 VOCAB = 6
 

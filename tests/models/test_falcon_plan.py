@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_spec.decoding.rank_tree import RankTree
+from hf_spec.drafting.rank_tree import RankTree
 from hf_spec.models.falcon_plan import draft_plan
-from tests.decoding.test_rank_tree import random_paths
+from tests.drafting.test_rank_tree import random_paths
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

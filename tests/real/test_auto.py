@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from hf_spec import AutoConfig
-from hf_spec.bench.prompts import load_prompts
-from hf_spec.bench.sampling import SamplingPlan
-from hf_spec.bench.verify import Subject, VerificationPlan, verify
+from hf_spec.data.prompts import load_prompts
+from hf_spec.verify.sampling import SamplingPlan
+from hf_spec.verify.verify import Subject, VerificationPlan, verify
 from tests.tiny_models import left_padded
 
 pytestmark = pytest.mark.real

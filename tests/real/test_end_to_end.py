@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from hf_spec.adapters.folder import CONFIG_NAME, STRATEGIES, load_adapter
-from hf_spec.checkpoints import smollm2_135m_instruct
+from hf_spec.data.small_models import smollm2_135m_instruct
 from tests.adapters.local_hub import LocalHub, local_hub
 from tests.installed import ROOT, User
 

@@ -12,9 +12,9 @@ from torch import Tensor
 import hf_spec
 from hf_spec import FalconConfig
 from hf_spec.adapters.folder import load_adapter
-from hf_spec.bench.prompts import Prompt, load_prompts
-from hf_spec.checkpoints import SMOLLM2
-from hf_spec.decoding.vocabulary import num_embeddings
+from hf_spec.data.prompts import Prompt, load_prompts
+from hf_spec.data.small_models import SMOLLM2
+from hf_spec.execution.vocabulary import num_embeddings
 from hf_spec.models.adaptive_tokens import adaptive_tokens
 from hf_spec.models.falcon_head import FalconHead, FalconShape
 from tests.tiny_models import left_padded, padded

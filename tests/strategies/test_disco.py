@@ -21,12 +21,12 @@ from hf_spec import (
     UnsupportedError,
 )
 from hf_spec.adapters.folder import load_adapter
-from hf_spec.decoding.length_policy import DraftedToken
-from hf_spec.models import assistant
-from hf_spec.models.assistant import resolve_draft_model
+from hf_spec.drafting.length_policy import DraftedToken
 from hf_spec.models.disco_classifier import DiscoClassifier, draft_features
+from hf_spec.strategies import assistants as assistant
 from hf_spec.strategies import disco
 from hf_spec.strategies import draft_model as draft_model_strategy
+from hf_spec.strategies.assistants import resolve_draft_model
 from hf_spec.strategies.disco import DiscoPolicy
 from hf_spec.strategies.draft_model import DraftModelDrafter
 from tests.model_watch import count_forwards

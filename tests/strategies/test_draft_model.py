@@ -15,7 +15,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from hf_spec import AssistantError, DraftConfig, OptionError, TreeConfig
 from hf_spec.decoding.state import GenerationState, StopRules
-from hf_spec.decoding.tree import DraftTree, HostTree
+from hf_spec.execution.tree import DraftTree, HostTree
 from hf_spec.strategies.draft_model import DraftModelDrafter
 from tests.model_watch import count_forwards
 from tests.tiny_models import VOCAB, build, draft_model, prompts, ragged_batch, repetitive_prompt

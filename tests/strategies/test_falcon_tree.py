@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hf_spec import AssistantError, OptionError
-from hf_spec.decoding.rank_tree import RankTree
+from hf_spec.drafting.rank_tree import RankTree
 from hf_spec.models.falcon_head import FalconHead, FalconShape
 from hf_spec.strategies.falcon_tree import choose_tree, max_depth
 from tests.falcon_reference import random_head

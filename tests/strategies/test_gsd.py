@@ -15,11 +15,11 @@ from transformers import NoRepeatNGramLogitsProcessor, PreTrainedModel
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 import hf_spec
-from hf_spec.decoding.graph import TokenGraph, Unmerged
-from hf_spec.decoding.runner import ForwardOutput
 from hf_spec.decoding.state import GenerationState, StopRules
-from hf_spec.decoding.tree import DraftTree, Verdict
 from hf_spec.decoding.verification import NodeDraw
+from hf_spec.drafting.graph import TokenGraph, Unmerged
+from hf_spec.execution.runner import ForwardOutput
+from hf_spec.execution.tree import DraftTree, Verdict
 from hf_spec.strategies.draft_model import DraftModelDrafter
 from hf_spec.strategies.gsd import GsdDrafter, IndependentAcceptance
 from tests.tiny_models import build, draft_model, prompts, ragged_batch, repetitive_prompt

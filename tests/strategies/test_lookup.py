@@ -11,7 +11,7 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from hf_spec import AssistantError, LookupConfig, OptionError
 from hf_spec.decoding.state import GenerationState, StopRules
-from hf_spec.decoding.tree import DraftTree
+from hf_spec.execution.tree import DraftTree
 from hf_spec.strategies.lookup import LookupDrafter
 from tests import tiny_models
 

@@ -11,8 +11,8 @@ import torch
 
 import hf_spec
 from hf_spec import DiscoConfig, DraftConfig, FalconConfig, GsdConfig, LookupConfig, TreeConfig
-from hf_spec.decoding.runner import ModelRunner
 from hf_spec.errors import OptionError, UnsupportedError
+from hf_spec.execution.runner import ModelRunner
 from hf_spec.strategies import make_drafter, measured, parse_strategy, round_times
 from hf_spec.strategies.measured import SelfTimedDrafter, resolve
 from hf_spec.strategies.round_times import RoundTimes

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hf_spec.decoding.length_policy import DraftedToken
-from hf_spec.strategies.auto_sources import LEVEL_EXPECTATION
+from hf_spec.drafting.length_policy import DraftedToken
+from hf_spec.strategies.auto.sources import LEVEL_EXPECTATION
 from hf_spec.strategies.measured_policy import MeasuredPolicy
 
 

@@ -16,10 +16,10 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 import hf_spec
 from hf_spec import SdsatConfig
 from hf_spec.adapters.folder import save_adapter
-from hf_spec.decoding.path_sampling import PathSampling
-from hf_spec.decoding.runner import ForwardOutput
 from hf_spec.decoding.state import GenerationState, StopRules
 from hf_spec.decoding.verification import NodeDraw
+from hf_spec.drafting.path_sampling import PathSampling
+from hf_spec.execution.runner import ForwardOutput
 from hf_spec.models.adaptive_tokens import from_adapter
 from hf_spec.strategies.published_trees import published_trees
 from hf_spec.strategies.sdsat import SdsatDrafter

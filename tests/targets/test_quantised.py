@@ -15,11 +15,11 @@ from torch import nn
 import hf_spec
 from hf_spec import UnsupportedError
 from hf_spec.adapters.folder import BaseModel, save_adapter
-from hf_spec.decoding.cpu_linear import cpu_packing_bytes, fast_cpu_linears, fast_products
+from hf_spec.execution.cpu_linear import cpu_packing_bytes, fast_cpu_linears, fast_products
+from hf_spec.execution.placement import dense_copy
 from hf_spec.models.draft_head import FewTokensHead
 from hf_spec.models.falcon_head import FalconHead, FalconShape
 from hf_spec.models.trained_draft import TrainableDraft
-from hf_spec.placement import dense_copy
 from tests import tiny_models
 from tests.targets.cases import NEW_TOKENS, SEED, assert_same_up_to_ties
 from tests.tiny_models import VOCAB, random_adaptive_tokens, repetitive_prompt, wide_tree

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from hf_spec import OptionError, UnsupportedError
 from hf_spec.adapters.folder import load_adapter
-from hf_spec.models.assistant import resolve_draft_model
+from hf_spec.strategies.assistants import resolve_draft_model
 from hf_spec.training.draft import (
     DraftTrainSettings,
     acceptance,

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from hf_spec import OptionError
-from hf_spec.bench.prompts import Prompt
+from hf_spec.data.prompts import Prompt
 from hf_spec.training.responses import (
     Response,
     end_tokens,

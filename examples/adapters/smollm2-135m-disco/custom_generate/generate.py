@@ -3,6 +3,6 @@
 Needs the package hf-spec (see requirements.txt), which does the work.
 """
 
-from hf_spec.adapters.custom_generate import generate
+from hf_spec.generation.custom_generate import generate
 
 __all__ = ["generate"]

@@ -1,0 +1,114 @@
+"""The tables of docs/benchmarks.md: two small models, every strategy, everything it is compared to.
+
+Run as `python -m examples.studies.full_table.measure --help` says, from the root of a checkout,
+where the adapters of SmolLM2 lie. Each model's results are a JSON file and a folder of plots, which
+`python -m hf_spec.bench.report` prints and draws again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from hf_spec.bench.contenders import parse_entry, with_assistants
+from hf_spec.bench.lineup import Entry, Suite
+from hf_spec.bench.report import markdown
+from hf_spec.bench.suite import Benchmark
+from hf_spec.cli.bench import run_and_write
+from hf_spec.cli.loading import load_target, load_tokenizer
+from hf_spec.data.prompts import load_prompts
+from hf_spec.data.small_models import gemma3_270m, smollm2_135m_instruct
+
+# With their defaults.
+DRAFTS = ("draft", "tree", "gsd")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model and what is measured on it.
+
+    Attributes:
+        name: of the model and of its files.
+        folder: gives the folder of the model.
+        draft: assistant of the strategies that draft with a model.
+        drafts: these strategies.
+        adapters: method -> adapter of that method; those that are not there are left out.
+    """
+
+    name: str
+    folder: Callable[[], Path]
+    draft: str
+    drafts: tuple[str, ...]
+    adapters: dict[str, str]
+
+    def entries(self, adapters: Path) -> list[Entry]:
+        """The strategies, with adapters from the folder `adapters`."""
+        at = {method: str(adapters / name) for method, name in self.adapters.items()}
+        found = {method: path for method, path in at.items() if Path(path).is_dir()}
+        draft = found.get("draft", self.draft)
+        texts = ["none", "lookup", *(f"{entry}@{draft}" for entry in self.drafts)]
+        texts += [f"{method}@{path}" for method, path in found.items() if method != "draft"]
+        at_hand = [found[method] for method in ("falcon", "draft") if method in found]
+        return list(with_assistants([parse_entry(text) for text in (*texts, "auto")], at_hand))
+
+
+SUBJECTS = {
+    "smollm2": Subject(
+        "SmolLM2-135M-Instruct",
+        smollm2_135m_instruct,
+        "truncated:2",
+        DRAFTS,
+        {method: f"smollm2-135m-{method}" for method in ("draft", "disco", "falcon", "sdsat")},
+    ),
+    "gemma3": Subject("Gemma-3-270M", gemma3_270m, "truncated:4", DRAFTS, {}),
+}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Command line; prints the tables of each model and writes its files."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", nargs="+", choices=SUBJECTS, default=list(SUBJECTS))
+    parser.add_argument("--adapters", type=Path, default=Path("examples/adapters"))
+    parser.add_argument("--out", type=Path, required=True, help="folder, made if need be")
+    parser.add_argument("--per-task", type=int, help="prompts of each task; all by default")
+    parser.add_argument("--task", nargs="+", default=[], help="of these alone; all by default")
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--no-compiled", action="store_true", help="leave compiling out")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--device")
+    options = parser.parse_args(argv)
+    given = argv if argv is not None else sys.argv[1:]
+    suite = Suite(
+        batch_sizes=tuple(options.batch),
+        new_tokens=options.new_tokens,
+        repeats=options.repeats,
+        compiled=not options.no_compiled,
+        profile=True,
+        step_cost=True,
+    )
+    options.out.mkdir(parents=True, exist_ok=True)
+    for name in options.model:
+        subject = SUBJECTS[name]
+        folder = subject.folder()
+        benchmark = Benchmark(
+            load_target(str(folder), options.dtype, options.device),
+            load_tokenizer(str(folder)),
+            load_prompts(per_task=options.per_task, tasks=options.task),
+            subject.entries(options.adapters),
+            suite,
+        )
+        command = f"python -m examples.studies.full_table.measure {' '.join(given)}"
+        facts = {"command": command, "model": subject.name}
+        report = run_and_write(
+            benchmark, facts, options.out / f"{name}.json", options.out / f"{name}_plots"
+        )
+        print(f"## {subject.name}\n\n{markdown(report)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,247 @@
+"""What merging costs a token graph: how much merged nodes differ in what may follow them (GSD).
+
+A graph continues a merged node with what was drafted below its first occurrence. For every node
+that would be merged, this compares the draft model's next-token distribution after the node on its
+own path with the one after that first occurrence: KL(own || first) in nats, as in Table 5 of Gong
+et al. 2024 (arXiv 2407.16207), whose tau is `merge_length`. Random pairs of nodes are the control.
+Run as `python -m examples.studies.gsd.merge_divergence --help` says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from hf_spec.bench.runner import environment
+from hf_spec.data.prompts import Prompt, load_prompts
+from hf_spec.decoding.state import GenerationState
+from hf_spec.drafting.graph import TokenGraph
+from hf_spec.execution.runner import ModelRunner
+from hf_spec.execution.tree import DraftTree, HostTree
+from hf_spec.generation.one_call import generate_with
+from hf_spec.models.truncated import truncated_draft
+from hf_spec.strategies import GsdConfig
+from hf_spec.strategies.assistants import resolve_draft_model
+from hf_spec.strategies.gsd import GsdDrafter
+
+MERGE_LENGTHS = (0, 1, 2, 3)
+CONTROL = "random pair"
+
+Pair = tuple[int, int]
+# Called with every drafted tree of one row, its text and the next-token log-probabilities (N, V).
+Study = Callable[[HostTree, list[int], Tensor], None]
+
+
+def merged_pairs(host: HostTree, context: Sequence[int], merge_length: int) -> list[Pair]:
+    """The nodes of an unmerged tree that a graph would merge, each with its first occurrence.
+
+    Args:
+        host: a tree of one row; siblings in order of rank.
+        context: the committed tokens, the root's included.
+        merge_length: see `hf_spec.drafting.graph`.
+
+    Returns:
+        (node, first occurrence) in the order in which they would be drafted. Nodes below a merged
+        one are left out: a graph has none of them.
+    """
+    graph = TokenGraph(context, merge_length)
+    places, origins, pairs = {0: 0}, [0], []
+    level = [0]
+    while level:
+        # The graph drafts level by level, and never below a merged node.
+        below = [child for node in level for child in host.children[node]]
+        level = []
+        for node in below:
+            father = places[host.parent[node]]
+            place = graph.add(father, host.tokens[node], 1.0)
+            if place is None:
+                pairs.append((node, origins[graph.edges[father][-1][0]]))
+            else:
+                places[node] = place
+                origins.append(node)
+                level.append(node)
+    return pairs
+
+
+def divergence(log_probs: Tensor, pairs: Sequence[Pair]) -> list[dict[str, Any]]:
+    """KL(first of pair || second) in nats and whether both have the same likeliest token.
+
+    Args:
+        log_probs: (N, V) natural logarithms.
+        pairs: indices of two nodes each.
+    """
+    if not pairs:
+        return []
+    own, first = (log_probs[list(nodes)].double() for nodes in zip(*pairs, strict=True))
+    kl = (own.exp() * (own - first)).nansum(dim=-1)
+    same = own.argmax(dim=-1) == first.argmax(dim=-1)
+    return [{"kl": k, "same": s} for k, s in zip(kl.tolist(), same.tolist(), strict=True)]
+
+
+class UnmergedDrafter(GsdDrafter):
+    """Drafts without merging, and shows every tree with what the draft model says at each node.
+
+    Args:
+        config: with `merge_length` None.
+        model: the draft model.
+        study: hears of every tree.
+    """
+
+    def __init__(self, config: GsdConfig, model: PreTrainedModel, study: Study):
+        super().__init__(config, model)
+        self._study = study
+        self._reader = ModelRunner(model, 1)
+
+    def draft(self, state: GenerationState) -> DraftTree:
+        """See `Drafter`; the draft model then runs the leaves too."""
+        tree = super().draft(state)
+        with self._reader.active():
+            logits = self._reader.forward(tree, state.tokens).logits
+            self._reader.keep([[]])
+        self._study(tree.host, state.tokens[0], logits.float().log_softmax(dim=-1))
+        return tree
+
+
+def measure(
+    model: Any,
+    draft: PreTrainedModel,
+    prompts: Sequence[Prompt],
+    tokenizer: Any,
+    new_tokens: int,
+    config: GsdConfig,
+) -> dict[str, Any]:
+    """Generate every prompt greedily with unmerged drafts and compare what would be merged.
+
+    Args:
+        model: the target; its greedy answers are the texts.
+        draft: the draft model.
+        prompts: what to answer.
+        tokenizer: of both models.
+        new_tokens: length of an answer.
+        config: how trees grow; with `merge_length` None.
+
+    Returns:
+        "drafted": number of nodes; "pairs": name -> one {"kl", "same"} per pair. Names are the
+        merge lengths and the control, which has as many pairs as merge length 0.
+    """
+    rng = random.Random(0)  # noqa: S311 - repeatable, not secret
+    pairs: dict[str, list[dict[str, Any]]] = {str(name): [] for name in (*MERGE_LENGTHS, CONTROL)}
+    drafted = 0
+
+    def study(host: HostTree, context: list[int], log_probs: Tensor) -> None:
+        nonlocal drafted
+        count = len(host.tokens) - 1
+        drafted += count
+        for merge_length in MERGE_LENGTHS:
+            found = merged_pairs(host, context, merge_length)
+            pairs[str(merge_length)] += divergence(log_probs, found)
+            if merge_length == 0:
+                drawn = [rng.sample(range(1, count + 1), 2) for _ in found]
+                pairs[CONTROL] += divergence(log_probs, [(a, b) for a, b in drawn])
+
+    for prompt in tqdm(prompts, desc="prompts", disable=None):
+        model.generate(
+            prompt.encode(tokenizer),
+            max_new_tokens=new_tokens,
+            do_sample=False,
+            custom_generate=partial(generate_with, UnmergedDrafter(config, draft, study)),
+        )
+    return {"drafted": drafted, "pairs": pairs}
+
+
+def summary(measured: dict[str, Any]) -> list[dict[str, Any]]:
+    """One row per merge length, and the control: count, share of nodes, KL, same likeliest token.
+
+    Numbers are None where nothing would be merged.
+    """
+    rows = []
+    for name, pairs in measured["pairs"].items():
+        kl = [pair["kl"] for pair in pairs]
+        rows.append(
+            {
+                "merge_length": name,
+                "count": len(pairs),
+                "share_of_nodes": len(pairs) / measured["drafted"],
+                "mean_kl": fmean(kl) if kl else None,
+                "median_kl": median(kl) if kl else None,
+                "same_argmax": fmean(pair["same"] for pair in pairs) if kl else None,
+            }
+        )
+    return rows
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Markdown of a summary."""
+    lines = [
+        "| merge_length | merged nodes | of drafted nodes | mean KL, nats | median KL | "
+        "same likeliest token |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        cells = [row["merge_length"], str(row["count"])]
+        for name, form in (
+            ("share_of_nodes", ".1%"),
+            ("mean_kl", ".3g"),
+            ("median_kl", ".3g"),
+            ("same_argmax", ".1%"),
+        ):
+            cells.append("-" if row[name] is None else format(row[name], form))
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Command line; prints the table and writes every pair as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True, help="folder or Hub id of the target")
+    draft_from = parser.add_mutually_exclusive_group(required=True)
+    draft_from.add_argument("--draft-layers", type=int, help="draft with so many of its layers")
+    draft_from.add_argument("--assistant", help="folder or Hub id of a draft model")
+    parser.add_argument("--per-task", type=int, help="prompts of each task; all by default")
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--children", type=int, default=GsdConfig.children, help="most per node")
+    parser.add_argument("--max-draft-nodes", type=int, default=GsdConfig.max_draft_nodes)
+    parser.add_argument("--out", type=Path, help="JSON file")
+    options = parser.parse_args(argv)
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    draft = (
+        truncated_draft(model, options.draft_layers)
+        if options.assistant is None
+        else resolve_draft_model("gsd", options.assistant, model)
+    )
+    config = GsdConfig(
+        merge_length=None,
+        children=options.children,
+        max_nodes=options.max_draft_nodes,
+        max_draft_nodes=options.max_draft_nodes,
+    )
+    prompts = load_prompts(per_task=options.per_task)
+    measured = measure(model, draft, prompts, tokenizer, options.new_tokens, config)
+    rows = summary(measured)
+    print(table(rows))
+    if options.out:
+        facts = {
+            "environment": environment(),
+            "model": options.model,
+            "draft": options.assistant or f"first {options.draft_layers} layers",
+            "prompts": len(prompts),
+            "new_tokens": options.new_tokens,
+            "config": config.to_dict(),
+        }
+        options.out.write_text(json.dumps({**facts, "summary": rows, **measured}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""Milliseconds of a whole target step by rows and nodes: as it comes, and as a replayed CUDA graph.
+
+Run as `python -m examples.studies.kernels.step_time --help` says. A step is a forward over the
+trees of all rows, the verdict, and keeping what was accepted; the host waits for it as a generation
+does. Both forms run in turn on the same text. What they compute is compared before anything is
+timed. On a CPU there are no graphs: the second form is then their padded one, which only tries the
+command out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from hf_spec_kernels import has_triton
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from examples.studies.kernels.tree_attention import spread, until_done
+from hf_spec.bench.runner import environment
+from hf_spec.decoding.state import GenerationState
+from hf_spec.decoding.stopping import StopRules
+from hf_spec.decoding.verification import NodeDraw
+from hf_spec.execution.runner import ModelRunner
+from hf_spec.execution.step_graphs import WARM_UPS, cuda_graphs, padded_steps
+from hf_spec.execution.tree import DraftTree
+from hf_spec.files import written_whole
+
+ROWS = (1, 4, 16)
+NODES = (1, 4, 8, 16, 32)
+# Largest difference between logits, relative to the largest one.
+TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 5e-2}
+
+
+class Steps:
+    """Steps of one model on the same rows, in one form.
+
+    Args:
+        model: the target, on its device.
+        texts: per row the committed tokens.
+        nodes: of each row's chain, root included.
+    """
+
+    def __init__(self, model: PreTrainedModel, texts: Sequence[Sequence[int]], nodes: int):
+        self.runner = ModelRunner(model, len(texts))
+        self._texts = [list(text) for text in texts]
+        self._nodes = nodes
+        ids = torch.tensor(self._texts, device=model.device)
+        stop = StopRules([], len(texts))
+        self._state = GenerationState.create(ids, torch.ones_like(ids), stop)
+        self._verifier = NodeDraw([], len(texts))
+
+    def run(self) -> tuple[float, Tensor]:
+        """Seconds of the next step, and its (N, V) logits; every row grows by one token."""
+        parents = list(range(-1, self._nodes - 1))
+        tree = DraftTree.from_rows(
+            [([text[-1], *text[: self._nodes - 1]], parents) for text in self._texts]
+        )
+        start = time.perf_counter()
+        logits = self.runner.forward(tree, self._texts).logits
+        self._verifier.verify(tree, logits, self._state)
+        # Both forms go on with the same text, whatever the model says.
+        self.runner.keep([[] for _ in self._texts])
+        seconds = until_done(start)
+        for text in self._texts:
+            text.append(text[len(text) % 7])
+        return seconds, logits.clone()
+
+
+def measure(
+    model: PreTrainedModel,
+    rows: Sequence[int],
+    nodes: Sequence[int],
+    context: int,
+    repeats: int,
+) -> Iterator[dict[str, Any]]:
+    """One record per number of rows and nodes, with the seconds of both forms.
+
+    Args:
+        model: the target, on its device.
+        rows: how many sequences at a time.
+        nodes: sizes of each row's tree, root included.
+        context: committed tokens before the first step.
+        repeats: timed steps.
+    """
+    second = "captured" if model.device.type == "cuda" else "padded"
+    vocab = model.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(0)
+    for num_rows in rows:
+        texts = torch.randint(3, vocab, (num_rows, context), generator=generator).tolist()
+        for count in nodes:
+            seconds: dict[str, list[float]] = {"eager": [], second: []}
+            with torch.no_grad(), ExitStack() as stack:
+                forms = {name: Steps(model, texts, count) for name in seconds}
+                with cuda_graphs("off"):
+                    stack.enter_context(forms["eager"].runner.active())
+                with cuda_graphs("auto"), padded_steps():
+                    stack.enter_context(forms[second].runner.active())
+                # The context, what a shape takes until it is recorded, and the recording.
+                for step in range(WARM_UPS + 2 + repeats):
+                    found = {name: form.run() for name, form in forms.items()}
+                    check(found["eager"][1], found[second][1])
+                    if step >= WARM_UPS + 2:
+                        for name, (spent, _) in found.items():
+                            seconds[name].append(spent)
+            yield {
+                "rows": num_rows,
+                "nodes": count,
+                "context": context,
+                "seconds": {name: spread(found) for name, found in seconds.items()},
+            }
+
+
+def check(expected: Tensor, found: Tensor) -> None:
+    """Refuse to time what computes something else.
+
+    Raises:
+        AssertionError: if logits differ by more than rounding.
+    """
+    allowed = TOLERANCE[str(expected.dtype).removeprefix("torch.")] * float(expected.abs().max())
+    difference = float((expected - found).abs().max())
+    assert difference <= allowed, f"logits differ by {difference}, more than {allowed}"
+
+
+def table(records: Sequence[dict[str, Any]]) -> str:
+    """Markdown, a line per record: milliseconds of both forms, and their ratio."""
+    eager, other = records[0]["seconds"]
+    lines = [f"| rows | nodes | {eager}, ms | {other}, ms | ratio |", "|---|---|---|---|---|"]
+    for record in records:
+        first, second = (record["seconds"][name]["median"] * 1e3 for name in (eager, other))
+        lines.append(
+            f"| {record['rows']} | {record['nodes']} | {first:.2f} | {second:.2f} "
+            f"| {first / second:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Command line; prints a table and writes everything as JSON."""
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.studies.kernels.step_time", description=__doc__
+    )
+    parser.add_argument("--model", required=True, help="folder or Hub id")
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
+    parser.add_argument("--nodes", type=int, nargs="+", default=NODES, help="per row")
+    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--dtype", choices=list(TOLERANCE), default="bfloat16")
+    parser.add_argument("--repeats", type=int, default=50)
+    parser.add_argument("--device", default="cuda", help="cpu only tries the command out")
+    parser.add_argument("--out", type=Path, help="JSON file")
+    options = parser.parse_args(argv)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("there is no GPU here; graphs are recorded on one")
+    dtype = getattr(torch, options.dtype)
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype)
+    model = model.eval().to(options.device)
+    sizes = options.rows, options.nodes, options.context
+    records = list(measure(model, *sizes, options.repeats))
+    print(table(records))
+    if options.out:
+        found = {
+            "command": "python -m examples.studies.kernels.step_time "
+            + " ".join(argv or sys.argv[1:]),
+            "environment": {**environment(), "triton": version("triton") if has_triton() else None},
+            "steps": records,
+        }
+        with written_whole(options.out) as part:
+            part.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

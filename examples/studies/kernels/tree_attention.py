@@ -1,0 +1,305 @@
+"""Tree attention on a GPU by nodes and context, beside what the memory allows; and whole steps.
+
+Run as `python -m examples.studies.kernels.tree_attention --help` says. Per number of nodes and
+length of context one layer attends to one tree: our kernel, PyTorch's SDPA with a mask and,
+compiled, flex attention. The floor is the time that the GPU, measured by a copy, needs to read keys
+and values once. With `--model` whole steps of that model are timed too, by the kernels and by
+PyTorch alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+from hf_spec_kernels import RaggedLayout, has_triton, ragged_tree_attention, using
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from hf_spec.bench.runner import environment
+from hf_spec.execution.packing import RowWork, pack
+from hf_spec.execution.ragged_layout import ragged_layout, tensors_of, with_tensors
+from hf_spec.execution.runner import ModelRunner
+from hf_spec.execution.step_graphs import cuda_graphs
+from hf_spec.execution.transfer import send
+from hf_spec.execution.tree import DraftTree
+from hf_spec.files import written_whole
+
+NODES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+CONTEXTS = (128, 512, 2048, 8192, 32768)
+# Largest difference of averages of numbers of size one, by rounding of the inputs' dtype.
+TOLERANCE = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
+
+
+@dataclass(frozen=True)
+class Heads:
+    """One attention layer; as in Llama 3.1 8B by default."""
+
+    heads: int = 32
+    kv_heads: int = 8
+    head_size: int = 128
+    dtype: str = "bfloat16"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One layer's attention to one tree behind a context.
+
+    Attributes:
+        query: (N, H, D).
+        keys, values: (1, H_kv, context + N, D).
+        layout: for the kernel.
+        visible: (N, context + N) bool, for the others.
+    """
+
+    query: Tensor
+    keys: Tensor
+    values: Tensor
+    layout: RaggedLayout
+    visible: Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        """What has to be read and written at least, in bytes."""
+        tensors = (self.query, self.query, self.keys, self.values)
+        return sum(tensor.nelement() * tensor.element_size() for tensor in tensors)
+
+
+def tree_of(nodes: int, tokens: Sequence[int]) -> DraftTree:
+    """A root with chains of up to eight tokens below it.
+
+    Args:
+        nodes: how many, the root included.
+        tokens: repeated over them, the first is the root's.
+    """
+    parents = [-1, *(0 if node % 8 == 0 else node for node in range(nodes - 1))]
+    row = [tokens[node % len(tokens)] for node in range(nodes)], parents
+    return DraftTree.from_rows([row])
+
+
+def make_problem(nodes: int, context: int, shape: Heads, device: torch.device) -> Problem:
+    """Random states of a tree of `nodes` behind `context` committed tokens."""
+    tree = tree_of(nodes, [0])
+    every = list(range(nodes))
+    (segment,) = pack([RowWork(0, context, [], every, every, nodes)], tree).segments
+    visible = segment.visible
+    if visible is None:
+        visible = torch.ones(nodes, context + nodes, dtype=torch.bool)
+    layout, dtype = ragged_layout([segment]), getattr(torch, shape.dtype)
+    stored = (1, shape.kv_heads, context + nodes, shape.head_size)
+    return Problem(
+        torch.randn(nodes, shape.heads, shape.head_size, device=device).to(dtype),
+        torch.randn(stored, device=device).to(dtype),
+        torch.randn(stored, device=device).to(dtype),
+        with_tensors(layout, send(tensors_of(layout), device)),
+        visible.to(device),
+    )
+
+
+def contenders(problem: Problem, flex: bool) -> dict[str, Callable[[], Tensor]]:
+    """Name -> what computes (N, H, D); flex attention is compiled by its first call."""
+    query = problem.query.transpose(0, 1)[None]
+    keys, values, visible = problem.keys, problem.values, problem.visible
+    found: dict[str, Callable[[], Tensor]] = {
+        "kernel": lambda: ragged_tree_attention(
+            problem.query, keys, values, problem.layout, impl="triton"
+        ),
+        "sdpa": lambda: F.scaled_dot_product_attention(
+            query, keys, values, attn_mask=visible, enable_gqa=True
+        )[0].transpose(0, 1),
+    }
+    if flex:
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        compiled: Any = torch.compile(flex_attention)
+        block_mask = create_block_mask(
+            lambda batch, head, q, k: visible[q, k],
+            B=None,
+            H=None,
+            Q_LEN=visible.shape[0],
+            KV_LEN=visible.shape[1],
+            device=str(visible.device),
+        )
+        found["flex"] = lambda: compiled(
+            query, keys, values, block_mask=block_mask, enable_gqa=True
+        )[0].transpose(0, 1)
+    return found
+
+
+def check_results(results: dict[str, Tensor], dtype: str) -> None:
+    """Refuse to time what computes something else than SDPA.
+
+    Raises:
+        AssertionError: names the one that differs and by how much.
+    """
+    for name, result in results.items():
+        difference = float((result - results["sdpa"]).abs().max())
+        assert difference <= TOLERANCE[dtype], f"{name} differs from SDPA by {difference}"
+
+
+def seconds_of(call: Callable[[], object], repeats: int, device: torch.device) -> list[float]:
+    """Seconds of each repetition; on a GPU those of its own clock, with caches flushed before."""
+    call()
+    if device.type != "cuda":
+        return [_host_seconds(call) for _ in range(repeats)]
+    flush = torch.empty(256 * 2**20, dtype=torch.int8, device=device)
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+    for start, end in events:
+        flush.zero_()
+        start.record()
+        call()
+        end.record()
+    torch.cuda.synchronize(device)
+    return [start.elapsed_time(end) * 1e-3 for start, end in events]
+
+
+def bandwidth(device: torch.device, num_bytes: int = 2**30) -> float:
+    """Bytes per second that a copy of `num_bytes` reads and writes."""
+    source = torch.empty(num_bytes, dtype=torch.int8, device=device)
+    target = torch.empty_like(source)
+    return 2 * num_bytes / median(seconds_of(lambda: target.copy_(source), 10, device))
+
+
+def measure_attention(
+    nodes: Sequence[int], contexts: Sequence[int], shape: Heads, repeats: int, device: torch.device
+) -> Iterator[dict[str, Any]]:
+    """One record per number of nodes and context, with seconds by contender and the floor."""
+    fastest = bandwidth(device, 2**30 if device.type == "cuda" else 2**20)
+    for context in contexts:
+        for count in nodes:
+            problem = make_problem(count, context, shape, device)
+            calls = contenders(problem, flex=device.type == "cuda")
+            check_results({name: call() for name, call in calls.items()}, shape.dtype)
+            yield {
+                "nodes": count,
+                "context": context,
+                "bytes": problem.num_bytes,
+                "floor_seconds": problem.num_bytes / fastest,
+                "seconds": {
+                    name: spread(seconds_of(call, repeats, device)) for name, call in calls.items()
+                },
+            }
+
+
+def measure_steps(
+    model: PreTrainedModel, nodes: Sequence[int], contexts: Sequence[int], repeats: int
+) -> Iterator[dict[str, Any]]:
+    """One record per number of nodes and context: seconds of a forward and of keeping its root.
+
+    Args:
+        model: the target, on its device.
+        nodes: sizes of the tree, root included.
+        contexts: committed tokens; each grows by one with every repetition.
+        repeats: timed steps.
+    """
+    vocab = model.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(0)
+    for context in contexts:
+        text = torch.randint(3, vocab, (context,), generator=generator).tolist()
+        for count in nodes:
+            seconds = {}
+            for name, impl in (("kernels", "auto"), ("torch", "torch")):
+                with using(impl), cuda_graphs("off"), torch.no_grad():
+                    seconds[name] = spread(_steps(model, text, count, repeats))
+            yield {"nodes": count, "context": context, "seconds": seconds}
+
+
+def _steps(model: PreTrainedModel, text: list[int], count: int, repeats: int) -> list[float]:
+    runner, sequence, found = ModelRunner(model, 1), list(text), []
+    with runner.active():
+        # The first step runs the context, the second compiles and warms up.
+        for _ in range(repeats + 2):
+            tree = tree_of(count, [sequence[-1], *text])
+            start = time.perf_counter()
+            runner.forward(tree, [sequence])
+            runner.keep([[]])
+            found.append(until_done(start))
+            sequence.append(text[0])
+    return found[2:]
+
+
+def _host_seconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return until_done(start)
+
+
+def until_done(start: float) -> float:
+    """Seconds since `start` once the device has finished."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def spread(seconds: Sequence[float]) -> dict[str, float]:
+    """Median and the outer fifths, in seconds."""
+    fifths = quantiles(seconds, n=5) if len(seconds) > 1 else [*seconds] * 4
+    return {"median": median(seconds), "p20": fifths[0], "p80": fifths[3]}
+
+
+def table(records: Sequence[dict[str, Any]]) -> str:
+    """Markdown, a line per record: microseconds by contender, and of the floor if it is known."""
+    names = list(records[0]["seconds"])
+    head = ["context", "nodes", *(f"{name}, us" for name in names)]
+    with_floor = "floor_seconds" in records[0]
+    lines = ["| " + " | ".join([*head, "floor, us"] if with_floor else head) + " |"]
+    lines.append("|---" * (len(head) + with_floor) + "|")
+    for record in records:
+        cells = [str(record["context"]), str(record["nodes"])]
+        cells += [f"{record['seconds'][name]['median'] * 1e6:.1f}" for name in names]
+        cells += [f"{record['floor_seconds'] * 1e6:.1f}"] if with_floor else []
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Command line; prints tables and writes everything as JSON."""
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.studies.kernels.tree_attention", description=__doc__
+    )
+    parser.add_argument("--nodes", type=int, nargs="+", default=NODES)
+    parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS)
+    parser.add_argument("--heads", type=int, default=Heads.heads)
+    parser.add_argument("--kv-heads", type=int, default=Heads.kv_heads)
+    parser.add_argument("--head-size", type=int, default=Heads.head_size)
+    parser.add_argument("--dtype", choices=list(TOLERANCE), default=Heads.dtype)
+    parser.add_argument("--model", help="folder or Hub id: times its steps as well")
+    parser.add_argument("--repeats", type=int, default=50)
+    parser.add_argument("--device", default="cuda", help="cpu only tries the command out")
+    parser.add_argument("--out", type=Path, help="JSON file")
+    options = parser.parse_args(argv)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("there is no GPU here; kernels are timed on one")
+    device = torch.device(options.device)
+    shape = Heads(options.heads, options.kv_heads, options.head_size, options.dtype)
+    found: dict[str, Any] = {
+        "command": "python -m examples.studies.kernels.tree_attention "
+        + " ".join(argv or sys.argv[1:]),
+        "environment": {**environment(), "triton": version("triton") if has_triton() else None},
+        "heads": asdict(shape),
+    }
+    sizes = options.nodes, options.contexts
+    found["attention"] = list(measure_attention(*sizes, shape, options.repeats, device))
+    print(table(found["attention"]))
+    if options.model:
+        dtype = getattr(torch, options.dtype)
+        model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).eval().to(device)
+        found["steps"] = list(measure_steps(model, *sizes, options.repeats))
+        print(table(found["steps"]))
+    if options.out:
+        with written_whole(options.out) as part:
+            part.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

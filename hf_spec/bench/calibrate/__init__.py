@@ -1,0 +1,1 @@
+"""Options of a method chosen by measured speed (`hf-spec calibrate`)."""

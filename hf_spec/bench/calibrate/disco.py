@@ -1,0 +1,191 @@
+"""Calibration of DISCO's threshold and longest draft by measured latency (`hf-spec calibrate`).
+
+Every pair of a threshold and a length cap generates every validation prompt, in turn with every
+static length; the pair with the best median speed relative to a static length of five goes into the
+adapter, and the whole table with it (Mamou et al. 2024, arXiv 2405.04304, appendix E). The best
+static length is found in the same runs: the baseline that was tuned as hard.
+
+Which prompts decide is the caller's choice, but never those that benchmarks report on.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import chain, product
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from hf_spec.adapters.card import save_with_card
+from hf_spec.adapters.folder import SpecAdapter, load_adapter
+from hf_spec.bench.contenders import Contender, strategy
+from hf_spec.bench.report import per_prompt, spread
+from hf_spec.bench.runner import Plan, Record, environment, measure
+from hf_spec.data.prompts import Prompt, load_prompts
+from hf_spec.errors import OptionError
+from hf_spec.models.disco_classifier import METHOD
+from hf_spec.strategies.disco import DiscoConfig, find_draft_model
+from hf_spec.strategies.draft_model import DraftConfig
+
+
+@dataclass(frozen=True)
+class CalibrationSettings:
+    """The grid and how it is measured.
+
+    Attributes:
+        thresholds: acceptance thresholds (the paper's tau).
+        longest: length caps (the paper's SL_max).
+        static_lengths: lengths of the static baseline.
+        reference: the static length that every speed is relative to.
+        new_tokens: generated per run.
+        repeats: runs of each way and prompt.
+    """
+
+    thresholds: tuple[float, ...] = (0.2, 0.35, 0.5, 0.65, 0.8)
+    longest: tuple[int, ...] = (5, 8, 12)
+    static_lengths: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8)
+    reference: int = 5
+    new_tokens: int = 64
+    repeats: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("thresholds", "longest", "static_lengths"):
+            if not getattr(self, name):
+                raise OptionError(f"{name} is empty; give at least one value")
+        for name in ("new_tokens", "repeats", "reference"):
+            if getattr(self, name) < 1:
+                raise OptionError(f"{name}={getattr(self, name)!r} must be at least 1")
+
+    @property
+    def num_ways(self) -> int:
+        """How many ways to generate are compared, the reference included."""
+        return 1 + len(self.thresholds) * len(self.longest) + len(self.static_lengths)
+
+
+def calibrate_disco(  # noqa: PLR0913 - what is measured, on what, and how
+    model: PreTrainedModel,
+    tokenizer: Any,
+    folder: Path,
+    prompts: Sequence[Prompt],
+    settings: CalibrationSettings,
+    draft: PreTrainedModel | None = None,
+    progress: Callable[[], None] = lambda: None,
+) -> SpecAdapter:
+    """Measure the grid, and write the best threshold and length into the adapter.
+
+    Args:
+        model: the target.
+        tokenizer: of the target.
+        folder: the adapter; its config is rewritten.
+        prompts: validation prompts.
+        settings: the grid.
+        draft: the draft model; the one that the adapter names by default.
+        progress: called after every timed run.
+
+    Returns:
+        The adapter as written; `options["calibration"]` has the table.
+
+    Raises:
+        OptionError: if there are no prompts, or some are those of the benchmarks.
+        AssistantError: if the adapter or its draft model cannot be used.
+    """
+    check_prompts(prompts)
+    adapter = load_adapter(folder, METHOD)
+    adapter.base.check(model)
+    draft = draft or find_draft_model(adapter, model)
+    ways = {
+        f"threshold {threshold}, longest {longest}": DiscoConfig(
+            adapter=str(folder), acceptance_threshold=threshold, max_draft_tokens=longest
+        )
+        for threshold, longest in product(settings.thresholds, settings.longest)
+    }
+    static = {f"static {n}": DraftConfig(max_draft_tokens=n) for n in settings.static_lengths}
+    reference = DraftConfig(max_draft_tokens=settings.reference)
+    contenders: list[Contender] = [
+        strategy(model, config, draft, name)
+        for name, config in {"reference": reference, **static, **ways}.items()
+    ]
+    plan = Plan(settings.new_tokens, settings.repeats)
+    records = measure(contenders, prompts, tokenizer, plan, progress)
+    table = tabulate(list(chain.from_iterable(records)))
+    best = ways[fastest(table, ways)]
+    calibration = {
+        **asdict(settings),
+        "prompts": [prompt.id for prompt in prompts],
+        "environment": environment(),
+        "best": fastest(table, ways),
+        "best_static": fastest(table, static),
+        "table": table,
+    }
+    options = {
+        **adapter.options,
+        "threshold": best.acceptance_threshold,
+        "max_draft_tokens": best.max_draft_tokens,
+        "calibration": calibration,
+    }
+    calibrated = replace(adapter, options=options)
+    save_with_card(folder, calibrated)
+    return calibrated
+
+
+def tabulate(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
+    """Way -> its speed relative to the reference, tau, and whether its outputs are the reference's.
+
+    The speed is the median over prompts of the median over repetitions, with its percentiles.
+    """
+    groups: dict[str, list[Record]] = defaultdict(list)
+    for record in records:
+        groups[record.contender].append(record)
+    table = {}
+    for name, group in groups.items():
+        low, middle, high = spread(list(per_prompt(group).values()))
+        table[name] = {
+            "ratio_p20": low,
+            "ratio": middle,
+            "ratio_p80": high,
+            "tau": fmean(record.tau or 0.0 for record in group),
+            "seconds": median(record.seconds for record in group),
+            "identical": all(record.identical for record in group),
+        }
+    return table
+
+
+def fastest(table: dict[str, dict[str, Any]], names: Any) -> str:
+    """The way among `names` with the best median ratio; ties to the first."""
+    return max(names, key=lambda name: table[name]["ratio"])
+
+
+def validation_prompts(adapter: SpecAdapter, prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Those of `prompts` that the classifier's training held back.
+
+    Raises:
+        OptionError: if there are none.
+    """
+    held = set(adapter.options.get("validation_prompts", ()))
+    found = [prompt for prompt in prompts if prompt.id in held]
+    if not found:
+        raise OptionError(
+            f"none of the {len(prompts)} prompts was held back when the classifier was trained; "
+            "give the file that the responses were made from, or --all to use every prompt"
+        )
+    return found
+
+
+def check_prompts(prompts: Sequence[Prompt]) -> None:
+    """Refuse prompts that benchmarks report on, for a number tuned on them would be no result.
+
+    Raises:
+        OptionError: names the first such prompt.
+    """
+    if not prompts:
+        raise OptionError("there are no prompts to calibrate on")
+    reported = {prompt.turns[0] for prompt in load_prompts()}
+    for prompt in prompts:
+        if prompt.turns[0] in reported:
+            raise OptionError(
+                f"prompt {prompt.id!r} is one of the benchmark's own; calibrate on others"
+            )

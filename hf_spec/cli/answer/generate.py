@@ -1,0 +1,133 @@
+"""`hf-spec generate`: one prompt, one answer."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from hf_spec.cli.answer.options import (
+    Assistants,
+    MaxNewTokens,
+    Sample,
+    Sampling,
+    Seed,
+    Strategy,
+    Temperature,
+    TopP,
+)
+from hf_spec.cli.options import AUTO, Device, Dtype, ModelArgument
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hf_spec.cli.answer.speaker import Speaker
+
+STDIN = "-"
+
+
+def generate(  # noqa: PLR0913 - one parameter an option
+    model: ModelArgument,
+    prompt: Annotated[
+        str | None, typer.Argument(help="The prompt; - reads it from standard input.")
+    ] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="Text file with the prompt.")
+    ] = None,
+    strategy: Strategy = "auto",
+    assistant: Assistants = None,
+    max_new_tokens: MaxNewTokens = 256,
+    sample: Sample = False,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    seed: Seed = None,
+    chat_template: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat-template/--raw",
+            help="Put the prompt into the model's chat template, or continue it as it is; the "
+            "template, if there is one, by default.",
+        ),
+    ] = None,
+    dtype: Dtype = AUTO,
+    device: Device = None,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="Say on standard error what speculation brought.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object: text, token ids and statistics.")
+    ] = False,
+) -> None:
+    """Continue or answer a prompt.
+
+    The text is that of plain generate(); a strategy changes how fast it comes. In a terminal it
+    appears as it is generated, otherwise once it is whole.
+
+        hf-spec generate MODEL "Why is the sky blue?" --stats
+        hf-spec generate MODEL --prompt-file code.py --raw --strategy lookup
+        git diff | hf-spec generate MODEL - --strategy falcon@HEAD --max-new-tokens 64
+        hf-spec generate MODEL "A story." --sample --temperature 0.8 --seed 1 --json
+    """
+    from hf_spec.cli.answer.console_streamer import ConsoleStreamer
+    from hf_spec.cli.answer.figures import Figures, figures_table
+    from hf_spec.cli.answer.speaker import Speaker, parse_choice
+
+    text = _prompt(prompt, prompt_file)
+    # Loading the model takes longer than finding a wrong name.
+    parse_choice(strategy, assistant or ())
+    speaker = Speaker.load(
+        model,
+        dtype,
+        device,
+        max_new_tokens=max_new_tokens,
+        sampling=Sampling(sample, temperature, top_p, seed),
+        assistants=tuple(assistant or ()),
+    )
+    speaker.choose(strategy)
+    ids = _encode(speaker, text, chat_template)
+    console = Console(highlight=False)
+    live = console.is_terminal and not as_json
+    streamer = ConsoleStreamer(speaker.tokenizer, console) if live else None
+    output: Any = speaker.generate(ids, streamer)
+    new = output.sequences[0, ids.shape[1] :].tolist()
+    figures = Figures.of(output.spec_stats)
+    answer = speaker.tokenizer.decode(new, skip_special_tokens=True)
+    if as_json:
+        facts = {
+            "model": model,
+            "strategy": strategy,
+            "prompt_tokens": ids.shape[1],
+            "text": answer,
+            "token_ids": new,
+            "stats": {
+                **figures.to_dict(),
+                "accepted_by_position": output.spec_stats.accepted_by_position,
+            },
+        }
+        typer.echo(json.dumps(facts))
+    else:
+        typer.echo("" if live else answer)
+    if stats:
+        Console(stderr=True).print(figures_table({speaker.name: figures}))
+
+
+def _prompt(prompt: str | None, file: Path | None) -> str:
+    if (prompt is None) == (file is None):
+        raise typer.BadParameter("give a prompt (- for standard input) or --prompt-file")
+    if file is not None:
+        return file.read_text(encoding="utf-8")
+    return sys.stdin.read() if prompt == STDIN else str(prompt)
+
+
+def _encode(speaker: Speaker, text: str, chat_template: bool | None) -> Tensor:
+    if not text:
+        raise typer.BadParameter("the prompt is empty")
+    if chat_template is None:
+        chat_template = speaker.tokenizer.chat_template is not None
+    if chat_template:
+        return speaker.encode([{"role": "user", "content": text}])
+    return speaker.tokenizer(text, return_tensors="pt")["input_ids"]

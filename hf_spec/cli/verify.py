@@ -1,0 +1,178 @@
+"""`hf-spec verify`: a thin command over `hf_spec.verify.verify`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hf_spec.cli.failures import FAILED, UNPROVEN
+from hf_spec.cli.options import AUTO, ENTRY, Device, Dtype, ModelArgument, check_out
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from hf_spec.verify.sampling import SamplingResult
+    from hf_spec.verify.verify import Verification
+
+# How the command ends; see `hf_spec.cli.failures`.
+STATUS = {"passed": 0, "failed": FAILED, "unproven": UNPROVEN}
+
+
+def verify(  # noqa: PLR0913 - one parameter an option
+    model: ModelArgument,
+    strategy: Annotated[list[str], typer.Option(help=f"{ENTRY}, without spaces; may be repeated.")],
+    assistant: Annotated[
+        list[str] | None,
+        typer.Option(help="For strategies that name none; repeated, a list (for auto)."),
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(exists=True, help="JSON lines with `turns`; the package's own by default."),
+    ] = None,
+    per_task: Annotated[int, typer.Option(min=1, help="Prompts of each task.")] = 2,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Of each greedy output.")] = 64,
+    sampled_prompts: Annotated[
+        int, typer.Option(min=0, help="Prompts sampled from, the shortest ones; 0 for none.")
+    ] = 4,
+    draws: Annotated[int, typer.Option(min=20, help="Short samples after each of them.")] = 500,
+    temperature: Annotated[float, typer.Option(min=0.01, help="Of the samples.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of the samples.")] = 0,
+    dtype: Dtype = AUTO,
+    device: Device = None,
+    out: Annotated[Path | None, typer.Option(help="JSON file.")] = None,
+) -> None:
+    """Prove on your own model and prompts that a strategy leaves the output as it is.
+
+    Greedy outputs are compared with plain generate(), in the dtype in use; each difference is
+    traced to its first token and found to be a tie of two logits or a mistake. Samples are compared
+    with the model's own distribution. Ends with status 0 only if nothing but ties was found and
+    drafts were accepted, with 1 if something is wrong, and with 3 if nothing is wrong but no draft
+    was accepted, which proves nothing.
+
+        hf-spec verify MODEL --strategy lookup --strategy tree@DRAFT --out report.json
+    """
+    from rich.console import Console
+    from tqdm import tqdm
+
+    from hf_spec.bench.contenders import parse_entry, with_assistants
+    from hf_spec.bench.runner import environment
+    from hf_spec.cli.loading import load_target, load_tokenizer
+    from hf_spec.data.prompts import load_prompts
+    from hf_spec.files import written_whole
+    from hf_spec.verify import verify as checks
+    from hf_spec.verify.sampling import SamplingPlan
+
+    check_out(out)
+    entries = with_assistants([parse_entry(text) for text in strategy], assistant or [])
+    subjects = [checks.Subject(*entry) for entry in entries]
+    texts = load_prompts(prompts, per_task)
+    target, tokenizer = load_target(model, dtype, device), load_tokenizer(model)
+    sampling = SamplingPlan(draws=draws, temperature=temperature, seed=seed)
+    plan = checks.VerificationPlan(new_tokens, sampled_prompts, sampling)
+    runs = len(subjects) * (len(texts) + bool(sampled_prompts))
+    with tqdm(total=runs, desc="checks", disable=None) as bar:
+        found = checks.verify(target, tokenizer, texts, subjects, plan, bar.update)
+    console = Console()
+    for verification in found:
+        _show(console, verification, tokenizer)
+    verdicts = {verification.verdict for verification in found}
+    verdict = next(one for one in checks.VERDICTS if one in verdicts)
+    if out is not None:
+        facts: dict[str, Any] = {
+            "command": f"hf-spec {' '.join(sys.argv[1:])}",
+            "model": model,
+            "dtype": str(target.dtype).removeprefix("torch."),
+            "environment": environment(),
+            "new_tokens": new_tokens,
+            "passed": verdict == checks.PASSED,
+            "verdict": verdict,
+        }
+        report = {**facts, "strategies": [one.to_dict() for one in found]}
+        with written_whole(out) as part:
+            part.write_text(json.dumps(report, indent=1), encoding="utf-8")
+    raise typer.Exit(STATUS[verdict])
+
+
+def _show(console: Console, verification: Verification, tokenizer: Any) -> None:
+    """One strategy: what was compared, every difference, the distribution, the verdict."""
+    from rich.markup import escape
+
+    from hf_spec.verify.mismatch import TIE
+
+    outputs = verification.greedy
+    differing = [output for output in outputs if output.differences]
+    ties = sum(found.kind == TIE for output in outputs for found in output.differences)
+    mistakes = sum(len(output.mistakes) for output in outputs)
+    tau = sum(output.tau for output in outputs) / max(len(outputs), 1)
+    console.rule(f"[bold]{escape(verification.name)}", align="left")
+    console.print(
+        f"greedy: {len(outputs) - len(differing)} of {len(outputs)} outputs identical, "
+        f"{sum(output.new_tokens for output in outputs)} tokens, mean tau {tau:.2f}; "
+        f"{ties} ties, {mistakes} mistakes"
+    )
+    if differing:
+        console.print(_differences(verification, tokenizer))
+    if verification.sampling is not None:
+        _show_sampling(console, verification.sampling)
+    console.print(_verdict(verification))
+
+
+def _verdict(verification: Verification) -> str:
+    unproven = " and ".join(verification.unproven)
+    return {
+        "passed": "[bold green]passed",
+        "failed": "[bold red]FAILED",
+        "unproven": f"[bold yellow]NOT PROVEN[/]: no draft was accepted ({unproven}), so none "
+        "could be accepted wrongly; try other prompts, more --new-tokens or more --draws",
+    }[verification.verdict]
+
+
+def _differences(verification: Verification, tokenizer: Any) -> Table:
+    from rich.markup import escape
+    from rich.table import Table
+
+    from hf_spec.verify.mismatch import TIE
+
+    table = Table(title="differences from plain generate()")
+    for column in ("prompt", "token", "plain", "came", "margin", "error", "found"):
+        table.add_column(column)
+    for output in verification.greedy:
+        for found in output.differences:
+            texts = [
+                "the end" if token is None else escape(repr(tokenizer.decode([token])))
+                for token in (found.plain_token, found.token)
+            ]
+            color = "green" if found.kind == TIE else "bold red"
+            table.add_row(
+                escape(output.prompt),
+                str(found.position),
+                *texts,
+                f"{found.margin:.2g}",
+                f"{found.error:.2g}",
+                f"[{color}]{found.kind}[/]: {found.reason}",
+            )
+    return table
+
+
+def _show_sampling(console: Console, result: SamplingResult) -> None:
+    drafted = sum(text.drafted for text in result.texts)
+    accepted = sum(text.accepted for text in result.texts)
+    impossible = sum(text.comparison.impossible for text in result.texts)
+    console.print(
+        f"sampling: {result.draws} draws after {len(result.texts)} texts, {result.freedom} "
+        f"degrees of freedom, p = {result.p_value:.3g} (fails below {result.significance:g}); "
+        f"{accepted} of {drafted} draft tokens accepted"
+    )
+    console.print(
+        f"a bias that moves {result.detectable:.1%} of the probability in every text is found "
+        "with 99 %; smaller ones may be missed"
+    )
+    if impossible:
+        console.print(f"[bold red]{impossible} draws are impossible in plain sampling")
+    if accepted == drafted > 0:
+        console.print("[yellow]no draft was rejected: this says little about the rule")

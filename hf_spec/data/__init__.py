@@ -1,0 +1,1 @@
+"""Prompts, small models and facts about the machine."""

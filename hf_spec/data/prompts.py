@@ -1,0 +1,208 @@
+"""Prompts for benchmarks: JSON lines with `id`, `task` and `turns`, or the user's own texts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hf_spec.errors import OptionError, UnsupportedError
+
+JSON_ENDINGS = (".jsonl", ".json")
+# The task of a batch whose rows have different ones.
+MIXED = "mixed"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt.
+
+    Attributes:
+        id, task: what tables call it.
+        turns: the user's messages, of which the first is answered.
+        history: pairs of a message and its answer that went before.
+    """
+
+    id: str
+    task: str
+    turns: tuple[str, ...]
+    history: tuple[tuple[str, str], ...] = ()
+
+    def encode(self, tokenizer: Any) -> Tensor:
+        """(1, L) int64 ids, with the chat template if the tokenizer has one."""
+        if tokenizer.chat_template is None:
+            return torch.tensor([tokenizer(self.turns[0])["input_ids"]])
+        messages = []
+        for message, answer in self.history:
+            messages += [
+                {"role": "user", "content": message},
+                {"role": "assistant", "content": answer},
+            ]
+        encoded = tokenizer.apply_chat_template(
+            [*messages, {"role": "user", "content": self.turns[0]}],
+            add_generation_prompt=True,
+            return_tensors="pt",
+            return_dict=True,
+        )
+        return encoded["input_ids"]
+
+
+def load_prompts(
+    path: Path | None = None,
+    per_task: int | None = None,
+    tasks: Sequence[str] = (),
+    whole: bool = False,
+) -> list[Prompt]:
+    """Read prompts, the first `per_task` of each task.
+
+    Args:
+        path: a `.jsonl` or `.json` file has JSON lines with `turns` and optionally `id` and `task`,
+            any other one text; the 60 prompts of six tasks that come with the package by default.
+        per_task: all of them by default.
+        tasks: these alone; all by default.
+        whole: a text file is one prompt, instead of one per line that is not empty.
+
+    Raises:
+        OptionError: if there are no prompts, or a line is none.
+    """
+    source = path or resources.files("hf_spec.data") / "spec_prompts.jsonl"
+    text = source.read_text(encoding="utf-8")
+    is_json = path is None or path.suffix in JSON_ENDINGS
+    found = list(_from_json(str(source), text) if is_json else _from_text(text, whole))
+    if not found:
+        raise OptionError(f"{source} holds no prompts")
+    if len({prompt.id for prompt in found}) < len(found):
+        raise OptionError(f"{source}: two prompts have the same id")
+    known = dict.fromkeys(prompt.task for prompt in found)
+    for task in tasks:
+        if task not in known:
+            raise OptionError(
+                f"{source} has no prompts of task {task!r}; it has {', '.join(known)}"
+            )
+    taken: list[Prompt] = []
+    for task in known:
+        mine = [prompt for prompt in found if prompt.task == task]
+        taken += mine[:per_task] if not tasks or task in tasks else []
+    return [prompt for prompt in found if prompt in taken]
+
+
+def _from_text(text: str, whole: bool) -> Iterator[Prompt]:
+    for number, part in enumerate([text] if whole else text.splitlines()):
+        if part.strip():
+            yield Prompt(str(number), "text", (part.strip(),))
+
+
+def _from_json(source: str, text: str) -> Iterator[Prompt]:
+    for number, line in enumerate(text.splitlines()):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise OptionError(f"{source}, line {number + 1}: no JSON, {error}") from error
+        turns = row.get("turns") if isinstance(row, dict) else None
+        if not isinstance(turns, list) or not turns or not all(isinstance(t, str) for t in turns):
+            raise OptionError(f"{source}, line {number + 1}: no turns, a list of texts")
+        yield Prompt(str(row.get("id", number)), row.get("task", "text"), tuple(turns))
+
+
+def as_conversations(
+    prompts: Sequence[Prompt], tokenizer: Any, answer: Callable[[Prompt], str]
+) -> list[Prompt]:
+    """One prompt per turn, each with the turns and answers before it.
+
+    Args:
+        prompts: with one turn or more.
+        tokenizer: has a chat template, if any prompt has more than one turn.
+        answer: the model's answer to the first turn of a prompt; asked for turns that others
+            follow.
+
+    Returns:
+        The prompts in order; the turns of those with several are called "id/1", "id/2" and so on.
+
+    Raises:
+        UnsupportedError: if the tokenizer has no chat template.
+    """
+    found: list[Prompt] = []
+    for prompt in prompts:
+        if len(prompt.turns) == 1:
+            found.append(prompt)
+            continue
+        if tokenizer.chat_template is None:
+            raise UnsupportedError(
+                f"prompt {prompt.id!r} has {len(prompt.turns)} turns, and the tokenizer has no "
+                "chat template to tell them apart; measure the first turns alone"
+            )
+        for number, message in enumerate(prompt.turns, start=1):
+            name, history = f"{prompt.id}/{number}", prompt.history
+            if number > 1:
+                earlier = found[-1]
+                history = (*earlier.history, (earlier.turns[0], answer(earlier)))
+            found.append(replace(prompt, id=name, turns=(message,), history=history))
+    return found
+
+
+def left_padded(rows: Sequence[Tensor]) -> dict[str, Tensor]:
+    """`input_ids` and `attention_mask` of prompts (L,), padded on the left."""
+    width = max(len(row) for row in rows)
+    ids = torch.stack([F.pad(row, (width - len(row), 0)) for row in rows])
+    mask = torch.stack([F.pad(torch.ones_like(row), (width - len(row), 0)) for row in rows])
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Prompts that are generated from in one call.
+
+    Attributes:
+        prompts: one per row.
+        ids, mask: (B, L) int64, padded on the left.
+    """
+
+    prompts: tuple[Prompt, ...]
+    ids: Tensor
+    mask: Tensor
+
+    @property
+    def name(self) -> str:
+        """The ids of its prompts."""
+        return "+".join(prompt.id for prompt in self.prompts)
+
+    @property
+    def task(self) -> str:
+        """The task of its prompts, if it is the same."""
+        tasks = {prompt.task for prompt in self.prompts}
+        return tasks.pop() if len(tasks) == 1 else MIXED
+
+
+def check_batch_size(size: int, num_prompts: int) -> None:
+    """Refuse batches that would hold the same prompt twice.
+
+    Raises:
+        OptionError: if there are fewer prompts than rows.
+    """
+    if num_prompts < size:
+        raise OptionError(
+            f"a batch of {size} rows needs as many prompts, and there are {num_prompts}; take "
+            "more prompts or a smaller batch"
+        )
+
+
+def make_batches(prompts: Sequence[Prompt], tokenizer: Any, size: int) -> list[Batch]:
+    """Batches of prompts in order; the last one is filled up from the beginning.
+
+    Raises:
+        OptionError: if there are fewer prompts than rows.
+    """
+    check_batch_size(size, len(prompts))
+    batches = []
+    for start in range(0, len(prompts), size):
+        rows = [prompts[(start + row) % len(prompts)] for row in range(size)]
+        padded = left_padded([prompt.encode(tokenizer)[0] for prompt in rows])
+        batches.append(Batch(tuple(rows), padded["input_ids"], padded["attention_mask"]))
+    return batches

@@ -1,0 +1,196 @@
+"""Continuous batching: a row whose sequence has ended takes the next prompt at once.
+
+The rows of a batch are slots. In every step the slots that are free take prompts from the queue;
+a newcomer's prompt runs in the same packed forward as the drafts of the others. Sequences share
+nothing but forwards: each has the processors and the stop rules that `generate()` prepares for it
+alone, so each comes out as it would from a batch of one. (Yu et al. 2022, OSDI 22; named as future
+work by Ni et al. 2024, arXiv 2405.07542.)
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_spec.decoding.drafter import Drafter
+from hf_spec.decoding.loop import count_models, speculative_step
+from hf_spec.decoding.processors import RowProcessors
+from hf_spec.decoding.state import GenerationState
+from hf_spec.decoding.stopping import StopRules
+from hf_spec.decoding.verification import Verifier
+from hf_spec.execution.placement import execution_device
+from hf_spec.execution.runner import ModelRunner
+from hf_spec.outputs import SpecRequestOutput, SpecStats
+
+
+@dataclass(frozen=True)
+class Request:
+    """One sequence to generate.
+
+    Attributes:
+        index: its place among the sequences of the call.
+        request_id: what its output is called.
+        number: of its prompt, which may be that of several sequences.
+        prompt: token ids.
+    """
+
+    index: int
+    request_id: str
+    number: int
+    prompt: list[int]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What `generate()` prepared for one sequence.
+
+    Attributes:
+        processors: logits processors.
+        stop: stop rules, for a batch of one.
+        do_sample: whether tokens are drawn.
+    """
+
+    processors: Sequence[Any]
+    stop: StopRules
+    do_sample: bool
+
+
+class ContinuousBatch:
+    """A queue of requests and the slots that work it off.
+
+    Args:
+        model: the target.
+        drafter: proposes the drafts.
+        requests: at least one, in the order in which they begin.
+        prepare: asks `generate()` what one of them needs; called when it begins.
+        num_slots: most sequences at a time.
+        streamer: a `BatchStreamer`, which knows the sequences by their index, or None.
+        batching: what is padded; storage must not be.
+
+    Attributes:
+        request_ids: of all requests, in their order.
+    """
+
+    def __init__(  # noqa: PLR0913 - three things to run, three to run them with
+        self,
+        model: PreTrainedModel,
+        drafter: Drafter,
+        requests: Sequence[Request],
+        prepare: Callable[[Request], Prepared],
+        num_slots: int,
+        streamer: Any = None,
+        batching: str = "unpadded",
+    ):
+        self.request_ids = [request.request_id for request in requests]
+        self._prepare = prepare
+        self._waiting = deque(requests)
+        self._running: dict[int, tuple[Request, float]] = {}
+        num_slots = min(num_slots, len(requests))
+        # Whatever is refused for its length is refused here, before anything runs.
+        sample = prepare(max(requests, key=lambda request: len(request.prompt)))
+        self._processors = RowProcessors(num_slots)
+        device = execution_device(model.get_input_embeddings())
+        empty = torch.zeros(num_slots, 0, dtype=torch.long, device=device)
+        self._state = GenerationState.create(
+            empty,
+            empty,
+            sample.stop,
+            # The same settings make processors for every request or for none.
+            processors=[self._processors] if sample.processors else [],
+            do_sample=sample.do_sample,
+            streamer=streamer,
+        )
+        self._state.finished = [True] * num_slots
+        self._drafter = drafter
+        self._target = ModelRunner(
+            model, num_slots, drafter.hidden_layers, drafter.virtual_tokens, batching
+        )
+        self._verifier: Verifier | None = None
+        self._created = time.perf_counter()
+        self._seconds = 0.0
+        for row in range(num_slots):
+            self._begin(row)
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether there is anything left to do."""
+        return bool(self._waiting or self._running)
+
+    @property
+    def stats(self) -> SpecStats:
+        """Counts so far; `rows` by the index of the request."""
+        return self._state.stats
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of the target's keys and values."""
+        return self._target.pool.nbytes()
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Make the models ready for steps; they are as they were found when the block ends."""
+        start = time.perf_counter()
+        with torch.no_grad(), self._target.active(), self._drafter.active(self._state):
+            if self._verifier is None:
+                rows = self._state.num_rows
+                self._verifier = self._drafter.make_verifier(self._state.processors, rows)
+            yield
+        self._seconds += time.perf_counter() - start
+        self.stats.other_seconds = (
+            self._seconds - self.stats.draft_seconds - self.stats.verify_seconds
+        )
+
+    def step(self) -> list[SpecRequestOutput]:
+        """Advance all rows by one round, while active; rows that end take the next prompts.
+
+        Returns:
+            The sequences that ended with it.
+        """
+        assert self._verifier is not None, "steps are taken inside `active`"
+        speculative_step(self._target, self._drafter, self._verifier, self._state)
+        count_models(self.stats, self._target, self._drafter)
+        ended = [row for row in self._running if self._state.finished[row]]
+        outputs = [self._output(row) for row in ended]
+        for row in ended[: len(self._waiting)]:
+            self._begin(row)
+            self._target.restart(row)
+            self._drafter.restart(row)
+        if not self.unfinished:
+            self._state.feed.end()
+        return outputs
+
+    def _begin(self, row: int) -> None:
+        """Give a free row the next request."""
+        request = self._waiting.popleft()
+        prepared = self._prepare(request)
+        self._state.begin(row, request.index, request.prompt, prepared.stop)
+        self._processors.begin(row, prepared.processors)
+        self._running[row] = request, time.perf_counter()
+
+    def _output(self, row: int) -> SpecRequestOutput:
+        request, began = self._running.pop(row)
+        return SpecRequestOutput(
+            request_id=request.request_id,
+            prompt_ids=request.prompt,
+            generated_tokens=self._state.tokens[row][len(request.prompt) :],
+            created_time=self._created,
+            lifespan=(began, time.perf_counter()),
+            spec_stats=self.stats.rows[request.index],
+        )
+
+
+def as_they_finish(batch: ContinuousBatch) -> Iterator[SpecRequestOutput]:
+    """Every sequence as soon as it ends; between two of them the models are as they were found."""
+    while batch.unfinished:
+        ended: list[SpecRequestOutput] = []
+        with batch.active():
+            while not ended:
+                ended = batch.step()
+        yield from ended

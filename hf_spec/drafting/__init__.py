@@ -1,0 +1,1 @@
+"""What several drafters share: graphs, trees of ranks, length policies, lossy rules."""

@@ -1,0 +1,1 @@
+"""Runs one model on draft trees: rows, packed steps, attention, keys and values."""

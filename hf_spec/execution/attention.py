@@ -1,0 +1,355 @@
+"""Attention of packed token trees, registered with transformers under the name `hf_spec`.
+
+The model runs on one packed sequence (1, T) that holds the new tokens of every row. Each layer
+hands its queries, keys and values to `tree_attention`, which stores the keys and values in the
+rows' slots and lets every token attend to its own row: the committed part, then its ancestors.
+
+A model finds its attention function by the name in its config. The config is not changed for that,
+since other threads may read it, and so may a logits processor that calls the model: inside
+`PackedAttention.chosen` it answers with our name, in that thread and to that model only.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from hf_spec_kernels import RaggedLayout, Scoring, kv_write, ragged_tree_attention, serves
+from hf_spec_kernels.ragged_tree_attention import MAX_HEAD_SIZE
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.masking_utils import sdpa_mask
+
+from hf_spec.errors import UnsupportedError
+from hf_spec.execution.kv_cache import KVPool
+from hf_spec.execution.ragged_layout import ragged_layout, tensors_of, with_tensors, write_places
+from hf_spec.execution.transfer import send
+
+NAME = "hf_spec"
+
+# Attention interface or not, these take the rectangular path: layers of the first drop the keyword
+# arguments that attention functions need, the second attends twice per layer, with two values.
+RECTANGULAR_ONLY = {"nemotron", "diffllama"}
+
+
+@dataclass
+class Segment:
+    """Consecutive packed tokens of one row that share what they may look back on.
+
+    Attributes:
+        slot: the row's slot in the pool.
+        start, end: place of the tokens in the packed sequence.
+        num_keys: how many positions of the slot the tokens look at.
+        position: (end - start,) int64, the true position of each token.
+        last_position: the largest of them, known without asking the device.
+        key_position: (num_keys,) int64, the true position of each key; differs from the storage
+            index where the branches of a tree lie one after the other.
+        visible: (end - start, num_keys) bool, or None when every key is visible.
+        prefix: how many first keys every token sees, at consecutive positions; fewer is allowed
+            and costs the kernel time only.
+    """
+
+    slot: int
+    start: int
+    end: int
+    num_keys: int
+    position: Tensor
+    last_position: int
+    key_position: Tensor
+    visible: Tensor | None
+    prefix: int = 0
+    _masks: dict[object, Tensor | None] = field(default_factory=dict)
+
+    def mask(self, window: int | None, groups: int, like: Tensor) -> Tensor | None:
+        """Additive mask (groups * T, num_keys) in the dtype and on the device of `like`.
+
+        Query heads that share a key head are folded into rows, so the mask repeats `groups` times.
+        Computed once per step and kind of layer.
+        """
+        key = (window, groups, like.dtype, like.device)
+        if key not in self._masks:
+            self._masks[key] = self._build_mask(window, groups, like)
+        return self._masks[key]
+
+    def _build_mask(self, window: int | None, groups: int, like: Tensor) -> Tensor | None:
+        visible = self.visible
+        # A window that reaches back to the first key for every query hides nothing.
+        if window is not None and self.last_position >= window:
+            inside = self.key_position[None, :] > self.position[:, None] - window
+            visible = inside if visible is None else visible & inside
+        if visible is None:
+            return None
+        mask = torch.zeros(visible.shape, dtype=like.dtype, device=visible.device)
+        return mask.masked_fill_(~visible, float("-inf")).to(like.device).repeat(groups, 1)
+
+
+@dataclass
+class PackedStep:
+    """Everything the attention function needs to know about one packed forward.
+
+    Attributes:
+        pool: where keys and values live.
+        writes: per row (slot, start, end, places): packed tokens [start, end) go to `places`.
+        segments: what each stretch of tokens attends to; none where the step is told by its layout
+            alone (see `of_layout`).
+        written: layers that have stored their keys and values in this step.
+    """
+
+    pool: KVPool
+    writes: Sequence[tuple[int, int, int, slice | Tensor]]
+    segments: Sequence[Segment]
+    written: set[int] = field(default_factory=set)
+    _layouts: dict[torch.device, tuple[RaggedLayout, Tensor]] = field(default_factory=dict)
+
+    @classmethod
+    def of_layout(
+        cls, pool: KVPool, layout: RaggedLayout, places: Tensor, device: torch.device
+    ) -> PackedStep:
+        """A step that is on its device already, and in no other form than the kernels'."""
+        return cls(pool, (), (), _layouts={device: (layout, places)})
+
+    @cached_property
+    def on_host(self) -> tuple[RaggedLayout, Tensor]:
+        """What the kernels read: the layout, and (2, T) where each token is stored."""
+        return ragged_layout(self.segments), write_places(self.writes, self.segments[-1].end)
+
+    def layout(self, device: torch.device) -> tuple[RaggedLayout, Tensor]:
+        """The same on a device."""
+        if device not in self._layouts:
+            self.send(device)
+        return self._layouts[device]
+
+    def send(self, device: torch.device, *others: Tensor) -> list[Tensor]:
+        """Put the layout on a device, and other tensors of the host with it, in one transfer.
+
+        Returns:
+            The others.
+        """
+        layout, places = self.on_host
+        sent = send([*others, places, *tensors_of(layout)], device)
+        behind = len(others)
+        self._layouts[device] = with_tensors(layout, sent[behind + 1 :]), sent[behind]
+        return sent[:behind]
+
+    def check(self, model: PreTrainedModel, num_layers: int) -> None:
+        """Refuse a model that did not run its tree through `tree_attention`.
+
+        Args:
+            model: what has just run this step.
+            num_layers: how many layers should have stored their keys and values.
+
+        Raises:
+            UnsupportedError: if some layer has not.
+        """
+        if len(self.written) != num_layers:
+            raise UnsupportedError(
+                f"{type(model).__name__} ran tree attention in {len(self.written)} of its "
+                f"{num_layers} layers, so its tokens would be wrong; generate without spec_strategy"
+            )
+
+
+def tree_attention(  # noqa: PLR0913 - the signature that transformers calls
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    spec_step: PackedStep | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Store the new keys and values, then attend: on a GPU by kernels, elsewhere row by row.
+
+    Args:
+        module: the attention layer; its `layer_idx` names the buffers.
+        query: (1, H, T, D).
+        key: (1, H_kv, T, D) of the new tokens, rotated already.
+        value: likewise.
+        attention_mask: ignored; what is visible comes from `spec_step`.
+        scaling: factor of the scores, 1 / sqrt(D) by default.
+        dropout: ignored, decoding uses none.
+        spec_step: the packed step.
+        softcap: scores are squashed to (-softcap, softcap) by tanh.
+        s_aux: (H,) attention sinks, a logit per head that takes probability and gives nothing.
+        **kwargs: `sliding_window`, how far back a token sees, itself included; whatever else a
+            model passes is not needed.
+
+    Returns:
+        (1, T, H, D) and None (no weights).
+
+    Raises:
+        UnsupportedError: if it is called without a step, or a second time by a layer in one step.
+    """
+    if spec_step is None:
+        raise UnsupportedError(
+            f"{type(module).__name__} asked for the attention {NAME!r} without a draft tree: the "
+            "model does not hand it on to its layers, or was set to it by hand; generate without "
+            "spec_strategy, or choose another attn_implementation"
+        )
+    layer_index: Any = module.layer_idx
+    if layer_index in spec_step.written:
+        raise UnsupportedError(
+            f"{type(module).__name__} {layer_index} attends twice in one forward, so a tree would "
+            "overwrite its own keys and values; generate without spec_strategy"
+        )
+    spec_step.written.add(layer_index)
+    keys, values = spec_step.pool.layer(layer_index, key, value)
+    window = kwargs["sliding_window"] if "sliding_window" in kwargs else _mask_window(module)
+    impl = "auto" if _kernels_serve(query, value) else "torch"
+    if impl == "auto" or not spec_step.segments:
+        sinks = None if s_aux is None else s_aux.float()
+        scoring = Scoring(scaling, window, softcap, sinks=sinks)
+        layout, where = spec_step.layout(query.device)
+        query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
+        kv_write(key, value, keys, values, where)
+        return ragged_tree_attention(query, keys, values, layout, scoring, impl)[None], None
+    for slot, start, end, places in spec_step.writes:
+        keys[slot, :, places] = key[0, :, start:end]
+        values[slot, :, places] = value[0, :, start:end]
+    num_heads, width = query.shape[1], value.shape[-1]
+    groups = num_heads // key.shape[1]
+    out = query.new_empty(1, query.shape[2], num_heads, width)
+    for segment in spec_step.segments:
+        length = segment.end - segment.start
+        # Query heads of one key head become rows of it: no copy of the keys for grouped queries.
+        rows = query[0, :, segment.start : segment.end]
+        rows = rows.reshape(-1, groups * length, query.shape[-1])
+        attended = _attend(
+            rows,
+            keys[segment.slot, :, : segment.num_keys],
+            values[segment.slot, :, : segment.num_keys],
+            segment.mask(window, groups, query),
+            scaling,
+            softcap,
+            None if s_aux is None else s_aux.reshape(-1, groups).repeat_interleave(length, dim=1),
+        )
+        attended = attended.reshape(num_heads, length, width)
+        out[0, segment.start : segment.end] = attended.transpose(0, 1)
+    return out, None
+
+
+def _kernels_serve(query: Tensor, value: Tensor) -> bool:
+    return max(query.shape[-1], value.shape[-1]) <= MAX_HEAD_SIZE and serves(query)
+
+
+def _mask_window(module: nn.Module) -> int | None:
+    """The window of a layer whose model writes it into the mask and does not pass it on."""
+    config: Any = getattr(module, "config", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None and kinds[module.layer_idx] != "sliding_attention":
+        return None
+    return getattr(config, "sliding_window", None)
+
+
+def _attend(  # noqa: PLR0913 - one entry per term of the formula
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention of (H_kv, R, D) queries on (H_kv, S, D) keys; by hand where SDPA lacks a part."""
+    if softcap is None and sinks is None:
+        return F.scaled_dot_product_attention(
+            query[None], key[None], value[None], attn_mask=mask, scale=scaling
+        )[0]
+    scores = query @ key.transpose(-1, -2) * (scaling or query.shape[-1] ** -0.5)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if mask is not None:
+        scores = scores + mask
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[..., None].to(scores.dtype)], dim=-1)
+    weights = scores.softmax(dim=-1, dtype=torch.float32).to(value.dtype)
+    return weights[..., : key.shape[-2]] @ value
+
+
+def register() -> None:
+    """Make `hf_spec` known to transformers; models take it inside `PackedAttention.chosen`."""
+    AttentionInterface.register(NAME, tree_attention)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def unregister() -> None:
+    """Give the config classes back as they were found."""
+    with _lock:
+        while _answering:
+            owner, plain = _answering.popitem()
+            owner._attn_implementation = plain  # type: ignore[assignment]
+
+
+def takes_packed(model: PreTrainedModel) -> bool:
+    """Whether `model` can run packed trees; the others take the rectangular path."""
+    taken = model._supports_attention_backend and model._can_set_attn_implementation()
+    return bool(taken) and model.config.model_type not in RECTANGULAR_ONLY
+
+
+class _Chosen(threading.local):
+    """Ids of the configs that answer with our name in this thread."""
+
+    configs: frozenset[int] = frozenset()
+
+
+_chosen = _Chosen()
+_lock = threading.Lock()
+# Config classes that ask `_chosen` first, and the property that each had.
+_answering: dict[type[PreTrainedConfig], property] = {}
+
+
+class PackedAttention:
+    """Lets one model attend by `tree_attention`.
+
+    Args:
+        model: one that `takes_packed`.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        # Layers borrowed from another model look the name up in that model's config.
+        configs = {id(c): c for c in (getattr(m, "config", None) for m in model.modules())}
+        self._configs = [c for c in configs.values() if isinstance(c, PreTrainedConfig)]
+        self._ids = frozenset(map(id, self._configs))
+        for owner in {_owner(type(config)) for config in self._configs}:
+            _let_answer(owner)
+
+    @contextmanager
+    def chosen(self) -> Iterator[None]:
+        """What this thread runs of the model attends by `tree_attention`."""
+        before, _chosen.configs = _chosen.configs, self._ids
+        try:
+            yield
+        finally:
+            _chosen.configs = before
+
+
+def _owner(config: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
+    """The class that says how `config` answers; models may have one of their own."""
+    return next(cls for cls in config.__mro__ if "_attn_implementation" in vars(cls))
+
+
+def _let_answer(owner: type[PreTrainedConfig]) -> None:
+    with _lock:
+        if owner in _answering:
+            return
+        plain: Any = vars(owner)["_attn_implementation"]
+
+        def answer(config: PreTrainedConfig) -> str | None:
+            return NAME if id(config) in _chosen.configs else plain.fget(config)
+
+        _answering[owner] = plain
+        owner._attn_implementation = property(answer, plain.fset)  # type: ignore[assignment]

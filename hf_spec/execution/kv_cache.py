@@ -1,0 +1,231 @@
+"""Keys and values of a ragged batch: a buffer per layer, a slot per row, each with its own length.
+
+Nothing is ever padded, cropped or concatenated. A forward writes its tokens behind the committed
+part of their slot; the accepted ones are then moved together and the rest is overwritten by the
+next forward (EMS-SD, Ni et al. 2024, arXiv 2405.07542, section 3.3). Layers with a sliding window
+keep full-length storage; the window is in the attention mask.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from hf_spec_kernels import Moves, kv_keep, serves
+from torch import Tensor
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+
+from hf_spec.errors import UnsupportedError
+from hf_spec.execution.transfer import send
+
+MIN_CAPACITY = 256
+
+
+class KVPool:
+    """Per layer a key and a value buffer of shape (slots, H, capacity, D).
+
+    Layers appear when they are first written, on the device and in the dtype of what is written,
+    so a model spread over devices and layers of different head sizes need no special care.
+
+    Args:
+        num_slots: how many sequences the pool holds.
+    """
+
+    def __init__(self, num_slots: int):
+        self.num_slots = num_slots
+        self.capacity = MIN_CAPACITY
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+
+    def reserve(self, length: int) -> None:
+        """Make room for `length` tokens per slot; capacity doubles, so copies stay rare."""
+        if length <= self.capacity:
+            return
+        while self.capacity < length:
+            self.capacity *= 2
+        for buffers in (self.keys, self.values):
+            for layer, old in buffers.items():
+                buffers[layer] = self._new(old[:, :, :1])
+                buffers[layer][:, :, : old.shape[2]] = old
+
+    def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """The buffers of layer `index`, made to fit `key` and `value` (B, H, T, D) if new."""
+        if index not in self.keys:
+            self.keys[index], self.values[index] = self._new(key), self._new(value)
+        return self.keys[index], self.values[index]
+
+    def move(self, slot: int, source: Sequence[int], start: int) -> None:
+        """Copy the tokens at `source` of `slot` to `start`, `start + 1`, ... in every layer."""
+        for buffers in (self.keys, self.values):
+            for buffer in buffers.values():
+                index = torch.tensor(source, device=buffer.device)
+                buffer[slot, :, start : start + len(source)] = buffer[slot, :, index]
+
+    def move_rows(self, moves: Sequence[tuple[int, Sequence[int], int]]) -> None:
+        """`move` several rows: (slot, source, start) of each, no slot twice."""
+        if not moves:
+            return
+        by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
+        for buffers in (self.keys, self.values):
+            for buffer in buffers.values():
+                by_device[buffer.device].append(buffer)
+        if not all(serves(buffers[0]) for buffers in by_device.values()):
+            for move in moves:
+                self.move(*move)
+            return
+        for device, alike in by_device.items():
+            kv_keep(alike, _on_device(moves, device))
+
+    def nbytes(self) -> int:
+        """Memory of all buffers, in bytes."""
+        buffers = [*self.keys.values(), *self.values.values()]
+        return sum(buffer.nelement() * buffer.element_size() for buffer in buffers)
+
+    def load(self, cache: Cache, frame_masks: Sequence[Tensor]) -> None:
+        """Fill the pool from a user's `DynamicCache`.
+
+        Args:
+            cache: keys and values in the layout of plain `generate()`: (B, H, L, D), padded on the
+                left. Sliding layers may have dropped all but the tokens that their window needs.
+            frame_masks: per row (L,) bool, True where the cached position is a real token.
+        """
+        length = max((int(mask.sum()) for mask in frame_masks), default=0)
+        self.reserve(length)
+        layers: Sequence[Any] = cache.layers
+        for index, layer in enumerate(layers):
+            key_buffer, value_buffer = self.layer(index, layer.keys, layer.values)
+            for row, mask in enumerate(frame_masks):
+                stored = layer.keys.shape[2]
+                kept = mask[mask.shape[0] - stored :].to(layer.keys.device)
+                end = int(mask.sum())
+                start = end - int(kept.sum())
+                key_buffer[row, :, start:end] = layer.keys[row][:, kept]
+                value_buffer[row, :, start:end] = layer.values[row][:, kept]
+
+    def export(
+        self, cache: DynamicCache, frame_masks: Sequence[Tensor], lengths: Sequence[int]
+    ) -> DynamicCache:
+        """Write the pool into `cache` in the layout of plain `generate()`.
+
+        Args:
+            cache: an empty cache built for the model; its layers decide what they keep.
+            frame_masks: per row (L,) bool over the output frame, True for real tokens.
+            lengths: per row how many tokens are stored; they fill the first True positions.
+        """
+        width = frame_masks[0].shape[0]
+        for index in sorted(self.keys):
+            pair = []
+            for buffer in (self.keys[index], self.values[index]):
+                frame = buffer.new_zeros(len(lengths), buffer.shape[1], width, buffer.shape[3])
+                for row, (mask, length) in enumerate(zip(frame_masks, lengths, strict=True)):
+                    places = mask.to(buffer.device).nonzero()[:length, 0]
+                    frame[row, :, places] = buffer[row, :, : len(places)]
+                pair.append(frame)
+            cache.update(pair[0], pair[1], index)
+        return cache
+
+    def _new(self, like: Tensor) -> Tensor:
+        # Zeros, not empty: a masked position still enters the softmax product, and 0 * NaN is NaN.
+        return like.new_zeros(self.num_slots, like.shape[1], self.capacity, like.shape[3])
+
+
+def _on_device(moves: Sequence[tuple[int, Sequence[int], int]], device: torch.device) -> Moves:
+    """The moves as the kernel reads them, in one transfer."""
+    slots, sources, starts = zip(*moves, strict=True)
+    ends = list(accumulate(len(source) for source in sources))
+    columns = (slots, starts, [place for source in sources for place in source], [0, *ends])
+    tensors = [torch.tensor(column, dtype=torch.int32) for column in columns]
+    slot, target, source, source_start = send(tensors, device)
+    return Moves(slot, target, source, source_start, max(len(source) for source in sources))
+
+
+def check_reusable(cache: object) -> None:
+    """Refuse a user's `past_key_values` that cannot be moved into a `KVPool` and back.
+
+    Raises:
+        UnsupportedError: for anything but a `DynamicCache` of plain or sliding-window layers.
+    """
+    layers = getattr(cache, "layers", None)
+    if type(cache) is not DynamicCache or any(
+        type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers or []
+    ):
+        kinds = sorted({type(layer).__name__ for layer in layers or []})
+        raise UnsupportedError(
+            f"past_key_values of type {type(cache).__name__} with layers {kinds} cannot be used "
+            "with spec_strategy; pass a DynamicCache, or leave it out"
+        )
+
+
+@dataclass
+class _Placement:
+    """What the layers of a `PoolCache` share; no reference back, so that nothing outlives a call.
+
+    Attributes:
+        pool: where keys and values go.
+        destination: (B, T) slot positions of the next forward.
+        visible: how many positions of each slot it may see.
+    """
+
+    pool: KVPool
+    destination: Tensor
+    visible: int = 0
+
+
+class PoolCache(Cache):
+    """A `KVPool` seen as `past_key_values`, for models that cannot take an attention function.
+
+    Before each forward `place` says where the tokens of the rectangle go; padding is written to the
+    last place of the slot, which no mask ever shows.
+    """
+
+    def __init__(self, pool: KVPool, num_layers: int):
+        self._placement = _Placement(pool, torch.zeros(0))
+        super().__init__(layers=[_PoolLayer(self._placement, i) for i in range(num_layers)])
+
+    def place(self, destination: Tensor, visible: int) -> None:
+        """Set the (B, T) slot positions of the next forward and how many positions it may see."""
+        self._placement.destination = destination
+        self._placement.visible = visible
+
+
+class _PoolLayer(CacheLayerMixin):
+    is_sliding = False
+    is_compileable = False
+
+    def __init__(self, placement: _Placement, index: int):
+        super().__init__()
+        self.placement = placement
+        self.index = index
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: the pool makes its buffers at the first write."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Write (B, H, T, D) to the placed positions; return the visible part of every slot."""
+        here = self.placement
+        buffers = here.pool.layer(self.index, key_states, value_states)
+        place = here.destination.to(key_states.device)
+        slots = torch.arange(place.shape[0], device=place.device)[:, None]
+        for buffer, states in zip(buffers, (key_states, value_states), strict=True):
+            buffer[slots, :, place] = states.transpose(1, 2)
+        return buffers[0][:, :, : here.visible], buffers[1][:, :, : here.visible]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the keys that a mask has to cover."""
+        return self.placement.visible, 0
+
+    def get_seq_length(self) -> int:
+        """Positions that the next forward may see (positions are always passed explicitly)."""
+        return self.placement.visible
+
+    def get_max_length(self) -> int:
+        """Room per slot, in tokens."""
+        return self.placement.pool.capacity

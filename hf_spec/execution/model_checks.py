@@ -1,0 +1,187 @@
+"""Refusals of models: what no strategy can decode exactly, said before the first forward pass."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_spec.errors import UnsupportedError
+from hf_spec.execution.alibi import uses_alibi
+from hf_spec.execution.attention import takes_packed
+from hf_spec.execution.distributed_checks import check_sharding
+from hf_spec.execution.row_work import BATCHING
+
+# Layers whose whole past is a set of keys and values, so that a token can be taken back.
+ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
+
+# Architectures whose attention needs more than keys, values and a mask of visible tokens.
+UNSERVED = {
+    "doge": "its mask weighs keys by their values, which a draft tree cannot carry",
+    "hrm_text": "its layers run several times per token, each time with other keys and values",
+    "moshi": "its tokens stand for text and sound at once",
+}
+
+# Rotary scalings that look at the longest position of a forward, which a draft would shift.
+LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+
+
+def check_model(model: object) -> None:
+    """Refuse models whose state cannot be rolled back token by token.
+
+    Raises:
+        UnsupportedError: names the model and the reason.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedError(f"{type(model).__name__} is not a transformers PreTrainedModel")
+    name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise UnsupportedError(f"{name} is an encoder-decoder; hf_spec serves decoder-only models")
+    config = model.config.get_text_config()
+    odd = sorted(set(getattr(config, "layer_types", None) or []) - ATTENTION_LAYERS)
+    if getattr(model, "_is_stateful", False) or odd:
+        detail = f"layers of type {', '.join(odd)}" if odd else "a recurrent state"
+        raise UnsupportedError(
+            f"{name} has {detail}, which cannot take a rejected token back; "
+            "generate without spec_strategy"
+        )
+    if not model.can_generate():
+        raise UnsupportedError(f"{name} has no language-model head and cannot generate")
+    _check_attention(model, name)
+    check_sharding(model)
+    owner = getattr(model.prepare_inputs_for_generation, "__self__", model)
+    if getattr(getattr(owner, "active_peft_config", None), "is_prompt_learning", False):
+        raise UnsupportedError(
+            "prompt-learning adapters put virtual tokens before every input, which spec_strategy "
+            "cannot carry; use LoRA or another adapter that changes weights"
+        )
+    if not model._supports_attention_backend and getattr(config, "sliding_window", None):
+        raise UnsupportedError(
+            f"{name} has a sliding window but no attention interface, so the window of a draft "
+            "tree cannot be set"
+        )
+
+
+def _check_attention(model: PreTrainedModel, name: str) -> None:
+    """Refuse models that cannot be shown a tree: where its tokens stand, what they look back on."""
+    config = model.config.get_text_config()
+    arguments = inspect.signature(model.forward).parameters
+    reason = UNSERVED.get(config.model_type)
+    # Encoders that can be made decoders know cross attention; GPT-NeoX has the same unused field.
+    encoder = getattr(config, "is_decoder", True) is False
+    if encoder and hasattr(config, "add_cross_attention"):
+        reason = "config.is_decoder is False, so that tokens also look ahead"
+    elif "past_key_values" not in arguments:
+        reason = "it keeps no keys and values"
+    elif "position_ids" not in arguments and not uses_alibi(model):
+        reason = "it takes no position_ids, so the branches of a draft tree cannot be placed"
+    elif "local" in (getattr(config, "attention_layers", None) or ()):
+        reason = "the window of its local layers counts stored tokens, not positions"
+    if reason is not None:
+        raise UnsupportedError(f"{name} cannot decode draft trees: {reason}")
+
+
+def check_batching(model: PreTrainedModel, batching: str) -> None:
+    """Refuse padding that the layout of the model's inputs does not allow to choose.
+
+    Raises:
+        UnsupportedError: if inputs without padding are asked for beside padded storage, and the
+            model takes inputs of shape (rows, tokens) only.
+    """
+    chosen = BATCHING[batching]
+    if chosen.pads_kv and not chosen.pads_inputs and not takes_packed(model):
+        raise UnsupportedError(
+            f"batching={batching!r}: {type(model).__name__} takes no attention function, so that "
+            "its inputs are always padded; use 'padded', or 'unpadded' for unpadded storage"
+        )
+
+
+def check_evaluation(model: PreTrainedModel) -> None:
+    """Refuse a target in training mode wherever that changes its forward pass.
+
+    Raises:
+        UnsupportedError: if there is dropout or gradient checkpointing.
+    """
+    training = [module for module in model.modules() if module.training]
+    if not training:
+        return
+    random = any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in training)
+    recomputes = any(getattr(m, "gradient_checkpointing", False) for m in training)
+    config = model.config.get_text_config().to_dict()
+    drops = sorted(k for k, v in config.items() if "drop" in k and isinstance(v, float) and v > 0)
+    if random or recomputes or drops:
+        raise UnsupportedError(
+            f"{type(model).__name__} is in training mode with dropout or gradient checkpointing"
+            f"{' (' + ', '.join(drops) + ')' if drops else ''}; call model.eval() before generate()"
+        )
+
+
+def check_peft_hooks(model: PreTrainedModel, num_rows: int) -> None:
+    """Refuse what PEFT hangs on its layers for one call, where drafts are not what it expects.
+
+    With `adapter_names=`, and for aLoRA adapters, the layers look for one row per sequence, and
+    count places from the end of a forward.
+
+    Args:
+        model: the target.
+        num_rows: B.
+
+    Raises:
+        UnsupportedError: names the argument and what to do. The hooks are taken off before, which
+            PEFT leaves to a call that ends well; else they would disturb all calls to come.
+    """
+    hooks = [
+        (module, key, getattr(hook, "keywords", {}))
+        for module in model.modules()
+        for key, hook in module._forward_pre_hooks.items()
+    ]
+    names = next((k["adapter_names"] for *_, k in hooks if "adapter_names" in k), None)
+    offsets = next((k["alora_offsets"] for *_, k in hooks if "alora_offsets" in k), None)
+    reason = None
+    if any(offset is not None for offset in offsets or ()):
+        reason = (
+            "aLoRA adapters begin at a place counted from the end of a forward, where there are "
+            "drafts; generate without spec_strategy"
+        )
+    elif (names or offsets) and num_rows > 1 and takes_packed(model):
+        reason = (
+            f"adapter_names={names!r}: the rows of a step are not padded to rows of equal length, "
+            "where PEFT looks for the adapter of each; call generate() once per adapter, after "
+            "model.set_adapter(name), or with one row at a time"
+        )
+    if reason is None:
+        return
+    for module, key, keywords in hooks:
+        if "adapter_names" in keywords or "alora_offsets" in keywords:
+            module._forward_pre_hooks.pop(key)
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+    raise UnsupportedError(reason)
+
+
+def check_rope(model: PreTrainedModel, max_length: int | None) -> None:
+    """Refuse rotary frequencies that a draft would change, at lengths where they change.
+
+    Args:
+        model: the target.
+        max_length: longest sequence that can come out, in tokens; None is without an end.
+
+    Raises:
+        UnsupportedError: names the scaling and the length it serves.
+    """
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None)
+    rope = rope if isinstance(rope, Mapping) else {}
+    kind = rope.get("rope_type", "default")
+    limit = (
+        getattr(config, "original_max_position_embeddings", None)
+        or rope.get("original_max_position_embeddings")
+        or getattr(config, "max_position_embeddings", None)
+        or 0
+    )
+    if kind in LENGTH_DEPENDENT_ROPE and (max_length is None or max_length > limit):
+        raise UnsupportedError(
+            f"rope_type={kind!r} changes its frequencies past {limit} tokens, so a draft would "
+            f"change the output; keep max_length at {limit} or below (it is {max_length})"
+        )

@@ -1,0 +1,192 @@
+"""Model inputs for the new tokens of a ragged batch: one packed sequence, or a rectangle.
+
+Packed, (1, T): the tokens of all rows one after the other, for models that take an attention
+function; nothing is padded. Rectangular, (B, T): one line per row, aligned on the right and padded
+on the left, with a 4D mask; for the other models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from hf_spec.execution.attention import Segment
+from hf_spec.execution.row_work import RowWork, span
+from hf_spec.execution.tree import DraftTree
+
+
+@dataclass
+class PackedInputs:
+    """All tokens in one sequence.
+
+    Attributes:
+        tokens, positions: T of each, rows one after the other.
+        writes: per row (slot, start, end, places), as `PackedStep` takes them.
+        segments: what each stretch of tokens attends to.
+        pending: per row where its pending tokens are among the T.
+        nodes: where the tree nodes are among the T, in tree order.
+        fill: where among the T there is padding to be taken for nodes, so that all rows have
+            equally many.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    writes: list[tuple[int, int, int, slice | Tensor]] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
+    pending: dict[int, range] = field(default_factory=dict)
+    nodes: list[int] = field(default_factory=list)
+    fill: list[int] = field(default_factory=list)
+
+
+@dataclass
+class RectangularInputs:
+    """One line of T columns per row, on the host.
+
+    Attributes:
+        tokens, positions: (B, T) int64; padding holds zeros.
+        places: (B, T) int64, storage place of each token.
+        visible: (B, T, S) bool, what each token attends to.
+        key_positions: (B, S) int64, the true position of each key.
+        pending, nodes: as in `PackedInputs`, counted over B * T.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    places: Tensor
+    visible: Tensor
+    key_positions: Tensor
+    pending: dict[int, range] = field(default_factory=dict)
+    nodes: list[int] = field(default_factory=list)
+
+
+def pack(work: Sequence[RowWork], tree: DraftTree) -> PackedInputs:
+    """Lay the tokens of all rows one after the other."""
+    inputs = PackedInputs()
+    most_nodes = max(len(w.nodes) for w in work)
+    for w in work:
+        start = len(inputs.tokens)
+        begin = start + len(w.pending)
+        behind = begin + len(w.nodes)
+        inputs.tokens += w.tokens(tree)
+        inputs.positions += w.positions(tree)
+        inputs.pending[w.row] = range(start, begin)
+        inputs.nodes += range(begin, behind)
+        inputs.fill += range(behind, behind + min(w.fill, most_nodes - len(w.nodes)))
+        if w.pending:
+            inputs.segments.append(_chain_segment(w, start))
+        if w.nodes:
+            inputs.segments.append(_tree_segment(w, begin, inputs.positions[begin:], tree))
+        elif w.fill:
+            inputs.segments.append(_fill_segment(w, behind))
+        inputs.writes.append((w.row, start, len(inputs.tokens), span(w.places)))
+    return inputs
+
+
+def align_right(
+    work: Sequence[RowWork], tree: DraftTree, num_rows: int, spare_place: int
+) -> RectangularInputs:
+    """Lay the tokens of each row at the right end of a line.
+
+    Args:
+        work: rows with something to run.
+        tree: the draft tree.
+        num_rows: B; rows without work get a line of padding.
+        spare_place: storage place for padding, which no token ever looks at.
+    """
+    length = max(w.num_tokens for w in work)
+    num_keys = max(w.num_keys for w in work)
+    inputs = RectangularInputs(
+        tokens=torch.zeros(num_rows, length, dtype=torch.long),
+        positions=torch.zeros(num_rows, length, dtype=torch.long),
+        places=torch.full((num_rows, length), spare_place),
+        visible=torch.zeros(num_rows, length, num_keys, dtype=torch.bool),
+        key_positions=torch.arange(num_keys).repeat(num_rows, 1),
+    )
+    # Padding looks at the first key only, so that its softmax stays finite; nobody reads it.
+    inputs.visible[:, :, 0] = True
+    for w in work:
+        first = length - w.num_tokens
+        begin = first + len(w.pending)
+        before, root = w.key_positions(), w.root_place
+        depths = torch.tensor(w.node_depths(tree), dtype=torch.long)
+        inputs.tokens[w.row, first:] = torch.tensor(w.tokens(tree))
+        inputs.positions[w.row, first:] = torch.tensor(w.positions(tree))
+        inputs.places[w.row, first:] = torch.tensor(w.places)
+        inputs.visible[w.row, first:] = False
+        inputs.visible[w.row, first:begin, :root] = _up_to(before, w)
+        # What stands in a gap is never looked at, but a bias of it must be finite.
+        inputs.key_positions[w.row, :root] = before.clamp(min=0)
+        if w.nodes:
+            inputs.visible[w.row, begin:, :root] = before >= 0
+            inputs.visible[w.row, begin:, root : w.num_keys] = w.visible_nodes(tree).cpu()
+            inputs.key_positions[w.row, root : w.num_keys] = w.base + depths
+        line = w.row * length
+        inputs.pending[w.row] = range(line + first, line + begin)
+        inputs.nodes += range(line + begin, line + length)
+    return inputs
+
+
+def _up_to(key_positions: Tensor, work: RowWork) -> Tensor:
+    """(pending, keys) bool: pending tokens see everything before them, and themselves."""
+    positions = torch.arange(work.stored, work.base)
+    return (key_positions >= 0) & (key_positions <= positions[:, None])
+
+
+def _chain_segment(work: RowWork, start: int) -> Segment:
+    key_position = work.key_positions()
+    hides = len(work.pending) > 1 or work.held is not None
+    return Segment(
+        slot=work.row,
+        start=start,
+        end=start + len(work.pending),
+        num_keys=work.root_place,
+        position=torch.arange(work.stored, work.base),
+        last_position=work.base - 1,
+        key_position=key_position,
+        visible=_up_to(key_position, work) if hides else None,
+        prefix=0 if work.held is not None else work.stored + 1,
+    )
+
+
+def _tree_segment(work: RowWork, start: int, positions: list[int], tree: DraftTree) -> Segment:
+    """Nodes see all committed tokens, their ancestors and themselves; padding sees as the root."""
+    before = work.key_positions()
+    depths = torch.tensor(work.node_depths(tree), dtype=torch.long)
+    position = torch.tensor(positions)
+    key_position = torch.cat([before, work.base + depths])
+    visible = None
+    if work.width > 1 or work.held is not None:
+        below = work.visible_nodes(tree)
+        visible = below.new_zeros(len(positions), work.num_keys)
+        visible[:, : work.root_place] = (before >= 0).to(below.device)
+        visible[:, work.root_place] = True
+        visible[: len(work.nodes), work.root_place :] = below
+        position, key_position = position.to(below.device), key_position.to(below.device)
+    return Segment(
+        slot=work.row,
+        start=start,
+        end=start + len(positions),
+        num_keys=work.num_keys,
+        position=position,
+        last_position=max(positions),
+        key_position=key_position,
+        visible=visible,
+        prefix=0 if work.held is not None else work.base + 1,
+    )
+
+
+def _fill_segment(work: RowWork, start: int) -> Segment:
+    """Padding of a row without nodes; it looks at one key, so that its softmax stays finite."""
+    return Segment(
+        slot=work.row,
+        start=start,
+        end=start + work.fill,
+        num_keys=1,
+        position=torch.zeros(work.fill, dtype=torch.long),
+        last_position=0,
+        key_position=torch.zeros(1, dtype=torch.long),
+        visible=None,
+    )

@@ -1,0 +1,121 @@
+"""A packed step as the kernels read it: flat tensors, made on the host and sent in one transfer.
+
+`padded` brings a layout to a shape that many steps share, for steps that run as a captured graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import torch
+from hf_spec_kernels.ragged_tree_attention import RaggedLayout, pack_bits
+from torch import Tensor
+from torch.nn import functional as F
+
+if TYPE_CHECKING:
+    from hf_spec.execution.attention import Segment
+
+TENSORS = tuple(f.name for f in fields(RaggedLayout) if not f.name.startswith("max_"))
+
+
+def ragged_layout(segments: Sequence[Segment]) -> RaggedLayout:
+    """Put what the segments see into one layout on the host.
+
+    Args:
+        segments: one behind the other from token 0 on.
+    """
+    # Where everything is visible nothing needs a bit.
+    prefixes = [s.num_keys if s.visible is None else s.prefix for s in segments]
+    tails = [s.num_keys - first for s, first in zip(segments, prefixes, strict=True)]
+    visible = torch.zeros(segments[-1].end, max(tails), dtype=torch.bool)
+    for s, first in zip(segments, prefixes, strict=True):
+        if s.visible is not None:
+            visible[s.start : s.end, : s.num_keys - first] = s.visible[:, first:]
+    behind = [s.key_position[first:] for s, first in zip(segments, prefixes, strict=True)]
+    return RaggedLayout(
+        slot=_ints([s.slot for s in segments]),
+        query_start=_ints([0, *(s.end for s in segments)]),
+        num_keys=_ints([s.num_keys for s in segments]),
+        prefix=_ints(prefixes),
+        bits=pack_bits(visible),
+        position=torch.cat([s.position for s in segments]).int(),
+        first_position=torch.cat([s.key_position[:1] for s in segments]).int(),
+        key_position=torch.cat(behind).int(),
+        key_start=_ints([0, *accumulate(tails)][:-1]),
+        max_queries=max(s.end - s.start for s in segments),
+        max_keys=max(s.num_keys for s in segments),
+    )
+
+
+def write_places(writes: Sequence[tuple[int, int, int, slice | Tensor]], num_tokens: int) -> Tensor:
+    """(2, T) int32, the slot and the place where each packed token is stored; on the host.
+
+    Args:
+        writes: see `PackedStep`.
+        num_tokens: T; a token that no write names has slot -1.
+    """
+    places = torch.full((2, num_tokens), -1, dtype=torch.int32)
+    for slot, start, end, where in writes:
+        places[0, start:end] = slot
+        index = torch.arange(where.start, where.stop) if isinstance(where, slice) else where
+        places[1, start:end] = index
+    return places
+
+
+def tensors_of(layout: RaggedLayout) -> list[Tensor]:
+    """The tensors of a layout, in the order of `TENSORS`."""
+    return [getattr(layout, name) for name in TENSORS]
+
+
+def with_tensors(layout: RaggedLayout, tensors: Sequence[Tensor]) -> RaggedLayout:
+    """The layout with other tensors, in the order of `TENSORS`."""
+    changes: dict[str, Any] = dict(zip(TENSORS, tensors, strict=True))
+    return replace(layout, **changes)
+
+
+def padded(layout: RaggedLayout, num_tokens: int, capacity: int) -> RaggedLayout:
+    """The same step in a shape that other steps of about its size share.
+
+    The last segment takes in the tokens that are added, which see its prefix and nothing else;
+    segments that are added hold nothing. Numbers that the host tells the kernel are rounded up.
+
+    Args:
+        layout: on the host.
+        num_tokens: T of the result.
+        capacity: most keys that a segment may have.
+    """
+    added = num_tokens - layout.position.shape[0]
+    segments = round_up(layout.slot.shape[0])
+    empty = segments - layout.slot.shape[0]
+    num_bytes = round_up(max(layout.bits.shape[1], 1))
+    starts = layout.query_start.clone()
+    starts[-1] = num_tokens
+    lengths = starts.diff()
+    room = segments * 8 * num_bytes
+    return RaggedLayout(
+        slot=F.pad(layout.slot, (0, empty)),
+        query_start=F.pad(starts, (0, empty), value=num_tokens),
+        num_keys=F.pad(layout.num_keys, (0, empty)),
+        prefix=F.pad(layout.prefix, (0, empty)),
+        bits=F.pad(layout.bits, (0, num_bytes - layout.bits.shape[1], 0, added)),
+        # Like the last token's, so that no window reaches further back for them.
+        position=torch.cat([layout.position, layout.position[-1:].expand(added)]),
+        first_position=F.pad(layout.first_position, (0, empty)),
+        key_position=F.pad(layout.key_position, (0, room - layout.key_position.shape[0])),
+        key_start=F.pad(layout.key_start, (0, empty)),
+        max_queries=round_up(int(lengths.max())),
+        max_keys=capacity,
+    )
+
+
+def round_up(number: int) -> int:
+    """The next of 1, 2, 3, 4, 6, 8, 12, 16, 24, ...: few sizes, each less than half too large."""
+    power = 1 << max(number - 1, 0).bit_length()
+    return power * 3 // 4 if number <= power * 3 // 4 else power
+
+
+def _ints(numbers: Sequence[int]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)

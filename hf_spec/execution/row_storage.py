@@ -1,0 +1,146 @@
+"""Where the tokens of each row stand in a key-value pool, and where the next ones go.
+
+A row's sequence splits in three: tokens whose keys and values are stored, *pending* tokens
+(committed, not stored; the last of them is the root of the next tree), and the nodes of the tree.
+Between two calls of `keep` lies a *round*: nodes that run pile up behind the root, and `keep` says
+which of them become part of the sequence.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from torch import Tensor
+from transformers import Cache, DynamicCache
+
+from hf_spec.execution.kv_cache import KVPool
+from hf_spec.execution.row_work import Batching, RowWork
+from hf_spec.execution.tree import DraftTree
+
+
+class RowStorage:
+    """A pool with a slot per row and the bookkeeping of what they hold.
+
+    Args:
+        num_rows: B.
+        batching: what is padded.
+
+    Attributes:
+        pool: keys and values.
+        batching: what is padded.
+        stored: per row how many committed tokens have keys and values.
+    """
+
+    def __init__(self, num_rows: int, batching: Batching):
+        self.pool = KVPool(num_rows)
+        self.batching = batching
+        self.stored = [0] * num_rows
+        # Per row in the round: storage place of its root, offsets of the nodes that have run.
+        self._round: dict[int, tuple[int, set[int]]] = {}
+        # With padded storage: per row the places of what is stored, and where all rows go on.
+        self._held: list[list[int]] = [[] for _ in range(num_rows)]
+        self._front = 0
+
+    def keep(self, paths: Sequence[Sequence[int]]) -> None:
+        """Keep the keys and values of each row's accepted path, moved together in place.
+
+        Args:
+            paths: per row the accepted nodes in order, the root left out, each counted from the
+                row's root. A node that was never run ends the kept part; what follows is pending.
+        """
+        moves = []
+        for row, (root, ran) in self._round.items():
+            path = [0, *paths[row]]
+            kept = next((i for i, offset in enumerate(path) if offset not in ran), len(path))
+            moved = next((i for i in range(kept) if path[i] != i), kept)
+            if moved < kept:
+                moves.append((row, [root + offset for offset in path[moved:kept]], root + moved))
+            self._store(row, range(root, root + kept))
+        self.pool.move_rows(moves)
+        self._round.clear()
+
+    def restart(self, row: int) -> None:
+        """Forget everything stored of `row`: a new sequence begins there."""
+        self.shorten(row, 0)
+
+    def shorten(self, row: int, length: int) -> None:
+        """Forget what is stored of `row` behind its first `length` tokens."""
+        self.stored[row] = min(self.stored[row], length)
+        del self._held[row][length:]
+
+    def load(self, cache: Cache, frame_masks: Sequence[Tensor]) -> None:
+        """Start from the keys and values of an earlier call; see `KVPool.load`."""
+        self.pool.load(cache, frame_masks)
+        for row, mask in enumerate(frame_masks):
+            self._store(row, range(int(mask.sum())))
+
+    def export(self, cache: DynamicCache, frame_masks: Sequence[Tensor]) -> None:
+        """Write what is stored into `cache`; see `KVPool.export`."""
+        for row, held in enumerate(self._held):
+            if held:
+                self.pool.move(row, held, 0)
+                self._held[row] = list(range(len(held)))
+        self.pool.export(cache, frame_masks, self.stored)
+
+    def begin_round(
+        self, tree: DraftTree, sequences: Sequence[Sequence[int]], nodes: Sequence[int]
+    ) -> None:
+        """Choose where the root goes, for every row of these nodes that is new in the round."""
+        new = [row for row in _by_row(tree, nodes) if row not in self._round]
+        pending = {row: len(sequences[row]) - 1 - self.stored[row] for row in new}
+        common = self._front + max(pending.values(), default=0)
+        for row, count in pending.items():
+            root = common if self.batching.pads_kv else self.stored[row] + count
+            self._round[row] = root, set()
+
+    def plan(
+        self, tree: DraftTree, sequences: Sequence[Sequence[int]], nodes: Sequence[int]
+    ) -> list[RowWork]:
+        """What the rows of these nodes have to run: their pending tokens, then the nodes."""
+        work = []
+        for row, chosen in _by_row(tree, nodes).items():
+            root, ran = self._round[row]
+            stored = self.stored[row]
+            pending = list(sequences[row][stored : len(sequences[row]) - 1])
+            offsets = [node - tree.host.row_start[row] for node in chosen]
+            width = max([*ran, *offsets]) + 1
+            held = None if root == stored + len(pending) else list(self._held[row])
+            start = root - len(pending)
+            work.append(RowWork(row, stored, pending, chosen, offsets, width, start, held))
+        return work
+
+    def idle(self, busy: set[int]) -> list[RowWork]:
+        """The other rows, with the first place behind everything that they hold."""
+        found = []
+        for row in set(range(self.pool.num_slots)) - busy:
+            root, ran = self._round.get(row, (0, set()))
+            held = self._held[row]
+            stored_end = held[-1] + 1 if held else self.stored[row]
+            free = max(stored_end, root + max(ran, default=-1) + 1)
+            found.append(RowWork(row, self.stored[row], [], start=free))
+        return found
+
+    def note(self, work: Sequence[RowWork]) -> None:
+        """Take down that these tokens have run: what was pending is stored, the nodes are there."""
+        for w in work:
+            self._store(w.row, range(w.root_place - len(w.pending), w.root_place))
+            self._round[w.row][1].update(w.offsets)
+
+    def _store(self, row: int, places: range) -> None:
+        """Note that the next tokens of `row` are stored at `places`."""
+        self.stored[row] += len(places)
+        if self.batching.pads_kv and places:
+            self._held[row] += places
+            self._front = max(self._front, places.stop)
+
+
+def _by_row(tree: DraftTree, nodes: Sequence[int]) -> dict[int, list[int]]:
+    """The given nodes of every row that has some."""
+    found = {}
+    for row in range(tree.num_rows):
+        mine = tree.host.nodes(row)
+        chosen = list(nodes[bisect_left(nodes, mine.start) : bisect_left(nodes, mine.stop)])
+        if chosen:
+            found[row] = chosen
+    return found

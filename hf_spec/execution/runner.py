@@ -1,0 +1,290 @@
+"""Runs one Hugging Face model on draft trees, with its own keys and values per row.
+
+The same class serves the target and draft models. `forward` runs whatever is not stored yet (see
+`row_storage`), so the prompt, a reused cache, a draft model that has to catch up and the growth of
+a draft tree level by level are one mechanism. A prompt shares its first forward with the first
+draft, and with the drafts of the other rows.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import output_capturing
+
+from hf_spec.execution.alibi import tree_alibi
+from hf_spec.execution.attention import PackedAttention, PackedStep, takes_packed
+from hf_spec.execution.cpu_linear import fast_cpu_linears, fast_products
+from hf_spec.execution.kv_cache import PoolCache
+from hf_spec.execution.packing import PackedInputs, RectangularInputs, align_right, pack
+from hf_spec.execution.placement import execution_device
+from hf_spec.execution.row_storage import RowStorage
+from hf_spec.execution.row_work import BATCHING, RowWork, fill_up
+from hf_spec.execution.step_graphs import StepGraphs
+from hf_spec.execution.tree import DraftTree
+from hf_spec.execution.virtual_tokens import VirtualTokens
+from hf_spec.execution.vocabulary import fit_logits, fit_tokens, num_embeddings
+
+# A long prompt is run in stretches of this many tokens per row; bounds masks and activations.
+PREFILL_CHUNK = 1024
+# Older transformers count the layers of a list otherwise, and not from the end; they return all.
+SELECTS_LAYERS = hasattr(output_capturing, "selected_hidden_states")
+
+
+@dataclass
+class ForwardOutput:
+    """Result of a forward.
+
+    What the model gave may be overwritten by the next forward.
+
+    Attributes:
+        logits: (M, V) in the model's dtype, one row per node that was run, in tree order.
+        hidden: hidden-state index -> (T, hidden size) of all tokens run, pending ones included.
+        pending: per row where its pending tokens are among the T, without the root.
+        nodes: (M,) where each node is among the T.
+    """
+
+    logits: Tensor
+    hidden: dict[int, Tensor] = field(default_factory=dict)
+    pending: dict[int, list[int]] = field(default_factory=dict)
+    nodes: list[int] = field(default_factory=list)
+
+    def put_after(self, earlier: ForwardOutput) -> None:
+        """Join the hidden states of an earlier stretch of the same prompt in front of these."""
+        for layer, states in earlier.hidden.items():
+            shift = states.shape[0]
+            self.hidden[layer] = torch.cat([states, self.hidden[layer]])
+        if not earlier.hidden:
+            return
+        self.nodes = [place + shift for place in self.nodes]
+        places = {row: [place + shift for place in mine] for row, mine in self.pending.items()}
+        self.pending = {
+            row: earlier.pending.get(row, []) + places.get(row, [])
+            for row in {**earlier.pending, **places}
+        }
+
+
+class ModelRunner(RowStorage):
+    """A model, its key-value pool and the forward pass over packed trees.
+
+    Args:
+        model: a decoder-only causal language model.
+        num_rows: B, how many sequences share the pool.
+        hidden_layers: indices into `hidden_states` that each forward returns.
+        virtual_tokens: what the nodes with negative token ids stand for, if there are any.
+        batching: what is padded, a key of `BATCHING`.
+        vocab_size: V of the sequences and the logits, where the model's own differs by padding.
+
+    Attributes:
+        forwards: forward passes so far.
+        tokens_run: tokens that went through the linear layers, padding included (but for the
+            padding of CUDA graphs).
+        padding_run: how many of them were padding.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        num_rows: int,
+        hidden_layers: Sequence[int] = (),
+        virtual_tokens: VirtualTokens | None = None,
+        batching: str = "unpadded",
+        vocab_size: int | None = None,
+    ):
+        super().__init__(num_rows, BATCHING[batching])
+        self.model = model
+        self.forwards = 0
+        self.tokens_run = 0
+        self.padding_run = 0
+        self._hidden_layers = list(hidden_layers)
+        self._virtual_tokens = virtual_tokens
+        self._own_size = num_embeddings(model)
+        self._vocab_size = vocab_size or self._own_size
+        self._attention: PackedAttention | None = None
+        self._graphs: StepGraphs | None = None
+        self._cache = PoolCache(self.pool, model.config.get_text_config().num_hidden_layers)
+        parameters = inspect.signature(model.forward).parameters
+        self._keeps_logits = "logits_to_keep" in parameters
+        self._takes_positions = "position_ids" in parameters
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids go."""
+        embedding: Any = self.model.get_input_embeddings()
+        return execution_device(embedding)
+
+    @contextmanager
+    def active(self) -> Iterator[ModelRunner]:
+        """Prepare the model for tree forwards; it is as it was found when the block ends."""
+        with ExitStack() as stack:
+            if takes_packed(self.model):
+                self._attention = PackedAttention(self.model)
+                self._graphs = StepGraphs(self.model, self.pool, self.device)
+                stack.callback(self._graphs.clear)
+            stack.enter_context(fast_cpu_linears(self.model))
+            if self._virtual_tokens is not None:
+                stack.enter_context(self._virtual_tokens.active(self.model))
+            yield self
+
+    def forward(
+        self,
+        tree: DraftTree,
+        sequences: Sequence[Sequence[int]],
+        nodes: Sequence[int] | None = None,
+    ) -> ForwardOutput:
+        """Run the pending tokens of every row in the tree, and tree nodes.
+
+        Args:
+            tree: the draft tree; each row's root is the last token of its sequence.
+            sequences: per row all committed tokens, without padding.
+            nodes: which nodes to run, ascending; all of them by default. Their ancestors must be
+                among them or have run since the last `keep`.
+
+        Returns:
+            Logits of the nodes, hidden states of everything that ran.
+        """
+        wanted = range(tree.num_nodes) if nodes is None else nodes
+        self.begin_round(tree, sequences, wanted)
+        earlier: list[ForwardOutput] = []
+        while long := [w for w in self.plan(tree, sequences, wanted) if self._is_long(w)]:
+            parts = [
+                replace(w, pending=w.pending[:PREFILL_CHUNK], nodes=[], offsets=[], width=0)
+                for w in long
+            ]
+            earlier.append(self._run(parts, tree))
+        output = self._run(self.plan(tree, sequences, wanted), tree)
+        for part_output in reversed(earlier):
+            output.put_after(part_output)
+        return output
+
+    @staticmethod
+    def _is_long(work: RowWork) -> bool:
+        return len(work.pending) > PREFILL_CHUNK
+
+    def _run(self, work: list[RowWork], tree: DraftTree) -> ForwardOutput:
+        rows = work
+        packed = self._attention
+        if self.batching.pads_inputs and packed:
+            rows = fill_up(work, self.idle({w.row for w in work}))
+        # One place more than needed: the padding of the rectangular path goes there.
+        self.pool.reserve(max(w.num_keys + w.fill for w in rows) + 1)
+        self.forwards += 1
+        before = self.tokens_run
+        with fast_products(), packed.chosen() if packed else nullcontext():
+            output = (self._run_packed if packed else self._run_rectangular)(rows, tree)
+        self.padding_run += self.tokens_run - before - sum(w.num_tokens for w in work)
+        self.note(work)
+        return output
+
+    def _run_packed(self, work: list[RowWork], tree: DraftTree) -> ForwardOutput:
+        inputs = pack(work, tree)
+        step = PackedStep(self.pool, inputs.writes, inputs.segments)
+        # Padding passes the head too, as it does wherever inputs are padded.
+        kept = torch.tensor([*inputs.nodes, *inputs.fill], dtype=torch.long)
+        tokens = torch.tensor(inputs.tokens)
+        tensors = [tokens, torch.tensor(inputs.positions), kept]
+        self.tokens_run += len(tokens)
+        assert self._graphs is not None, "forwards happen while active"
+        with self._embedded(tokens[None]) as embeddings:
+            if embeddings is None:
+                logits, *hidden = self._graphs.run(self._compute, tensors, step)
+            else:
+                # Python decides there what the layers compute.
+                given = self._graphs.put(tensors, step)
+                logits, *hidden = self._compute(given, step, embeddings)
+        # Behind the results of a graph come those of its padding.
+        hidden = [states[: len(tokens)] for states in hidden]
+        return self._output(logits[: len(inputs.nodes)], hidden, inputs)
+
+    def _compute(
+        self, tensors: list[Tensor], step: PackedStep, embeddings: Tensor | None = None
+    ) -> list[Tensor]:
+        """Logits of the tokens to keep and hidden states of all, from tensors on the device."""
+        tokens, positions, kept = tensors
+        # A 4D mask of one element is passed through as it is: no model builds a mask of its own.
+        mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
+        result = self._call(
+            tokens[None], embeddings, positions[None], mask, kept, spec_step=step, use_cache=False
+        )
+        step.check(self.model, len(self._cache.layers))
+        logits = result.logits[0] if self._keeps_logits else result.logits[0, kept]
+        return [logits, *self._hidden(result)]
+
+    def _run_rectangular(self, work: list[RowWork], tree: DraftTree) -> ForwardOutput:
+        """The same for models without the attention interface."""
+        spare = self.pool.capacity - 1
+        inputs = align_right(work, tree, self.pool.num_slots, spare)
+        self._cache.place(inputs.places.to(self.device), inputs.visible.shape[2])
+        mask = inputs.visible[:, None].to(self.device)
+        if self.model.config._attn_implementation == "eager":
+            additive = torch.zeros(mask.shape, dtype=self.model.dtype, device=self.device)
+            mask = additive.masked_fill_(~mask, torch.finfo(self.model.dtype).min)
+        last = max(1, *(len(w.nodes) for w in work))
+        self.tokens_run += inputs.tokens.numel()
+        with (
+            tree_alibi(self.model, inputs.key_positions.to(self.device)),
+            self._embedded(inputs.tokens) as embeddings,
+        ):
+            result = self._call(
+                inputs.tokens.to(self.device),
+                embeddings,
+                inputs.positions.to(self.device),
+                mask,
+                last,
+                past_key_values=self._cache,
+                use_cache=True,
+            )
+        # The nodes of a row are its last columns, with or without `logits_to_keep`.
+        lines = [result.logits[w.row, -len(w.nodes) :] for w in work if w.nodes]
+        logits = torch.cat(lines) if lines else result.logits[0, :0]
+        return self._output(logits, self._hidden(result), inputs)
+
+    @contextmanager
+    def _embedded(self, tokens: Tensor) -> Iterator[Tensor | None]:
+        """Embeddings of (B, T) tokens on the host for one forward, if some of them are virtual."""
+        if self._virtual_tokens is None or int(tokens.min()) >= 0:
+            yield None
+            return
+        with self._virtual_tokens.embedded(self.model, tokens) as embeddings:
+            yield embeddings
+
+    def _call(
+        self,
+        tokens: Tensor,
+        embeddings: Tensor | None,
+        positions: Tensor,
+        mask: Tensor,
+        logits_to_keep: Tensor | int,
+        **kwargs: Any,
+    ) -> Any:
+        if self._own_size < self._vocab_size:
+            tokens = fit_tokens(tokens, self._own_size)
+        if self._takes_positions:
+            kwargs["position_ids"] = positions
+        if self._keeps_logits:
+            kwargs["logits_to_keep"] = logits_to_keep
+        if self._hidden_layers:
+            kwargs["output_hidden_states"] = self._hidden_layers if SELECTS_LAYERS else True
+        kwargs |= {"attention_mask": mask, "return_dict": True}
+        if embeddings is not None:
+            return self.model(inputs_embeds=embeddings, **kwargs)
+        return self.model(input_ids=tokens, **kwargs)
+
+    def _hidden(self, result: Any) -> list[Tensor]:
+        return [result.hidden_states[layer].flatten(0, 1) for layer in self._hidden_layers]
+
+    def _output(
+        self, logits: Tensor, states: Sequence[Tensor], inputs: PackedInputs | RectangularInputs
+    ) -> ForwardOutput:
+        if self._own_size != self._vocab_size:
+            logits = fit_logits(logits, self._vocab_size)
+        hidden = dict(zip(self._hidden_layers, states, strict=True))
+        pending = {row: list(places) for row, places in inputs.pending.items()}
+        return ForwardOutput(logits, hidden, pending, inputs.nodes)

@@ -1,0 +1,322 @@
+"""Refusals of calls: settings and inputs that no strategy serves, said before the first forward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+
+from hf_spec.decoding.streaming import BatchStreamer
+from hf_spec.errors import OptionError, UnsupportedError
+from hf_spec.execution.kv_cache import check_reusable
+from hf_spec.execution.model_checks import check_peft_hooks, check_rope
+from hf_spec.execution.vocabulary import num_embeddings
+
+# Settings that choose another decoding method, and what to say about each.
+OTHER_METHODS = {
+    "penalty_alpha": "contrastive search",
+    "dola_layers": "DoLa decoding",
+    "constraints": "constrained beam search",
+    "force_words_ids": "constrained beam search",
+    "prompt_lookup_num_tokens": "transformers' prompt lookup (use spec_strategy='lookup')",
+    "assistant_early_exit": "early-exit speculation (use hf_spec.truncated_draft)",
+    "use_mtp": "transformers' multi-token prediction",
+    "speculation_type": "another speculation",
+    "assistant_ensemble_weight": "a mixture with the assistant, which changes the output",
+    "token_healing": "token healing",
+    "prefill_chunk_size": "chunked prefill (long prompts are run in stretches anyway)",
+}
+
+# Names of the cache that generate() makes by itself; "hybrid" stands in old files and is ignored.
+OWN_CACHES = (None, "dynamic", "hybrid")
+
+# Keyword arguments of the decoding step that are understood; anything else would be dropped.
+UNDERSTOOD = {
+    "attention_mask",
+    "position_ids",
+    "past_key_values",
+    "use_cache",
+    "logits_to_keep",
+    "return_dict",
+}
+
+
+class Settings:
+    """Generation settings of a call, by name, as `generate()` resolves them.
+
+    Args:
+        model: its `generation_config` has the last word.
+        arguments: of the call, by name; what they say goes first, `generation_config` comes second.
+
+    Raises:
+        OptionError: if `generation_config` is none.
+    """
+
+    def __init__(self, model: PreTrainedModel, arguments: Mapping[str, Any]):
+        config = arguments.get("generation_config")
+        if config is not None and not isinstance(config, GenerationConfig):
+            raise OptionError(
+                f"generation_config of type {type(config).__name__}: pass a GenerationConfig, or "
+                "the settings as keyword arguments"
+            )
+        self._arguments = arguments
+        self._configs = [config, getattr(model, "generation_config", None)]
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self._arguments:
+            return self._arguments[name]
+        values = (getattr(config, name, None) for config in self._configs)
+        return next((value for value in values if value is not None), None)
+
+
+def check_settings(settings: Settings) -> None:
+    """Refuse generation settings that another decoding method owns.
+
+    Raises:
+        UnsupportedError: names the setting and its value.
+    """
+    if settings["num_beams"] not in (None, 1):
+        raise UnsupportedError(
+            f"num_beams={settings['num_beams']!r}: spec_strategy decodes greedily or by sampling; "
+            "set num_beams=1"
+        )
+    for name, method in OTHER_METHODS.items():
+        value = settings[name]
+        if value is not None and value is not False:
+            raise UnsupportedError(f"{name}={value!r} asks for {method}; unset it")
+    if settings["guidance_scale"] not in (None, 1):
+        raise UnsupportedError(
+            f"guidance_scale={settings['guidance_scale']!r} runs a second forward of the model for "
+            "every token of the output, which a draft tree cannot share; unset it"
+        )
+    for name in ("output_attentions", "output_hidden_states"):
+        if settings[name]:
+            raise UnsupportedError(
+                f"{name}=True is not available with spec_strategy: the forward passes hold drafts; "
+                "run the finished sequence through model() instead"
+            )
+    if settings["use_cache"] is False:
+        raise UnsupportedError(
+            "use_cache=False: speculative decoding keeps keys and values; leave it out"
+        )
+    if settings["cache_implementation"] not in OWN_CACHES:
+        raise UnsupportedError(
+            f"cache_implementation={settings['cache_implementation']!r} cannot be combined with "
+            "spec_strategy, which keeps its own keys and values; leave it out"
+        )
+
+
+def check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Refuse inputs of the wrong type or shape, before `generate()` works on them.
+
+    Args:
+        arguments: of the call, by name.
+
+    Raises:
+        UnsupportedError: names the argument and what was given.
+    """
+    shape = None
+    for name in ("inputs", "input_ids"):
+        ids = arguments.get(name)
+        if ids is None:
+            continue
+        if not isinstance(ids, Tensor):
+            raise UnsupportedError(
+                f"{name} of type {type(ids).__name__}: spec_strategy needs a tensor of token ids, "
+                "as tokenizer(text, return_tensors='pt').input_ids"
+            )
+        if ids.ndim != 2 or 0 in ids.shape or ids.dtype not in (torch.long, torch.int):
+            raise UnsupportedError(
+                f"{name} of shape {tuple(ids.shape)} and {ids.dtype}: spec_strategy needs token "
+                "ids of shape (batch, length), int64, at least one token in every row"
+            )
+        shape = ids.shape
+    for name in ("attention_mask", "position_ids"):
+        given = arguments.get(name)
+        if given is None:
+            continue
+        fits = isinstance(given, Tensor) and given.ndim == 2 and not given.dtype.is_complex
+        if shape is not None and fits:
+            one_for_all = name == "position_ids" and given.shape[0] == 1
+            fits = given.shape[1] == shape[1] and (one_for_all or given.shape[0] == shape[0])
+        if not fits:
+            what = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
+            raise UnsupportedError(
+                f"{name} ({what}) does not match the input_ids "
+                f"{tuple(shape) if shape is not None else '(none)'}; pass the whole sequence, also "
+                "with a reused past_key_values"
+            )
+    cache = arguments.get("past_key_values")
+    if cache is not None:
+        check_reusable(cache)
+
+
+def check_streamer(streamer: object, num_rows: int = 1) -> None:
+    """Refuse a streamer that is none, or for one of several sequences.
+
+    Raises:
+        OptionError: if it lacks a method.
+        UnsupportedError: if several rows would feed it and it cannot tell them apart.
+    """
+    if streamer is None:
+        return
+    if not (hasattr(streamer, "put") and hasattr(streamer, "end")):
+        raise OptionError(
+            f"streamer={streamer!r} has no put() and end(); pass a transformers streamer such as "
+            "TextStreamer(tokenizer)"
+        )
+    if num_rows > 1:
+        check_batch_streamer(streamer)
+
+
+def check_batch_streamer(streamer: object) -> None:
+    """Refuse a streamer that follows one sequence, where there are several.
+
+    Raises:
+        UnsupportedError: names its type and what to use.
+    """
+    if streamer is not None and not isinstance(streamer, BatchStreamer):
+        raise UnsupportedError(
+            f"a streamer of type {type(streamer).__name__} follows one sequence, and several "
+            "advance at different speeds; pass hf_spec.BatchStreamer(on_tokens) or "
+            "hf_spec.BatchTextStreamer(tokenizer, on_text)"
+        )
+
+
+def check_padding(pad_token_id: object, pads: bool) -> None:
+    """Refuse a call that pads rows and has no token for it, which plain `generate()` fails on.
+
+    Args:
+        pad_token_id: as `generate()` resolved it.
+        pads: whether rows that end are padded.
+
+    Raises:
+        OptionError: says why there is padding.
+    """
+    if pads and pad_token_id is None:
+        raise OptionError(
+            "pad_token_id=None: a stopping criterion with eos_token_id makes generate() pad the "
+            "rows that have ended; set pad_token_id="
+        )
+
+
+def _check_token_types(model: PreTrainedModel, token_type_ids: Tensor | None) -> None:
+    """Refuse token types that are more to the model than leaving them out.
+
+    BERT and its relatives have a table of types, and take type 0 where none is given; CTRL gets
+    none from `generate()`. GPT-2 and its relatives add the embedding of the *token* of that number,
+    so that to them even 0 says something.
+
+    Raises:
+        UnsupportedError: if they would be missed.
+    """
+    if token_type_ids is None or model.config.model_type == "ctrl":
+        return
+    own_table = any(name.endswith("token_type_embeddings") for name, _ in model.named_modules())
+    if own_table and not bool(token_type_ids.any()):
+        return
+    types = sorted(set(token_type_ids.flatten().tolist()))
+    raise UnsupportedError(
+        f"token_type_ids (values {', '.join(map(str, types[:4]))}): {type(model).__name__} "
+        "computes with them, and spec_strategy cannot hand them on; leave them out "
+        "(tokenizer(..., return_token_type_ids=False)), or generate without spec_strategy"
+    )
+
+
+def check_inputs(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    model_kwargs: Mapping[str, Any],
+    max_length: int | None,
+) -> None:
+    """Refuse prompts that the unpadded layout cannot hold.
+
+    Args:
+        model: the target.
+        input_ids: (B, L) integers, expanded for `num_return_sequences`.
+        attention_mask: (B, L).
+        model_kwargs: what `generate()` prepared for the model.
+        max_length: longest sequence that can come out, in tokens.
+
+    Raises:
+        UnsupportedError: names the row or the value.
+    """
+    _check_token_types(model, model_kwargs.get("token_type_ids"))
+    known = {*UNDERSTOOD, "token_type_ids"}
+    if extra := sorted(k for k, v in model_kwargs.items() if v is not None and k not in known):
+        raise UnsupportedError(
+            f"model inputs {', '.join(extra)} cannot be used with spec_strategy; "
+            "text given as input_ids can"
+        )
+    low, high = int(input_ids.min()), int(input_ids.max())
+    vocab = num_embeddings(model)
+    if low < 0 or high >= vocab:
+        raise UnsupportedError(
+            f"input_ids hold values from {low} to {high}; the model's vocabulary is 0 to "
+            f"{vocab - 1}, so check that the tokenizer belongs to the model"
+        )
+    positions = model_kwargs.get("position_ids")
+    for name, given in (("attention_mask", attention_mask), ("position_ids", positions)):
+        if given is not None and given.shape[1] != input_ids.shape[1]:
+            raise UnsupportedError(
+                f"{name} of {given.shape[1]} columns for a prompt of {input_ids.shape[1]} tokens; "
+                "leave it out, or give the prompt as input_ids"
+            )
+    check_peft_hooks(model, input_ids.shape[0])
+    _check_mask(model, attention_mask)
+    if positions is not None:
+        expected = attention_mask.long().cumsum(-1) - 1
+        if bool(((positions != expected) & (attention_mask == 1)).any()):
+            raise UnsupportedError(
+                "position_ids other than 0, 1, 2, ... over the attended tokens cannot be used with "
+                "spec_strategy; leave them out"
+            )
+    if not isinstance(max_length, (int, type(None))):
+        raise UnsupportedError(
+            f"a length of {max_length} tokens: max_new_tokens and max_length must be whole numbers"
+        )
+    _check_cache(model, model_kwargs.get("past_key_values"), input_ids)
+    check_rope(model, max_length)
+
+
+def _check_mask(model: PreTrainedModel, mask: Tensor) -> None:
+    if not bool(((mask == 0) | (mask == 1)).all()):
+        raise UnsupportedError(
+            "attention_mask holds values other than 0 and 1, which cannot be used with "
+            "spec_strategy; pass 1 for tokens and 0 for padding"
+        )
+    if bad := (mask[:, -1] == 0).nonzero().flatten().tolist():
+        raise UnsupportedError(
+            f"rows {bad} end in padding (attention_mask 0 in the last column) or hold nothing else;"
+            " pad on the left: tokenizer.padding_side = 'left'"
+        )
+    holes = (mask.long().diff(dim=-1) < 0).any(dim=-1)
+    if bool(holes.any()) and getattr(model.config.get_text_config(), "sliding_window", None):
+        raise UnsupportedError(
+            f"rows {holes.nonzero().flatten().tolist()} have padding between their tokens, where "
+            "a sliding window counts it and spec_strategy does not; pad on the left only"
+        )
+
+
+def _check_cache(model: PreTrainedModel, cache: Any, input_ids: Tensor) -> None:
+    stored = cache.get_seq_length() if cache is not None else 0
+    if not stored:
+        return
+    num_rows, length = input_ids.shape
+    if stored >= length:
+        raise UnsupportedError(
+            f"past_key_values hold {stored} tokens and input_ids {length}; "
+            "input_ids must hold the whole sequence, with at least one token that is not cached"
+        )
+    config = model.config.get_text_config()
+    layers = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
+    rows = cache.layers[0].keys.shape[0]
+    if rows != num_rows or len(cache.layers) != layers:
+        raise UnsupportedError(
+            f"past_key_values hold {rows} rows of {len(cache.layers)} layers, where the call has "
+            f"{num_rows} rows and the model {layers} layers; pass the cache of the same batch"
+        )

@@ -1,0 +1,128 @@
+"""One speculative generation, from the inputs that `generate()` prepared to its output."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+
+from hf_spec.decoding.drafter import Drafter
+from hf_spec.decoding.loop import count_models, speculative_decode
+from hf_spec.decoding.processors import check_processors
+from hf_spec.decoding.state import GenerationState
+from hf_spec.decoding.stopping import StopRules
+from hf_spec.execution.distributed_checks import check_ranks
+from hf_spec.execution.runner import ModelRunner
+from hf_spec.execution.tree import DraftTree
+from hf_spec.generation.call_checks import check_inputs, check_padding, check_streamer
+from hf_spec.outputs import SpecGenerateOutput
+
+
+def generate_with(  # noqa: PLR0913 - the signature that generate() calls
+    drafter: Drafter,
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: Sequence[Any],
+    stopping_criteria: Sequence[Any],
+    generation_config: GenerationConfig,
+    streamer: Any = None,
+    batching: str = "unpadded",
+    **model_kwargs: Any,
+) -> SpecGenerateOutput | Tensor:
+    """Decode in place of the method that `generate()` would have chosen.
+
+    Args:
+        drafter: proposes the drafts.
+        model: the target.
+        input_ids: (B, L) int64.
+        logits_processor: the prepared processors.
+        stopping_criteria: the prepared criteria.
+        generation_config: the resolved settings.
+        streamer: receives tokens; several rows need a `BatchStreamer`.
+        batching: what is padded, a key of `BATCHING`.
+        **model_kwargs: `attention_mask`, `past_key_values` and what else `generate()` prepared.
+
+    Returns:
+        What `generate()` returns: (B, L + new) int64, or an output object if the config wants it.
+
+    Raises:
+        UnsupportedError: if something here cannot be served exactly.
+    """
+    attention_mask = model_kwargs.get("attention_mask")
+    if attention_mask is None:
+        attention_mask = torch.ones_like(input_ids)
+    num_rows = input_ids.shape[0]
+    stop = StopRules(stopping_criteria, num_rows)
+    check_inputs(model, input_ids, attention_mask, model_kwargs, stop.max_length)
+    check_processors(logits_processor, num_rows)
+    check_streamer(streamer, num_rows)
+    check_ranks(model, input_ids, bool(generation_config.do_sample))
+    pad = getattr(generation_config, "_pad_token_tensor", None)
+    check_padding(pad, stop.pads)
+    as_dict = bool(generation_config.return_dict_in_generate)
+    state = GenerationState.create(
+        input_ids.long(),
+        attention_mask.to(input_ids.device),
+        stop,
+        processors=logits_processor,
+        do_sample=bool(generation_config.do_sample),
+        pad_token_id=0 if pad is None else int(pad),
+        streamer=streamer,
+        keep_scores=as_dict and bool(generation_config.output_scores),
+        keep_logits=as_dict and bool(generation_config.output_logits),
+    )
+    target = ModelRunner(model, num_rows, drafter.hidden_layers, drafter.virtual_tokens, batching)
+    cache = model_kwargs.get("past_key_values")
+    if cache is not None and cache.get_seq_length():
+        _resume(target, cache, state)
+    wants_cache = cache is not None and (as_dict or getattr(cache, "_is_user_defined", False))
+    with target.active(), drafter.active(state):
+        verifier = drafter.make_verifier(logits_processor, num_rows)
+        output = speculative_decode(target, drafter, verifier, state)
+        if wants_cache:
+            _run_to_the_end(target, state)
+            count_models(state.stats, target, drafter)
+    if cache is not None and wants_cache:
+        output.past_key_values = _give_back(target, cache, state, model)
+    return output if as_dict else output.sequences
+
+
+def _resume(target: ModelRunner, cache: DynamicCache, state: GenerationState) -> None:
+    """Start from the keys and values of an earlier call."""
+    length = cache.get_seq_length()
+    masks = [mask[:length] for mask in state.frame_mask.cpu()]
+    target.load(cache, masks)
+
+
+def _run_to_the_end(target: ModelRunner, state: GenerationState) -> None:
+    """Run what plain `generate()` runs of rows that end early: their last token, then padding.
+
+    A later call may continue from the cache, and attend to either.
+    """
+    longest = max(state.generated)
+    rows: list[tuple[list[int], list[int]]] = []
+    texts = []
+    for row, tokens in enumerate(state.tokens):
+        # The last token of the longest row has no keys and values yet, here as there.
+        text = [*tokens, *[state.pad_token_id] * (longest - state.generated[row])][:-1]
+        target.shorten(row, min(len(tokens), len(text)))
+        rows.append(([text[-1]], [-1]) if target.stored[row] < len(text) else ([], []))
+        texts.append(text)
+    tree = DraftTree.from_rows(rows)
+    if tree.num_nodes:
+        target.forward(tree, texts)
+        target.keep([[] for _ in rows])
+
+
+def _give_back(
+    target: ModelRunner, cache: DynamicCache, state: GenerationState, model: PreTrainedModel
+) -> DynamicCache:
+    """Put the result into the user's own cache object, as plain `generate()` does."""
+    width = state.prompt_length + max(state.generated) - 1
+    fresh = DynamicCache(config=model.config)
+    target.export(fresh, state.output_masks(width))
+    cache.layers = fresh.layers
+    return cache

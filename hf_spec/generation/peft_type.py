@@ -1,0 +1,229 @@
+"""The PEFT type HF_SPEC: PEFT and transformers load, choose and save adapters of this library.
+
+    model.load_adapter(folder)
+    PeftModel.from_pretrained(model, folder)
+
+An adapter takes no part in the model's forward pass, whose output is the same bit for bit. It hangs
+on the model in a module without weights, where `generate(spec_strategy=...)` finds it. A LoRA
+beside it works as if it were alone.
+
+Importing this module makes PEFT know the type; `peft_hook` sees to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from peft import PeftConfig, PeftType
+from peft.mapping import inject_adapter_in_model
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from peft.utils import register_peft_method
+from torch import Tensor, nn
+
+from hf_spec.adapters.folder import PEFT_TYPE, SpecAdapter, load_adapter
+from hf_spec.errors import AssistantError, SpecError
+from hf_spec.generation.adapter_layer import LAYER_NAME, spec_layer
+from hf_spec.strategies.assistants import build
+
+
+@dataclass
+class SpecPeftConfig(PeftConfig):
+    """The config of an adapter as PEFT keeps it.
+
+    Attributes:
+        method, options, base: see `SpecAdapter`.
+        adapter: what was read together with it, None if nothing was.
+    """
+
+    task_type: Any = "CAUSAL_LM"
+    method: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    base: dict[str, Any] = field(default_factory=dict)
+
+    # No field: it is not part of the file.
+    adapter: ClassVar[SpecAdapter | None] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.peft_type = PeftType(PEFT_TYPE)
+
+    @classmethod
+    def of(cls, adapter: SpecAdapter) -> SpecPeftConfig:
+        """The config of `adapter`, for use as it is."""
+        config = cls(
+            base_model_name_or_path=adapter.base.name,
+            inference_mode=True,
+            method=adapter.method,
+            options=adapter.options,
+            base=asdict(adapter.base),
+        )
+        config.adapter = adapter  # type: ignore[misc]
+        return config
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str, subfolder: str | None = None, **kwargs: Any
+    ) -> SpecPeftConfig:
+        """Read a whole adapter, before PEFT touches a file or the model.
+
+        Raises:
+            AssistantError: if it is missing or damaged.
+        """
+        name = Path(pretrained_model_name_or_path, subfolder or "")
+        return cls.of(
+            load_adapter(name, revision=kwargs.get("revision"), token=kwargs.get("token"))
+        )
+
+
+class SpecLayer(nn.Module, BaseTunerLayer):
+    """The adapters of a model: PEFT switches them here as it does in a layer of a LoRA.
+
+    Attributes:
+        adapters: by the names that PEFT knows them by.
+    """
+
+    # Not weights: PEFT need not cast, freeze or save them.
+    adapter_layer_names = ()
+    other_param_names = ("adapters",)
+    # It wraps no layer whose they would be.
+    weight = None  # type: ignore[assignment]
+    bias = None  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adapters: dict[str, SpecAdapter] = {}
+        self._active_adapter: list[str] = []
+        self._disable_adapters = False
+        self.merged_adapters: list[str] = []
+
+    @property
+    def active(self) -> list[SpecAdapter]:
+        """The adapters that are switched on."""
+        if self._disable_adapters:
+            return []
+        return [self.adapters[name] for name in self.active_adapters]
+
+    def set_adapter(self, adapter_names: str | list[str], inference_mode: bool = False) -> None:
+        """Choose among the adapters here; a name of none of them, as of a LoRA, changes nothing."""
+        names = [adapter_names] if isinstance(adapter_names, str) else adapter_names
+        known = [name for name in names if name in self.adapters]
+        if known or not names:
+            self._active_adapter = known
+
+    def extra_repr(self) -> str:
+        """Names and methods."""
+        return ", ".join(f"{name}: {adapter.method}" for name, adapter in self.adapters.items())
+
+
+class SpecTuner(BaseTuner):
+    """What PEFT makes of a model and a config of this type."""
+
+    prefix = f"{PEFT_TYPE.lower()}_"
+    tuner_layer_cls = SpecLayer
+
+    def inject_adapter(self, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        """Hang an adapter on `model` once it is known to fit.
+
+        Raises:
+            AssistantError: if it does not; the model is as it was.
+        """
+        config = self.peft_config[adapter_name]
+        try:
+            adapter = _usable(config)
+            build(adapter, model)
+        except SpecError:
+            # The same dictionary as the model's, if another adapter has been there before.
+            del self.peft_config[adapter_name]
+            raise
+        layer = spec_layer(model)
+        if layer is None:
+            layer = SpecLayer()
+            model.add_module(LAYER_NAME, layer)
+        layer.adapters[adapter_name] = adapter
+        if adapter_name in self.active_adapters:
+            layer.set_adapter(adapter_name)
+
+    def _create_and_replace(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError("no layer of the model is replaced")
+
+    def unload(self) -> nn.Module:
+        """Take the adapters off the model, which is returned."""
+        delattr(self.model, LAYER_NAME)
+        return super().unload()
+
+    def merge_and_unload(self, *args: Any, **kwargs: Any) -> nn.Module:
+        """The same: there is nothing to merge."""
+        return self.unload()
+
+    # How PEFT turns what it finds in a model into a file, and back. Here both is the adapter's.
+
+    @classmethod
+    def _get_adapter_state_dict(
+        cls, model: nn.Module, config: PeftConfig, *args: Any, **kwargs: Any
+    ) -> dict[str, Tensor]:
+        return dict(_usable(config).tensors)
+
+    @classmethod
+    def _remove_adapter_name_from_key(cls, key: str, adapter_name: str) -> str:
+        return key
+
+    @classmethod
+    def _remap_adapter_state_dict_for_load(
+        cls, model: nn.Module, config: PeftConfig, adapter_name: str, state_dict: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Nothing: the weights came with the config. Others cannot take their place."""
+        known = _usable(config).tensors
+        same = known.keys() == state_dict.keys() and all(
+            known[name].equal(tensor.to(known[name])) for name, tensor in state_dict.items()
+        )
+        if not same:
+            raise AssistantError(
+                f"the adapter {adapter_name!r} is loaded already, with other weights; delete it "
+                "first, or give the new one another adapter_name"
+            )
+        return {}
+
+
+def hang(model: Any, adapter: SpecAdapter, name: str) -> None:
+    """Put `adapter` on `model` as transformers' `load_adapter` puts one.
+
+    Raises:
+        AssistantError: if the name is taken or the adapter does not fit.
+    """
+    if name in getattr(model, "peft_config", {}):
+        raise AssistantError(f"there is an adapter {name!r} already; pass another adapter_name")
+    inject_adapter_in_model(SpecPeftConfig.of(adapter), model, name)
+    model._hf_peft_config_loaded = True
+
+
+NOT_TRAINED_HERE = (
+    "an adapter of hf_spec is not trained through PEFT, as it has no part in the model's forward "
+    "pass; use `hf-spec train`"
+)
+
+
+def _usable(config: Any) -> SpecAdapter:
+    if config.adapter is None:
+        raise AssistantError(
+            "a config of type HF_SPEC without its weights makes no adapter; load the folder: "
+            "model.load_adapter(folder) or PeftModel.from_pretrained(model, folder)"
+        )
+    if not config.inference_mode:
+        raise AssistantError(NOT_TRAINED_HERE)
+    return config.adapter
+
+
+def _add_member(name: str) -> None:
+    """Add a member to PEFT's enum of types, which has no way of its own to take one."""
+    member = str.__new__(PeftType, name)
+    member._name_ = member._value_ = name
+    PeftType._member_names_.append(name)
+    PeftType._member_map_[name] = member
+    PeftType._value2member_map_[name] = member
+    type.__setattr__(PeftType, name, member)
+
+
+_add_member(PEFT_TYPE)
+register_peft_method(name=PEFT_TYPE.lower(), config_cls=SpecPeftConfig, model_cls=SpecTuner)

@@ -1,0 +1,275 @@
+"""What `assistant=` may be: a second language model, or an adapter of a method."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Hashable
+from pathlib import Path
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from hf_spec.adapters.folder import (
+    PEFT_TYPE,
+    WEIGHTS_NAME,
+    SpecAdapter,
+    is_adapter,
+    load_adapter,
+)
+from hf_spec.adapters.hub import Place
+from hf_spec.data.hub import load_named
+from hf_spec.errors import AssistantError, HubError, OptionError, SpecError, UnsupportedError
+from hf_spec.execution.model_checks import check_model
+from hf_spec.execution.vocabulary import PADDED_ROWS, num_embeddings
+from hf_spec.generation.adapter_layer import active_adapters
+from hf_spec.models.adaptive_tokens import METHOD as SDSAT
+from hf_spec.models.adaptive_tokens import from_adapter as tokens_from_adapter
+from hf_spec.models.disco_classifier import METHOD as DISCO
+from hf_spec.models.disco_classifier import DiscoClassifier
+from hf_spec.models.draft_head import METHOD as DRAFT
+from hf_spec.models.falcon_head import METHOD as FALCON
+from hf_spec.models.falcon_head import FalconHead
+
+Made = TypeVar("Made")
+
+_MADE: WeakKeyDictionary[PreTrainedModel, dict[Hashable, Any]] = WeakKeyDictionary()
+
+
+def _draft_model(adapter: SpecAdapter, target: PreTrainedModel) -> PreTrainedModel:
+    # Its LoRA needs PEFT, which takes long to import.
+    from hf_spec.models.trained_draft import draft_from_adapter
+
+    return draft_from_adapter(adapter, target)
+
+
+# Method -> what makes its module of an adapter and a target.
+BUILDERS: dict[str, Callable[[SpecAdapter, PreTrainedModel], Any]] = {
+    DRAFT: _draft_model,
+    DISCO: lambda adapter, target: DiscoClassifier.from_adapter(adapter),
+    FALCON: FalconHead.from_adapter,
+    SDSAT: lambda adapter, target: tokens_from_adapter(target, adapter),
+}
+
+
+def resolve_draft_model(
+    strategy: str, assistant: object, target: PreTrainedModel
+) -> PreTrainedModel:
+    """The draft model that `assistant` stands for, checked against the target.
+
+    Args:
+        strategy: name used in messages.
+        assistant: a model, a PEFT model, a `SpecAdapter`, or a folder or Hub id of a model or of a
+            draft adapter.
+        target: the model that generates.
+
+    Raises:
+        AssistantError: if it is missing, cannot be loaded, or has another vocabulary.
+    """
+    if assistant is None:
+        raise AssistantError(
+            f"spec_strategy={strategy!r} needs a draft model: pass assistant=<model, folder or Hub "
+            "id>, for instance hf_spec.truncated_draft(model, num_layers)"
+        )
+    if isinstance(assistant, (str, os.PathLike)):
+        assistant = _load(os.fspath(assistant), target)
+    elif isinstance(assistant, SpecAdapter):
+        assistant = build(_of_method(assistant, DRAFT), target)
+    unwrap = getattr(assistant, "get_base_model", None)
+    model = unwrap() if callable(unwrap) else assistant
+    if not isinstance(model, PreTrainedModel):
+        raise AssistantError(
+            f"assistant of type {type(assistant).__name__} is no draft model; pass a "
+            "PreTrainedModel, a PeftModel, a folder or a Hub id"
+        )
+    try:
+        check_model(model)
+    except SpecError as error:
+        raise AssistantError(f"the assistant cannot draft: {error}") from error
+    sizes = [num_embeddings(m) for m in (target, model)]
+    if abs(sizes[0] - sizes[1]) > PADDED_ROWS:
+        raise AssistantError(
+            f"the assistant's vocabulary has {sizes[1]} tokens, the target's {sizes[0]}, more than "
+            "padding explains; drafts need the target's own tokenizer, so choose a model of the "
+            "same family"
+        )
+    return model
+
+
+def resolve_falcon_head(assistant: object, target: PreTrainedModel) -> FalconHead:
+    """The Falcon head that `assistant` stands for, checked against the target.
+
+    Args:
+        assistant: a head, or a Falcon adapter, its folder or Hub id.
+        target: the model that generates.
+
+    Raises:
+        AssistantError: if it is none, cannot be loaded, or belongs to another model.
+    """
+    if isinstance(assistant, (str, os.PathLike, SpecAdapter)):
+        head: FalconHead = adapter_module(assistant, FALCON, target)
+        return head
+    if not isinstance(assistant, FalconHead):
+        raise AssistantError(
+            f"assistant of type {type(assistant).__name__} is no Falcon head; pass the folder or "
+            "Hub id of a Falcon adapter, made by `hf-spec train falcon`, or a FalconHead"
+        )
+    assistant.base.check(target)
+    if assistant.training:
+        raise AssistantError("the Falcon head is in training mode; call eval() on it")
+    place, other = assistant.attention.device, target.device
+    if place != other:
+        raise AssistantError(
+            f"the Falcon head is on {place}, the model on {other}; move the head there"
+        )
+    return assistant
+
+
+def made_once(target: PreTrainedModel, key: Hashable, make: Callable[[], Made]) -> Made:
+    """What `make` gives for `target`, kept as long as the target lives.
+
+    Args:
+        target: the model that generates.
+        key: what tells this thing from others of the same target.
+        make: called the first time.
+    """
+    known = _MADE.setdefault(target, {})
+    if key not in known:
+        known[key] = make()
+    return known[key]
+
+
+def read_once(target: PreTrainedModel, method: str, name: str, read: Callable[[], Made]) -> Made:
+    """What `read` gives for the adapter `name` of a method; read anew if its weights changed.
+
+    Args:
+        target: the model that generates; for another device or dtype of it `read` is called anew.
+        method: of the adapter.
+        name: folder or Hub id.
+        read: called the first time.
+    """
+    weights = Path(name) / WEIGHTS_NAME
+    stamp = weights.stat().st_mtime_ns if weights.is_file() else None
+    return made_once(target, (method, name, stamp, target.device, target.dtype), read)
+
+
+def adapter_module(
+    assistant: str | os.PathLike[str] | SpecAdapter, method: str, target: PreTrainedModel
+) -> Any:
+    """What an adapter of `method` adds to `target`, made once.
+
+    Args:
+        assistant: the adapter, its folder or Hub id.
+        method: what it must be of.
+        target: the model that generates.
+
+    Raises:
+        AssistantError: if it is of another method, is damaged, or belongs to another model.
+    """
+    if isinstance(assistant, SpecAdapter):
+        return build(_of_method(assistant, method), target)
+    name = os.fspath(assistant)
+    return read_once(target, method, name, lambda: _build(load_adapter(name, method), target))
+
+
+def build(adapter: SpecAdapter, target: PreTrainedModel) -> Any:
+    """What `adapter` adds to `target`: a draft model, a classifier, a head or adaptive tokens.
+
+    Made once, and anew where the target has another device or dtype.
+
+    Raises:
+        AssistantError: if the adapter is damaged, or belongs to another model.
+        UnsupportedError: if the method cannot serve such a target.
+    """
+    key = (adapter, target.device, target.dtype)
+    return made_once(target, key, lambda: _build(adapter, target))
+
+
+def find_assistant(assistant: Any, target: PreTrainedModel, methods: Collection[str]) -> Any:
+    """What a strategy is given for `assistant=`.
+
+    Args:
+        assistant: as it stands in the call.
+        target: the model that generates.
+        methods: of the adapters that the strategy can use.
+
+    Returns:
+        The adapter of a PEFT model that carries one; for None the adapter that hangs on the target,
+        several as a list, or None; everything else as it is.
+
+    Raises:
+        AssistantError: if several adapters hang on the target and the strategy uses one.
+    """
+    if isinstance(assistant, (list, tuple)):
+        return [None if one is None else find_assistant(one, target, methods) for one in assistant]
+    unwrap = getattr(assistant, "get_base_model", None)
+    if callable(unwrap) and getattr(assistant, "peft_type", None) == PEFT_TYPE:
+        return next(iter(active_adapters(unwrap())), assistant)
+    if assistant is not None:
+        return assistant
+    fitting = [adapter for adapter in active_adapters(target) if adapter.method in methods]
+    if len(fitting) > 1 and len(methods) == 1:
+        raise AssistantError(
+            f"{len(fitting)} adapters of method {fitting[0].method!r} are active on the model; "
+            "choose one: model.set_adapter(name), or assistant="
+        )
+    return fitting if len(fitting) > 1 else next(iter(fitting), None)
+
+
+def _build(adapter: SpecAdapter, target: PreTrainedModel) -> Any:
+    adapter.check_method()
+    adapter.base.check(target)
+    needs_gradient = [(weight, weight.requires_grad) for weight in target.parameters()]
+    # An adapter's options and weights go into code that expects right ones.
+    try:
+        return BUILDERS[adapter.method](adapter, target)
+    except (AssistantError, UnsupportedError):
+        raise
+    except (
+        OptionError,
+        ArithmeticError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
+        raise AssistantError(
+            f"the {adapter.method} adapter {str(adapter.folder or '')!r} is damaged: {error}"
+        ) from error
+    finally:
+        # Modules freeze what they share with the target.
+        for weight, needed in needs_gradient:
+            weight.requires_grad_(needed)
+
+
+def _of_method(adapter: SpecAdapter, method: str) -> SpecAdapter:
+    if adapter.method != method:
+        raise AssistantError(f"the adapter is one of method {adapter.method!r}, not {method!r}")
+    return adapter
+
+
+def _load(name: str, target: PreTrainedModel) -> PreTrainedModel:
+    def make() -> PreTrainedModel:
+        if is_adapter(name):
+            return _build(load_adapter(name, DRAFT), target)
+        return _model(name, target)
+
+    return read_once(target, DRAFT, name, make)
+
+
+def _model(name: str, target: PreTrainedModel) -> PreTrainedModel:
+    place = Place(name) if Path(name).exists() else Place.of(name)
+    try:
+        model = load_named(
+            AutoModelForCausalLM,
+            place.repo_id,
+            revision=place.revision or "main",
+            dtype=target.dtype,
+            use_safetensors=True,
+            device_map={"": target.device},
+        )
+    except HubError:
+        raise
+    except Exception as error:
+        raise AssistantError(f"assistant={name!r} cannot be loaded: {error}") from error
+    return model.eval()

@@ -1,0 +1,1 @@
+"""The strategy `auto`: what to draft with, how deep, and at what cost."""

@@ -1,0 +1,153 @@
+"""Which drafters to ask, how deep, and which nodes to send: the most tokens per second.
+
+A round brings one token per row and those drafted ones that the target accepts; it costs a forward
+of the target over all nodes, and the drafts. Nodes are taken in order of value as long as tokens
+per second rise, which for a given number of nodes is the best choice and always a tree. Whom to ask
+is decided before, from how its levels fared: a level is worth what nobody else is expected to say.
+Drafting nothing is the case of no nodes and nobody asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from hf_spec.strategies.auto.costs import Costs
+from hf_spec.strategies.auto.sources import MergedTree, Source
+
+
+@dataclass(frozen=True)
+class Round:
+    """What a round is expected to bring and to cost.
+
+    Attributes:
+        costs: of rounds.
+        tokens: of all rows together.
+        nodes: of the target's forward.
+        draft_seconds: of the drafts.
+        asked: source -> row -> depth.
+    """
+
+    costs: Costs
+    tokens: float
+    nodes: int
+    draft_seconds: float = 0.0
+    asked: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return _rate(self.tokens, self.costs.verify(self.nodes) + self.draft_seconds)
+
+
+def _rate(tokens: float, seconds: float) -> float:
+    # Timings may be given, and 0 among them.
+    return tokens / max(seconds, 1e-9)
+
+
+def choose_nodes(
+    costs: Costs, trees: Mapping[int, MergedTree], max_nodes: int, draft_seconds: float = 0.0
+) -> tuple[Round, dict[int, list[int]]]:
+    """The nodes of each row that make the fastest round.
+
+    Args:
+        costs: of rounds.
+        trees: row -> what is proposed.
+        max_nodes: most nodes of a row.
+        draft_seconds: spent whatever is sent.
+    """
+    ranked = []
+    for row, tree in trees.items():
+        values = tree.values
+        # Parents come before their children, and sorting keeps the order of equals.
+        nodes = sorted(range(1, len(values)), key=lambda node: -values[node])
+        ranked += [(values[node], row, node) for node in nodes[:max_nodes]]
+    ranked.sort(key=lambda entry: -entry[0])
+    totals = list(accumulate((value for value, _, _ in ranked), initial=float(len(trees))))
+    rates = [
+        _rate(total, costs.verify(len(trees) + taken) + draft_seconds)
+        for taken, total in enumerate(totals)
+    ]
+    count = max(range(len(rates)), key=rates.__getitem__)
+    best = Round(costs, totals[count], len(trees) + count, draft_seconds)
+    chosen: dict[int, list[int]] = {row: [] for row in trees}
+    for _, row, node in ranked[:count]:
+        chosen[row].append(node)
+    return best, chosen
+
+
+def choose_sources(
+    base: Round, trees: Mapping[int, MergedTree], sources: Sequence[Source], room: Mapping[int, int]
+) -> Round:
+    """Whom to ask on top of what is proposed already.
+
+    Args:
+        base: the best round without asking anybody.
+        trees: row -> what is proposed.
+        sources: that take time, or that send trees of their own.
+        room: row -> deepest draft that makes sense.
+
+    Returns:
+        The best round that is expected; its `asked` is the answer.
+    """
+    masses = {row: dict(enumerate(tree.masses(), start=1)) for row, tree in trees.items()}
+    best = base
+    while True:
+        left = [source for source in sources if not source.alone and source.name not in best.asked]
+        options = [_asking(best, source, masses, room) for source in left]
+        better = max(options, key=lambda option: option.rate, default=best)
+        if better.rate <= best.rate:
+            break
+        new = next(source for source in left if source.name in better.asked)
+        for row, depth in better.asked[new.name].items():
+            for level, gain in enumerate(_gains(new, row, masses[row], depth), start=1):
+                masses[row][level] = masses[row].get(level, 0.0) + gain
+        best = better
+    alone = [_alone(base, source, trees, room) for source in sources if source.alone]
+    return max([best, *alone], key=lambda option: option.rate)
+
+
+def _asking(
+    base: Round, source: Source, masses: Mapping[int, Mapping[int, float]], room: Mapping[int, int]
+) -> Round:
+    """The best round in which `source` is asked too; `base` itself if there is no room."""
+    # Levels that are not worth their nodes, at the rate there is already, are not asked for.
+    step = base.costs.verify(base.nodes + source.nodes_per_level) - base.costs.verify(base.nodes)
+    gains = {}
+    for row, mass in masses.items():
+        levels = _gains(source, row, mass, min(room[row], source.depth))
+        worthy = [level for level, gain in enumerate(levels, 1) if gain > base.rate * step]
+        gains[row] = levels[: max(worthy, default=0)]
+    best, tokens, nodes = base, base.tokens, base.nodes
+    for depth in range(1, max(map(len, gains.values()), default=0) + 1):
+        level = [levels[depth - 1] for levels in gains.values() if len(levels) >= depth]
+        tokens += sum(level)
+        nodes += source.nodes_per_level * len(level)
+        limits = {row: min(depth, len(levels)) for row, levels in gains.items()}
+        seconds = base.draft_seconds + base.costs.draft[source.name](depth)
+        asked = {**base.asked, source.name: limits}
+        option = Round(base.costs, tokens, nodes, seconds, asked)
+        if option.rate > best.rate:
+            best = option
+    return best
+
+
+def _alone(
+    base: Round, source: Source, trees: Mapping[int, MergedTree], room: Mapping[int, int]
+) -> Round:
+    """The round in which the tree of `source` is all that is sent."""
+    limits = {row: min(room[row], source.depth) for row in trees}
+    tokens = sum(1 + sum(_gains(source, row, {}, depth)) for row, depth in limits.items())
+    width = source.nodes_per_level
+    nodes = sum(1 + source.size(row, width * depth) for row, depth in limits.items())
+    return Round(base.costs, tokens, nodes, asked={source.name: limits})
+
+
+def _gains(source: Source, row: int, mass: Mapping[int, float], depth: int) -> list[float]:
+    """Per level the expected tokens of `source` that the others, at `mass`, do not bring."""
+    reach, gains = 1.0, []
+    for level in range(1, depth + 1):
+        reach *= source.level(row, level)
+        gains.append(reach * (1.0 - mass.get(level, 0.0)))
+    return gains

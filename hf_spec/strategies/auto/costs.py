@@ -1,0 +1,287 @@
+"""What a round costs: a short calibration by real forwards, kept per model and number of rows.
+
+A round of decoding is a draft and one forward of the target. The time of the forward depends on
+how many tree nodes it runs, that of a draft on how deep it goes; both are measured once, on a text
+of sixteen tokens with keys and values of its own, so that nothing of the generation is touched.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import cycle
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_spec.decoding.drafter import Drafter
+from hf_spec.decoding.state import GenerationState
+from hf_spec.decoding.stopping import StopRules
+from hf_spec.errors import OptionError
+from hf_spec.execution.cpu_linear import cpu_packing_bytes
+from hf_spec.execution.placement import execution_device
+from hf_spec.execution.runner import ModelRunner
+from hf_spec.execution.tree import DraftTree, Verdict
+from hf_spec.strategies.assistants import made_once
+
+# Nodes per row and depths of drafts that are timed; more than so many nodes in all are not.
+NODE_COUNTS = (1, 4, 12, 24)
+DEPTHS = (1, 2, 4)
+MOST_NODES = 128
+# Rounds that are not timed: they run the text itself.
+WARM_UP = 2
+# Each size is run at least twice, and again as long as there is time, in seconds.
+SWEEPS = range(2, 7)
+BUDGET = 0.25
+CONTEXT = 16
+
+
+class Curve:
+    """A cost that never falls: straight between measured points, and on behind the last one.
+
+    Other work on a machine only ever adds time, so the fastest run of a size counts, and a size
+    costs no more than a larger one.
+
+    Args:
+        points: (size, seconds) pairs, at least one.
+    """
+
+    def __init__(self, points: Iterable[Sequence[float]]):
+        found = sorted((size, seconds) for size, seconds in points)
+        self.sizes = sorted({size for size, _ in found})
+        self.seconds = [min(s for other, s in found if other >= size) for size in self.sizes]
+        self._known: dict[float, float] = {}
+
+    def __call__(self, size: float) -> float:
+        """Seconds for `size`; before the first point as there."""
+        if size not in self._known:
+            self._known[size] = self._between(size)
+        return self._known[size]
+
+    def _between(self, size: float) -> float:
+        if size <= self.sizes[0] or len(self.sizes) == 1:
+            return self.seconds[0]
+        after = min(bisect_right(self.sizes, size), len(self.sizes) - 1)
+        (x, y), (z, w) = ((self.sizes[i], self.seconds[i]) for i in (after - 1, after))
+        return y + (w - y) * (size - x) / (z - x)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The parts of a round.
+
+    Attributes:
+        verify: seconds of a forward of the target by its nodes, those of all rows together.
+        draft: per drafter that takes time, seconds of a draft by its depth.
+    """
+
+    verify: Callable[[float], float]
+    draft: Mapping[str, Callable[[float], float]]
+
+    @classmethod
+    def of(cls, timings: Mapping[str, Any]) -> Costs:
+        """Costs from `AutoConfig.timings`, which has been checked."""
+        draft = {name: Curve([(0, 0.0), *points]) for name, points in timings["draft"].items()}
+        return cls(Curve(timings["verify"]), draft)
+
+
+def check_timings(timings: object) -> None:
+    """Refuse what is no set of timings.
+
+    Raises:
+        OptionError: shows what is expected.
+    """
+    known = isinstance(timings, dict) and set(timings) == {"verify", "draft"}
+    curves: list[object] = []
+    if isinstance(timings, dict) and known and isinstance(timings["draft"], dict):
+        curves = [timings["verify"], *timings["draft"].values()]
+    if not curves or not all(_is_curve(points) for points in curves):
+        raise OptionError(
+            f"timings={timings!r:.80} must be like {{'verify': [[1, 0.030], [16, 0.040]], 'draft': "
+            "{'tree': [[1, 0.003], [4, 0.012]]}}: seconds of a forward by nodes, and of a draft by "
+            "depth"
+        )
+
+
+def _is_curve(points: object) -> bool:
+    return (
+        isinstance(points, (list, tuple))
+        and bool(points)
+        and all(isinstance(point, (list, tuple)) and len(point) == 2 for point in points)
+        and all(
+            isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1e9
+            for point in points
+            for value in point
+        )
+    )
+
+
+def known_costs(
+    target: PreTrainedModel,
+    drafters: Mapping[str, Drafter],
+    state: GenerationState,
+    batching: str,
+) -> Costs:
+    """The costs of a generation, measured if they are not known yet.
+
+    They belong to the target, its device and dtype, the number of rows and of threads, what is
+    padded, whether the target's weights are packed, and the drafters.
+
+    Args:
+        target: prepared for tree forwards.
+        drafters: those that take time; none of them active.
+        state: of the generation; not changed.
+        batching: what is padded.
+    """
+    kinds = tuple((name, identity(drafter)) for name, drafter in drafters.items())
+    text = (state.tokens[0][:CONTEXT] * CONTEXT)[:CONTEXT]
+
+    def measure() -> Costs:
+        return measure_costs(target, drafters, [text] * state.num_rows, batching)
+
+    return made_once(target, ("auto", state.num_rows, batching, machine_of(target), kinds), measure)
+
+
+def measure_costs(
+    target: PreTrainedModel,
+    drafters: Mapping[str, Drafter],
+    text: Sequence[Sequence[int]],
+    batching: str = "unpadded",
+) -> Costs:
+    """Time rounds in which every draft is refused.
+
+    Args:
+        target: prepared for tree forwards.
+        drafters: copies of them are used.
+        text: per row as many token ids.
+        batching: what is padded.
+    """
+    rounds = _Rounds(target, drafters, text, batching)
+    verify: list[tuple[float, float]] = []
+    draft: dict[str, list[tuple[float, float]]] = {name: [(0.0, 0.0)] for name in drafters}
+    with rounds.active():
+        for timed, width, depth in _schedule(len(text)):
+            seconds, drafting = rounds.run(width, depth)
+            if timed:
+                verify.append((width * len(text), seconds))
+                for name, spent in drafting.items():
+                    draft[name].append((depth, spent))
+    return Costs(Curve(verify), {name: Curve(found) for name, found in draft.items()})
+
+
+class _Rounds:
+    """Rounds on a text of their own; the arguments are those of `measure_costs`."""
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        drafters: Mapping[str, Drafter],
+        text: Sequence[Sequence[int]],
+        batching: str,
+    ):
+        self._target = target
+        self._drafters = {name: copy.copy(drafter) for name, drafter in drafters.items()}
+        ids = torch.tensor(text, device=_device(target))
+        self._state = GenerationState.create(ids, torch.ones_like(ids), StopRules([], len(text)))
+        layers = {layer for drafter in drafters.values() for layer in drafter.hidden_layers}
+        self._runner = ModelRunner(target, len(text), sorted(layers), batching=batching)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Make target and drafters ready."""
+        with ExitStack() as stack:
+            stack.enter_context(self._runner.active())
+            for drafter in self._drafters.values():
+                stack.enter_context(drafter.active(self._state))
+            yield
+
+    def run(self, width: int, depth: int) -> tuple[float, dict[str, float]]:
+        """Seconds of a forward of `width` nodes per row, and of every drafter's draft."""
+        state, rows = self._state, range(self._state.num_rows)
+        view = LimitedState.of(state, dict.fromkeys(rows, depth))
+        trees, drafting = {}, {}
+        for name, drafter in self._drafters.items():
+            start = self._now()
+            trees[name] = drafter.draft(view)
+            drafting[name] = self._now() - start
+        chains = [
+            ([text[-1], *(text * width)[: width - 1]], list(range(-1, width - 1)))
+            for text in state.tokens
+        ]
+        tree = DraftTree.from_rows(chains)
+        start = self._now()
+        output = self._runner.forward(tree, state.tokens)
+        seconds = self._now() - start
+        nothing: list[list[int]] = [[] for _ in rows]
+        bonus: list[int | None] = [text[0] for text in state.tokens]
+        self._runner.keep(nothing)
+        for row, text in enumerate(state.tokens):
+            state.append(row, text[0])
+        for name, drafter in self._drafters.items():
+            seen = tree if drafter.hidden_layers else trees[name]
+            drafter.observe(Verdict(seen, nothing, bonus), output)
+        return seconds, drafting
+
+    def _now(self) -> float:
+        """Seconds, once the device is done."""
+        if _device(self._target).type != "cpu":
+            torch.accelerator.synchronize()
+        return time.perf_counter()
+
+
+class LimitedState(GenerationState):
+    """A state in which rows have room for so many draft tokens and no more; made by `of`.
+
+    Every drafter heeds `room`, so this caps the depth of its drafts, row by row.
+
+    Attributes:
+        limits: row -> depth.
+    """
+
+    limits: Mapping[int, int]
+
+    @classmethod
+    def of(cls, state: GenerationState, limits: Mapping[int, int]) -> LimitedState:
+        """A view of `state`, good until that changes."""
+        view = object.__new__(cls)
+        view.__dict__.update(state.__dict__, limits=limits)
+        return view
+
+    def room(self, row: int) -> int:
+        """One more than the draft may be deep, for the token that follows it."""
+        return min(super().room(row), 1 + self.limits[row])
+
+
+def _device(target: PreTrainedModel) -> torch.device:
+    return execution_device(target.get_input_embeddings())
+
+
+def machine_of(target: PreTrainedModel) -> tuple[Hashable, ...]:
+    """What the times of forwards depend on besides the model and its inputs."""
+    packed = cpu_packing_bytes() > 0
+    return _device(target), target.dtype, torch.get_num_threads(), packed
+
+
+def identity(drafter: Drafter) -> int:
+    """What stays of a drafter from one generation to the next: its model or head."""
+    return id(getattr(drafter, "model", getattr(drafter, "head", drafter)))
+
+
+def _schedule(num_rows: int) -> Iterator[tuple[bool, int, int]]:
+    """Rounds: whether they are timed, the nodes per row, and the depth of the drafts."""
+    counts = [count for count in NODE_COUNTS if count * num_rows <= MOST_NODES]
+    if len(counts) < 2:
+        counts = [1, 2]
+    depths = cycle(DEPTHS)
+    yield from ((False, 1, 1) for _ in range(WARM_UP))
+    start = time.perf_counter()
+    for sweep in range(SWEEPS.stop):
+        if sweep >= SWEEPS.start and time.perf_counter() - start > BUDGET:
+            break
+        # Drafts of every depth, however few sizes there are.
+        yield from ((True, count, next(depths)) for count in (counts * 2)[:4])

@@ -1,0 +1,265 @@
+"""Where drafts come from, what each one is worth, and how several become one tree.
+
+A *source* is a drafter with a memory of how it fared, per row. Of every node it proposes it says
+how likely the target is to go there: the product along the path of the shares of nodes of the same
+kind that were accepted behind an accepted parent. Kinds are the drafter's own probability in tenths
+or, where it has none, depth and rank. Shares decay, and begin with an expectation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
+
+from hf_spec.decoding.drafter import Drafter
+from hf_spec.decoding.state import GenerationState
+from hf_spec.execution.runner import ForwardOutput
+from hf_spec.execution.tree import DraftTree, Verdict
+from hf_spec.strategies.auto.costs import LimitedState
+
+# How fast old trials are forgotten, per trial; and how many the expectation counts for.
+DECAY = 0.95
+EXPECTATION_WEIGHT = 10.0
+# Of whole levels, by which it is decided to ask a source: it should learn fast that one is no good.
+LEVEL_WEIGHT = 3.0
+LEVEL_EXPECTATION = 0.6
+# A source that is not asked is slowly forgotten, until it is tried again; per round.
+FADE = 0.99
+
+# Nodes less likely than this are not looked at.
+MIN_VALUE = 0.01
+
+PROBABILITY_KINDS = 10
+# Nodes that a level of a draft is expected to send.
+NODES_PER_LEVEL = 4
+# Depths and ranks that are told apart.
+DEPTH_KINDS, RANK_KINDS = 3, 2
+
+
+class Shares:
+    """How often things of each kind came true, old trials counting less.
+
+    Args:
+        expected: the share of a kind before anything was heard.
+        weight: how many trials that counts for.
+    """
+
+    def __init__(self, expected: Callable[..., float], weight: float):
+        self._expected = expected
+        self._weight = weight
+        self._heard: dict[Hashable, tuple[float, float]] = {}
+
+    def share(self, kind: Hashable) -> float:
+        """Between 0 and 1."""
+        hits, trials = self._heard.get(kind, (0.0, 0.0))
+        return (self._weight * self._expected(kind) + hits) / (self._weight + trials)
+
+    def hear(self, kind: Hashable, hit: bool) -> None:
+        """Count a trial."""
+        hits, trials = self._heard.get(kind, (0.0, 0.0))
+        self._heard[kind] = DECAY * hits + hit, DECAY * trials + 1
+
+    def fade(self, kept: float = FADE) -> None:
+        """Forget everything but a share of it."""
+        self._heard = {kind: (kept * h, kept * t) for kind, (h, t) in self._heard.items()}
+
+
+class Source:
+    """A drafter, what it proposed last, and how its proposals fare.
+
+    Args:
+        name: in counters and timings.
+        drafter: deterministic.
+        depth: of its deepest draft.
+        first, further: expected share of a first node at depth 1 and below, where the drafter has
+            no probabilities of its own.
+
+    Attributes:
+        tree: proposed last.
+        limits: per row how deep it was asked to go.
+        reached: per row how many of its levels the target went through, sent or not.
+        nodes_per_level: of its tree that are expected to be sent.
+        fade: share of what is known that stays in a round in which it is not asked.
+    """
+
+    def __init__(
+        self, name: str, drafter: Drafter, depth: int, first: float = 0.5, further: float = 0.7
+    ):
+        self.name = name
+        self.drafter = drafter
+        self.depth = depth
+        self._expected = first, further
+        self.tree: DraftTree
+        self.limits: Mapping[int, int] = {}
+        self.nodes_per_level = NODES_PER_LEVEL
+        self.fade = FADE
+        self.reached: dict[int, int] = {}
+        self._probs: list[float] | None = None
+        self._nodes: list[Shares] = []
+        self._levels: list[Shares] = []
+        self._sizes: dict[int, int] = {}
+
+    @property
+    def alone(self) -> bool:
+        """Whether its trees must be sent as they are: virtual nodes bring the next draft."""
+        return self.drafter.virtual_tokens is not None
+
+    def start(self, num_rows: int) -> None:
+        """Forget how it fared; the drafter forgets when it is made active."""
+        self._nodes = [self._new_nodes() for _ in range(num_rows)]
+        self._levels = [self._new_levels() for _ in range(num_rows)]
+        self._sizes = {}
+
+    def restart(self, row: int) -> None:
+        """Forget the sequence before, and let the drafter do so."""
+        self._nodes[row] = self._new_nodes()
+        self._levels[row] = self._new_levels()
+        self._sizes.pop(row, None)
+        self.drafter.restart(row)
+
+    def ask(self, state: GenerationState, limits: Mapping[int, int]) -> None:
+        """Let the drafter propose; rows with limit 0 take part, so that it keeps count of them."""
+        self.limits = {row: min(limits[row], self.depth) for row in state.unfinished}
+        self.tree = self.drafter.draft(LimitedState.of(state, self.limits))
+        probs = self.tree.node_probs
+        self._probs = None if probs is None else probs.tolist()
+        for row, limit in self.limits.items():
+            if limit:
+                self._sizes[row] = len(self.tree.host.nodes(row)) - 1
+
+    def useful_depth(self, row: int) -> int:
+        """How deep a draft without probabilities goes until even its best node is too unlikely."""
+        value, depth = 1.0, 0
+        while depth < self.depth:
+            value *= self._nodes[row].share((min(depth + 1, DEPTH_KINDS), 0))
+            if value < MIN_VALUE:
+                break
+            depth += 1
+        return depth
+
+    def size(self, row: int, otherwise: int) -> int:
+        """Nodes of its last tree for `row`."""
+        return self._sizes.get(row, otherwise)
+
+    def level(self, row: int, depth: int) -> float:
+        """Probability that the target goes on to `depth` in its tree, from the depth above."""
+        return self._levels[row].share(depth)
+
+    def values(self, row: int) -> list[float]:
+        """Per node of its tree for `row` the probability that the target goes there.
+
+        Nothing below a node that is too unlikely to be looked at has any.
+        """
+        host, shares = self.tree.host, self._nodes[row]
+        start = host.row_start[row]
+        values = [1.0]
+        for node in host.nodes(row)[1:]:
+            above = values[host.parent[node] - start]
+            values.append(above * shares.share(self._kind(node)) if above >= MIN_VALUE else 0.0)
+        return values
+
+    def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
+        """Learn what became of its own tree, and let the drafter know.
+
+        A drafter that reads hidden states needs all nodes that were run; the others know their own.
+        """
+        accepted: list[list[int]] = [[] for _ in verdict.accepted]
+        self.reached = {}
+        for row, limit in self.limits.items():
+            path = self._hear(row, verdict.tokens(row), limit)
+            self.reached[row] = len(path)
+            accepted[row] = path[: len(verdict.accepted[row])]
+        own = Verdict(self.tree, accepted, verdict.bonus)
+        self.drafter.observe(verdict if self.drafter.hidden_layers else own, output)
+
+    def _hear(self, row: int, tokens: Sequence[int], limit: int) -> list[int]:
+        """Count what was right; the nodes of its tree that carry the tokens, as far as they do."""
+        host, path = self.tree.host, [self.tree.host.row_start[row]]
+        if not limit:
+            self._levels[row].fade(self.fade)
+            return []
+        for depth, token in enumerate(tokens, start=1):
+            if depth > limit:
+                break
+            for node in host.proposals(path[-1]):
+                self._nodes[row].hear(self._kind(node), host.tokens[node] == token)
+            child = host.child(path[-1], token)
+            self._levels[row].hear(depth, child is not None)
+            if child is None:
+                break
+            path.append(child)
+        return path[1:]
+
+    def _kind(self, node: int) -> Hashable:
+        host = self.tree.host
+        if self._probs is not None:
+            return min(int(self._probs[node] * PROBABILITY_KINDS), PROBABILITY_KINDS - 1)
+        rank = host.children[host.parent[node]].index(node)
+        return min(host.depth[node], DEPTH_KINDS), min(rank, RANK_KINDS - 1)
+
+    def _new_nodes(self) -> Shares:
+        # Not a method of this object, which would wait for the cycle collector with its drafter.
+        return Shares(partial(_expected_share, self._expected), EXPECTATION_WEIGHT)
+
+    @staticmethod
+    def _new_levels() -> Shares:
+        return Shares(lambda _: LEVEL_EXPECTATION, LEVEL_WEIGHT)
+
+
+def _expected_share(expected: tuple[float, float], kind: int | tuple[int, int]) -> float:
+    """What nodes of a kind are expected to be worth before any was seen."""
+    if isinstance(kind, int):
+        return (kind + 0.5) / PROBABILITY_KINDS
+    depth, rank = kind
+    return expected[depth > 1] / (1 if rank == 0 else 4)
+
+
+class MergedTree:
+    """The trees of several sources for one row as one; every node has its best value.
+
+    Args:
+        root: the row's last token.
+    """
+
+    def __init__(self, root: int):
+        self.tokens = [root]
+        self.parents = [-1]
+        self.depths = [0]
+        self.values = [1.0]
+        self._children: dict[tuple[int, int], int] = {}
+
+    def add(self, source: Source, row: int) -> None:
+        """Take in the tree that a source proposes for `row`."""
+        host = source.tree.host
+        start = host.row_start[row]
+        place = {start: 0}
+        for node, value in zip(host.nodes(row)[1:], source.values(row)[1:], strict=True):
+            if value >= MIN_VALUE:
+                here = self._child(place[host.parent[node]], host.tokens[node])
+                # No node is worth more than its parent, by any source that has both.
+                self.values[here] = max(self.values[here], value)
+                place[node] = here
+
+    def masses(self) -> list[float]:
+        """Per depth from 1 the probability that the target goes to any of its nodes."""
+        masses = [0.0] * max(self.depths)
+        for depth, value in zip(self.depths[1:], self.values[1:], strict=True):
+            masses[depth - 1] = min(1.0, masses[depth - 1] + value)
+        return masses
+
+    def keep(self, nodes: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Tokens and parents of the root and `nodes`, which hold the parent of each of them."""
+        kept = [0, *sorted(nodes)]
+        place = {node: index for index, node in enumerate(kept)}
+        parents = [place.get(self.parents[node], -1) for node in kept]
+        return [self.tokens[node] for node in kept], parents
+
+    def _child(self, parent: int, token: int) -> int:
+        key = parent, token
+        if key not in self._children:
+            self._children[key] = len(self.tokens)
+            self.tokens.append(token)
+            self.parents.append(parent)
+            self.depths.append(self.depths[parent] + 1)
+            self.values.append(0.0)
+        return self._children[key]

@@ -1,0 +1,182 @@
+"""Drafts from whatever is at hand, in every round what brings the most tokens per second.
+
+Lookup is always at hand; draft models and adapters are if `assistant=` names them. All that is
+proposed for a row becomes one tree, from which the nodes that are worth their time are sent. What a
+node is worth follows from how drafts like it fared in this generation (`sources`), what it
+costs from a short calibration on this machine (`costs`); `choice` weighs the two. Where
+nothing pays nothing is drafted.
+
+Every choice follows from the text so far, and no draft is random, so node draw judges the tree and
+the output stays the target's own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from hf_spec.adapters.folder import STRATEGIES, SpecAdapter, is_adapter, load_adapter
+from hf_spec.decoding.drafter import Drafter
+from hf_spec.decoding.state import GenerationState
+from hf_spec.errors import AssistantError, OptionError, UnsupportedError
+from hf_spec.execution.distributed_checks import tensor_parallel_size
+from hf_spec.models.falcon_head import FalconHead
+from hf_spec.strategies.assistants import read_once
+from hf_spec.strategies.auto.costs import Costs, check_timings, known_costs
+from hf_spec.strategies.auto.sources import Source
+from hf_spec.strategies.base import StrategyConfig, make_drafter, register
+from hf_spec.strategies.disco import DiscoConfig, make_chain
+from hf_spec.strategies.draft_model import DraftModelDrafter, TreeConfig
+from hf_spec.strategies.falcon import FalconConfig, FalconDrafter
+from hf_spec.strategies.lookup import LookupConfig, lookup_sources
+from hf_spec.strategies.measured import MeasuredDrafter
+from hf_spec.strategies.sdsat import SdsatConfig, SdsatDrafter
+
+# What a draft model may grow before the nodes are chosen.
+TREE = TreeConfig(max_draft_tokens=5, max_nodes=24)
+
+
+@dataclass(frozen=True)
+class AutoConfig(StrategyConfig):
+    """Options of the choice among drafters.
+
+    Attributes:
+        max_draft_tokens: depth of the deepest draft.
+        max_nodes: most nodes of a row sent in a round, root excluded.
+        timings: what rounds cost, instead of a calibration, so that every choice can be repeated
+            on another machine. A dictionary of two: "verify", a list of [nodes, seconds] of a
+            forward of the target, and "draft", for each assistant by its strategy's name ("tree",
+            "disco", "falcon"; a second one of the same name is "tree-2") a list of [depth,
+            seconds].
+    """
+
+    adapter_methods = tuple(STRATEGIES)
+
+    max_draft_tokens: int = 16
+    max_nodes: int = 40
+    timings: Any = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("max_draft_tokens", "max_nodes"):
+            self.check(name, 1)
+        if self.timings is not None:
+            check_timings(self.timings)
+
+
+class AutoDrafter(MeasuredDrafter):
+    """Lookups, and assistants whose costs are calibrated or given.
+
+    Args:
+        config: limits, and timings if they are given.
+        target: the model that generates.
+        free: sources that cost no time worth counting; always asked.
+        assistants: the others, with names of their own.
+    """
+
+    def __init__(
+        self,
+        config: AutoConfig,
+        target: PreTrainedModel,
+        free: Sequence[Source],
+        assistants: Sequence[Source],
+    ):
+        super().__init__(free, assistants, config.max_draft_tokens, config.max_nodes)
+        self.config = config
+        self.target = target
+        drafters = [source.drafter for source in [*free, *assistants]]
+        own = [d.virtual_tokens for d in drafters if d.virtual_tokens is not None]
+        if len(own) > 1:
+            raise AssistantError(
+                "assistant= has several SDSAT adapters; the target can have adaptive tokens of one"
+            )
+        self.virtual_tokens = own[0] if own else None
+
+    def _learn_costs(self, state: GenerationState) -> Costs:
+        timings, batching = self.config.timings, self.config.batching
+        if timings is not None:
+            return Costs.of(timings)
+        timed = {s.name: s.drafter for s in self.assistants if not s.alone}
+        return known_costs(self.target, timed, state, batching)
+
+
+def _make(config: AutoConfig, target: PreTrainedModel, assistant: object) -> AutoDrafter:
+    if config.timings is None and tensor_parallel_size(target) > 1:
+        raise UnsupportedError(
+            "auto measures times, which differ among the processes of a tensor parallel model; "
+            "give it timings=, the same in all of them, or choose another strategy"
+        )
+    longest = config.max_draft_tokens
+    assistants: list[Source] = []
+    for given in _as_list(assistant):
+        strategy = _strategy_of(given, target)
+        earlier = sum(source.name.partition("-")[0] == strategy for source in assistants)
+        name = f"{strategy}-{earlier + 1}" if earlier else strategy
+        drafter, depth = _drafter_of(strategy, target, given, config.batching)
+        assistants.append(Source(name, drafter, min(depth, longest)))
+    if config.timings is not None:
+        lacking = [s.name for s in assistants if s.name not in config.timings["draft"]]
+        if missing := [name for name in lacking if not name.startswith("sdsat")]:
+            raise OptionError(
+                f"timings['draft'] lacks {missing[0]!r}; it has "
+                f"{', '.join(map(repr, config.timings['draft'])) or 'nothing'}"
+            )
+    return AutoDrafter(config, target, lookup_sources(LookupConfig(), longest), assistants)
+
+
+register("auto", _make)(AutoConfig)
+
+
+def _as_list(assistant: object) -> list[Any]:
+    if assistant is None:
+        return []
+    if isinstance(assistant, (list, tuple)):
+        if not assistant:
+            raise AssistantError(
+                f"assistant={assistant!r} names nothing; leave it out for lookup alone"
+            )
+        return list(assistant)
+    return [assistant]
+
+
+def _strategy_of(assistant: Any, target: PreTrainedModel) -> str:
+    """The strategy that an assistant is for."""
+    if isinstance(assistant, FalconHead):
+        return "falcon"
+    if isinstance(assistant, SpecAdapter):
+        return assistant.strategy
+    if not isinstance(assistant, (str, os.PathLike)):
+        return "tree"
+    name = os.fspath(assistant)
+    return read_once(target, "auto", name, lambda: _strategy_in(name))
+
+
+def _strategy_in(name: str) -> str:
+    """The strategy that a folder or a repository of the Hub is for; a model's is "tree"."""
+    return load_adapter(name).strategy if is_adapter(name) else "tree"
+
+
+def _drafter_of(
+    strategy: str, target: PreTrainedModel, assistant: Any, batching: str
+) -> tuple[Drafter, int]:
+    """A drafter without chance, and how deep it goes."""
+    grown = replace(TREE, batching=batching)
+    if strategy == "falcon":
+        head = make_drafter(FalconConfig(length_policy="static"), target, assistant)
+        assert isinstance(head, FalconDrafter), "what spec_strategy='falcon' makes"
+        # Which of the nodes are worth sending is decided here.
+        head.max_nodes = None
+        return head, head.plan.height
+    if strategy == "sdsat":
+        own = make_drafter(SdsatConfig(fused=True), target, assistant)
+        assert isinstance(own, SdsatDrafter), "what spec_strategy='sdsat' makes"
+        return own, own.length
+    if strategy == "disco":
+        chain = make_chain(DiscoConfig(), target, assistant)
+        tree = DraftModelDrafter(grown, chain.model, chain.policy, chain.vocab_size)
+        return tree, chain.policy.max_draft_tokens
+    return make_drafter(grown, target, assistant), int(grown.max_draft_tokens or 0)

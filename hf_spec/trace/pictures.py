@@ -1,0 +1,266 @@
+"""Pictures of drafts and batches as SVG: a token tree, a token graph, what a batch pads.
+
+A `Canvas` shows itself in a notebook; `str(canvas)` is the contents of an SVG file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from xml.sax.saxutils import escape
+
+from hf_spec.drafting.graph import TokenGraph
+from hf_spec.execution.row_work import BATCHING
+
+GROUND, INK, PALE = "#ffffff", "#1f2937", "#e5e7eb"
+ACCEPTED, REFUSED, PADDING = "#bbf7d0", "#f9fafb", "#fca5a5"
+ROWS = ("#bfdbfe", "#fde68a", "#ddd6fe", "#a5f3fc")
+# What each colour becomes where the reader has chosen a dark theme.
+DARK = {
+    GROUND: "#131416",
+    INK: "#d1d5db",
+    PALE: "#374151",
+    ACCEPTED: "#166534",
+    REFUSED: "#1f2937",
+    PADDING: "#991b1b",
+    **dict(zip(ROWS, ("#1e40af", "#854d0e", "#5b21b6", "#155e75"), strict=True)),
+}
+# The shapes name the light colours themselves, for programs that know no style sheets.
+_RULES = "".join(
+    f'.hf-spec[fill="{light}"],.hf-spec [fill="{light}"]{{fill:{dark}}}'
+    for light, dark in DARK.items()
+)
+_RULES += f'.hf-spec [stroke="{INK}"]{{stroke:{DARK[INK]}}}'
+STYLE = f"<style>@media (prefers-color-scheme: dark){{{_RULES}}}</style>"
+# Of the box of a node and the space between boxes, in pixels.
+WIDTH, HEIGHT, GAP_X, GAP_Y = 76, 28, 34, 14
+MARGIN, TOP, FOOT = 20, 48, 38
+CELL = (16, 20)
+# Letters that a box has room for.
+LONGEST_WORD = 10
+
+
+class Canvas:
+    """Shapes of an SVG picture, on white ground or, where the reader prefers it, on dark.
+
+    Args:
+        width: in pixels.
+        height: in pixels.
+        title: what the picture shows, for those who cannot see it.
+    """
+
+    def __init__(self, width: int, height: int, title: str):
+        self.title = title
+        self.parts = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" class="hf-spec" '
+            f'width="{width}" height="{height}" '
+            f'viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="13" '
+            f'fill="{INK}">',
+            f"<title>{escape(title)}</title>",
+            STYLE,
+            '<defs><marker id="tip" markerWidth="8" markerHeight="8" refX="7" refY="4" '
+            f'orient="auto"><path d="M0 0L8 4L0 8Z" fill="{INK}"/></marker></defs>',
+            f'<rect width="{width}" height="{height}" fill="{GROUND}"/>',
+        ]
+
+    def box(
+        self, x: float, y: float, size: tuple[float, float], fill: str, label: str = ""
+    ) -> None:
+        """A rectangle with a centred label."""
+        width, height = size
+        self.parts.append(
+            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="3" '
+            f'fill="{fill}" stroke="{INK}" stroke-width="0.8"/>'
+        )
+        if label:
+            self.text(x + width / 2, y + height / 2 + 4.5, label, "middle")
+
+    def text(self, x: float, y: float, words: str, anchor: str = "start") -> None:
+        """A line of text."""
+        self.parts.append(
+            f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}">{escape(words)}</text>'
+        )
+
+    def arrow(self, start: tuple[float, float], end: tuple[float, float], dashed: bool) -> None:
+        """A line with a tip."""
+        dash = ' stroke-dasharray="5 4"' if dashed else ""
+        self.parts.append(
+            f'<line x1="{start[0]:g}" y1="{start[1]:g}" x2="{end[0]:g}" y2="{end[1]:g}" '
+            f'stroke="{INK}" stroke-width="1.2"{dash} marker-end="url(#tip)"/>'
+        )
+
+    def __str__(self) -> str:
+        return "\n".join([*self.parts, "</svg>", ""])
+
+    def __repr__(self) -> str:
+        return f"<{self.title}>"
+
+    def _repr_svg_(self) -> str:
+        return str(self)
+
+
+def word(text: str) -> str:
+    """The text of a token as a box can show it: blanks visible, long words cut."""
+    shown = text.strip() or text.replace("\n", "↵").replace(" ", "␣") or "∅"
+    shown = shown.replace("\n", "↵")
+    return shown if len(shown) <= LONGEST_WORD else shown[: LONGEST_WORD - 1] + "…"
+
+
+def token_tree(
+    words: Sequence[str],
+    parents: Sequence[int],
+    accepted: Sequence[int] = (),
+    bonus: str | None = None,
+) -> Canvas:
+    """A draft tree after its verification.
+
+    Args:
+        words: per node, the root first.
+        parents: per node, -1 for the root; parents precede children.
+        accepted: the accepted nodes in order, without the root.
+        bonus: the target's own token behind them.
+    """
+    kept = [0, *accepted]
+    words, parents = list(words), list(parents)
+    if bonus is not None:
+        words.append(bonus)
+        parents.append(kept[-1])
+    # The bonus token follows the path, but nobody drafted it.
+    bonus_node = len(words) - 1 if bonus is not None else -1
+    spots = places(parents)
+    canvas = _fitting(spots, "A draft tree: the accepted path is green, the bonus token follows it")
+    canvas.text(MARGIN, 24, "root: last committed token")
+    canvas.text(240, 24, "draft tokens")
+    for node, above in enumerate(parents):
+        if above >= 0:
+            connect(canvas, spots[above], spots[node], dashed=node == bonus_node)
+        fill = ROWS[0] if node == bonus_node else ACCEPTED if node in kept else REFUSED
+        canvas.box(*spots[node], (WIDTH, HEIGHT), fill, words[node])
+    if bonus is not None:
+        x, y = spots[bonus_node]
+        canvas.text(x + WIDTH / 2, y - 3, "bonus", "middle")
+    count = f"{len(accepted)} draft token{'' if len(accepted) == 1 else 's'}"
+    _foot(canvas, spots, f"one forward of the target: {count} and a bonus token")
+    return canvas
+
+
+def token_graph(
+    graph: TokenGraph, words: Sequence[str], accepted: Sequence[int] = (), note: str | None = None
+) -> Canvas:
+    """A token graph; merge edges are dashed.
+
+    Args:
+        graph: of one row.
+        words: per node, the root first.
+        accepted: the accepted nodes, without the root.
+        note: below the picture; the number of nodes and merge edges by default.
+    """
+    spots = places(graph.fathers)
+    canvas = _fitting(spots, "A token graph: a merge edge leads to a run that is drafted once")
+    for node, edges in enumerate(graph.edges):
+        for child, _ in edges:
+            connect(canvas, spots[node], spots[child], dashed=graph.fathers[child] != node)
+    for node, spot in enumerate(spots):
+        fill = ACCEPTED if accepted and node in (0, *accepted) else REFUSED
+        canvas.box(*spot, (WIDTH, HEIGHT), fill, words[node])
+    plural = "" if graph.num_merges == 1 else "s"
+    counts = f"{len(graph) - 1} nodes drafted, {graph.num_merges} merge edge{plural} (dashed)"
+    _foot(canvas, spots, counts if note is None else f"{counts}; {note}")
+    return canvas
+
+
+def padding(batching: str, nodes: Sequence[int], gains: Sequence[Sequence[int]]) -> Canvas:
+    """What a batch pads, in red: the inputs of a step, and the keys and values after several.
+
+    Args:
+        batching: a key of `BATCHING`.
+        nodes: per row the tokens that it sends through the linear layers in a step.
+        gains: per step, per row the tokens that it gained.
+    """
+    way = BATCHING[batching]
+    stored = [_line(row, [step[row] for step in gains]) for row in range(len(nodes))]
+    if way.pads_kv:
+        stored = [
+            [fill for step in gains for fill in _padded(row, step)] for row in range(len(nodes))
+        ]
+    inputs = [_padded(row, nodes) for row in range(len(nodes))]
+    if not way.pads_inputs:
+        inputs = [[fill for row in range(len(nodes)) for fill in _line(row, [nodes[row]])]]
+    step_y = CELL[1] + 4
+    below = 58 + len(inputs) * step_y + 30
+    widest = max(map(len, [*inputs, *stored]))
+    width = max(2 * MARGIN + widest * CELL[0], 480)
+    height = below + 10 + len(stored) * step_y + 10
+    canvas = Canvas(width, height, f"What batching={batching!r} pads, in red")
+    canvas.text(MARGIN, 22, f'batching="{batching}"')
+    for y, lines, what in ((48, inputs, "inputs"), (below, stored, "keys and values")):
+        wasted = sum(fill == PADDING for line in lines for fill in line)
+        canvas.text(MARGIN, y, f"{what}: {sum(map(len, lines))} places, {wasted} of them padding")
+        for index, line in enumerate(lines):
+            for column, fill in enumerate(line):
+                canvas.box(MARGIN + column * CELL[0], y + 10 + index * step_y, CELL, fill)
+    return canvas
+
+
+def _line(row: int, counts: Sequence[int]) -> list[str]:
+    return [ROWS[row % len(ROWS)]] * sum(counts)
+
+
+def _padded(row: int, counts: Sequence[int]) -> list[str]:
+    """The places of a row where every row has as many as the largest."""
+    return [*_line(row, [counts[row]]), *[PADDING] * (max(counts) - counts[row])]
+
+
+def places(parents: Sequence[int]) -> list[tuple[float, float]]:
+    """Top left corners of nodes: columns by depth, leaves one below the other."""
+    children: list[list[int]] = [[] for _ in parents]
+    for node, above in enumerate(parents):
+        if above >= 0:
+            children[above].append(node)
+    leaves = [node for node in _depth_first(children) if not children[node]]
+    lines: dict[int, float] = {leaf: line for line, leaf in enumerate(leaves)}
+    # Children stand behind their parents, so from the last node on their lines are known.
+    for node in reversed(range(len(parents))):
+        if children[node]:
+            lines[node] = sum(lines[child] for child in children[node]) / len(children[node])
+    return [
+        (MARGIN + depth * (WIDTH + GAP_X), TOP + lines[node] * (HEIGHT + GAP_Y))
+        for node, depth in enumerate(_depths(parents))
+    ]
+
+
+def _depth_first(children: Sequence[Sequence[int]], node: int = 0) -> Iterator[int]:
+    yield node
+    for child in children[node]:
+        yield from _depth_first(children, child)
+
+
+def _depths(parents: Sequence[int]) -> list[int]:
+    depths: list[int] = []
+    for above in parents:
+        depths.append(depths[above] + 1 if above >= 0 else 0)
+    return depths
+
+
+def connect(
+    canvas: Canvas, start: tuple[float, float], end: tuple[float, float], dashed: bool = False
+) -> None:
+    """An arrow from one node to another: rightwards from side to side, else from top to bottom."""
+    if end[0] > start[0]:
+        ends = (start[0] + WIDTH, start[1] + HEIGHT / 2), (end[0], end[1] + HEIGHT / 2)
+    else:
+        down = end[1] > start[1]
+        ends = (
+            (start[0] + WIDTH / 2, start[1] + HEIGHT * down),
+            (end[0] + WIDTH / 2, end[1] + HEIGHT * (not down)),
+        )
+    canvas.arrow(*ends, dashed)
+
+
+def _fitting(spots: Sequence[tuple[float, float]], title: str) -> Canvas:
+    """A canvas with room for nodes at `spots` and a line of text below them."""
+    right, bottom = max(x for x, _ in spots) + WIDTH, max(y for _, y in spots) + HEIGHT
+    return Canvas(int(max(right + MARGIN, 440)), int(bottom + GAP_Y + FOOT), title)
+
+
+def _foot(canvas: Canvas, spots: Sequence[tuple[float, float]], words: str) -> None:
+    canvas.text(MARGIN, max(y for _, y in spots) + HEIGHT + GAP_Y + FOOT - 14, words)

@@ -1,0 +1,83 @@
+"""The rounds of a generation, kept to be looked at: what was drafted, what the target made of it.
+
+output, rounds = record_rounds(model, inputs, "falcon", "my-head", max_new_tokens=32)
+rounds[3].verdict.tokens(0)  # what the fourth round added to the first row
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from hf_spec.adapters.folder import SpecAdapter
+from hf_spec.drafting.graph import TokenGraph
+from hf_spec.execution.runner import ForwardOutput
+from hf_spec.execution.tree import Verdict
+from hf_spec.generation.one_call import generate_with
+from hf_spec.strategies import StrategyConfig, make_drafter, parse_strategy
+
+Assistant = PreTrainedModel | SpecAdapter | str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class Round:
+    """One draft of every unfinished row, judged by the target.
+
+    Attributes:
+        verdict: the draft tree, the accepted nodes and the bonus tokens.
+        graphs: per row the graph that the tree was spelled out from, for drafters with a draft
+            model; empty for others.
+    """
+
+    verdict: Verdict
+    graphs: Mapping[int, TokenGraph]
+
+    def accepted_in_graph(self, row: int) -> list[int]:
+        """The accepted nodes of a row, without the root, as nodes of its graph."""
+        graph, path = self.graphs[row], [0]
+        for node in self.verdict.accepted[row]:
+            token = self.verdict.tree.host.tokens[node]
+            path.append(next(c for c, _ in graph.edges[path[-1]] if graph.tokens[c] == token))
+        return path[1:]
+
+
+def record_rounds(
+    model: PreTrainedModel,
+    inputs: Mapping[str, Any],
+    spec_strategy: str | StrategyConfig,
+    assistant: Assistant | None = None,
+    **settings: Any,
+) -> tuple[Any, list[Round]]:
+    """Generate as `generate()` does, and keep every round.
+
+    Args:
+        model: the target.
+        inputs: `input_ids` and `attention_mask`.
+        spec_strategy: a name or a config.
+        assistant: what the strategy drafts with.
+        **settings: what else `generate()` takes.
+
+    Returns:
+        What `generate()` returns, and the rounds in order.
+
+    Raises:
+        SpecError: as from `generate()`.
+    """
+    config = parse_strategy(spec_strategy)
+    drafter = make_drafter(config, model, assistant)
+    rounds: list[Round] = []
+    observe = drafter.observe
+
+    def keep(verdict: Verdict, output: ForwardOutput) -> None:
+        rounds.append(Round(verdict, dict(getattr(drafter, "graphs", {}))))
+        observe(verdict, output)
+
+    drafter.observe = keep  # type: ignore[method-assign]
+    decode = partial(generate_with, drafter, batching=config.batching)
+    target: Any = model
+    return target.generate(**inputs, **settings, custom_generate=decode), rounds

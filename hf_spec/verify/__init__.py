@@ -1,0 +1,1 @@
+"""Proof that a strategy leaves the output as it is."""

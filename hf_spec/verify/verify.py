@@ -1,0 +1,221 @@
+"""Proof on a user's own model and prompts that a strategy leaves the output as it is.
+
+Greedy outputs are compared token by token with plain `generate()`; `mismatch` finds the reason of
+every difference. Sampled tokens are compared with the model's own distribution (`sampling`). A
+strategy passes if all differences are ties, nothing speaks against the distribution, and accepted
+drafts were among what was compared: without them there was nothing that could have been wrong.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_spec.bench.contenders import plain, speculative
+from hf_spec.data.prompts import Prompt
+from hf_spec.strategies import StrategyConfig
+from hf_spec.verify.mismatch import TIE, Difference, differences
+from hf_spec.verify.sampling import SamplingPlan, SamplingResult, check_sampling
+
+# Verdicts, the gravest first.
+VERDICTS = FAILED, UNPROVEN, PASSED = "failed", "unproven", "passed"
+
+
+@dataclass(frozen=True)
+class GreedyOutput:
+    """One greedy output beside that of plain `generate()`.
+
+    Attributes:
+        prompt, task: which one.
+        new_tokens: length of the output.
+        tau: accepted draft tokens per target forward.
+        differences: in order; what follows a tie is compared with plain decoding from there on.
+    """
+
+    prompt: str
+    task: str
+    new_tokens: int
+    tau: float
+    differences: tuple[Difference, ...]
+
+    @property
+    def mistakes(self) -> list[Difference]:
+        """The differences that are no ties."""
+        return [found for found in self.differences if found.kind != TIE]
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What was found about one strategy.
+
+    Attributes:
+        name: as the command line gave it.
+        greedy: one per prompt.
+        sampling: None if nothing was drawn.
+    """
+
+    name: str
+    greedy: tuple[GreedyOutput, ...]
+    sampling: SamplingResult | None
+
+    @property
+    def unproven(self) -> list[str]:
+        """What was compared without a single accepted draft: "greedy", "sampling"."""
+        accepted = {"greedy": any(output.tau for output in self.greedy)}
+        if self.sampling is not None:
+            accepted["sampling"] = any(text.accepted for text in self.sampling.texts)
+        return [part for part, found in accepted.items() if not found]
+
+    @property
+    def verdict(self) -> str:
+        """FAILED if more than ties was found, UNPROVEN if no draft was accepted, or PASSED."""
+        wrong = any(output.mistakes for output in self.greedy)
+        if wrong or (self.sampling is not None and not self.sampling.passed):
+            return FAILED
+        return UNPROVEN if self.unproven else PASSED
+
+    @property
+    def passed(self) -> bool:
+        """Whether the verdict is PASSED."""
+        return self.verdict == PASSED
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values, with what follows from them."""
+        sampling = None
+        if self.sampling is not None:
+            sampling = {
+                "significance": self.sampling.significance,
+                "p_value": self.sampling.p_value,
+                "detectable_share": self.sampling.detectable,
+                "passed": self.sampling.passed,
+                "texts": [
+                    {**dataclasses.asdict(text), "p_value": text.comparison.p_value}
+                    for text in self.sampling.texts
+                ],
+            }
+        return {
+            "strategy": self.name,
+            "passed": self.passed,
+            "verdict": self.verdict,
+            "unproven": self.unproven,
+            "greedy": [dataclasses.asdict(output) for output in self.greedy],
+            "sampling": sampling,
+        }
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A strategy under test.
+
+    Attributes:
+        name: in the report.
+        config: of the strategy.
+        assistant: what it takes.
+    """
+
+    name: str
+    config: StrategyConfig
+    assistant: Any = None
+
+    @property
+    def method(self) -> dict[str, Any]:
+        """The arguments of generate() that make it speculate."""
+        return {"spec_strategy": self.config, "assistant": self.assistant}
+
+
+@dataclass(frozen=True)
+class VerificationPlan:
+    """How much is compared.
+
+    Attributes:
+        new_tokens: most tokens of a greedy output.
+        sampled_prompts: how many prompts are sampled from, the shortest ones.
+        sampling: how; the parts that a strategy does not change.
+    """
+
+    new_tokens: int = 64
+    sampled_prompts: int = 4
+    sampling: SamplingPlan = dataclasses.field(default_factory=SamplingPlan)
+
+
+def verify(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    subjects: Sequence[Subject],
+    plan: VerificationPlan,
+    progress: Callable[[], None] = lambda: None,
+) -> list[Verification]:
+    """Check every strategy on every prompt.
+
+    Args:
+        model: the target, in evaluation mode.
+        tokenizer: the model's.
+        prompts: what to generate from.
+        subjects: the strategies.
+        plan: how much is compared.
+        progress: called after every greedy output and every sampled strategy.
+    """
+    encoded = [prompt.encode(tokenizer).to(model.device) for prompt in prompts]
+    shortest = sorted(encoded, key=lambda ids: ids.shape[1])[: plan.sampled_prompts]
+    greedy: dict[str, list[GreedyOutput]] = {subject.name: [] for subject in subjects}
+    sampled: dict[str, SamplingResult] = {}
+    with _plain_by_default(model):
+        for prompt, ids in zip(prompts, encoded, strict=True):
+            expected = plain(model).run(ids, plan.new_tokens).sequence.tolist()
+            for subject in subjects:
+                output = _compare(model, prompt, ids, expected, subject, plan.new_tokens)
+                greedy[subject.name].append(output)
+                progress()
+        for subject in subjects:
+            if shortest:
+                sampled[subject.name] = check_sampling(
+                    model, shortest, plan.sampling, **subject.method
+                )
+                progress()
+    return [
+        Verification(subject.name, tuple(greedy[subject.name]), sampled.get(subject.name))
+        for subject in subjects
+    ]
+
+
+def _compare(
+    model: PreTrainedModel,
+    prompt: Prompt,
+    ids: Tensor,
+    expected: Sequence[int],
+    subject: Subject,
+    new_tokens: int,
+) -> GreedyOutput:
+    run = speculative(model, ids, new_tokens, **subject.method)
+    assert run.stats is not None, "our own strategies count"
+    found = differences(model, ids, expected, run.sequence.tolist(), new_tokens)
+    return GreedyOutput(
+        prompt.id,
+        prompt.task,
+        run.sequence.shape[0] - ids.shape[1],
+        run.stats.tau,
+        tuple(found),
+    )
+
+
+@contextmanager
+def _plain_by_default(model: Any) -> Iterator[None]:
+    """A strategy that is stored with the model would make plain generate() speculate as well."""
+    config = model.generation_config
+    stored = config.spec_strategy
+    if stored is None:
+        # Naming it would leave an entry in the config, which is saved with the model.
+        yield
+        return
+    config.spec_strategy = None
+    try:
+        yield
+    finally:
+        config.spec_strategy = stored

@@ -1,0 +1,120 @@
+"""Calibration: what is measured, what is chosen, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Regex
+from tokenizers.pre_tokenizers import Split
+
+from hf_spec import OptionError
+from hf_spec.adapters.folder import load_adapter
+from hf_spec.bench.calibrate.disco import (
+    CalibrationSettings,
+    calibrate_disco,
+    check_prompts,
+    fastest,
+    tabulate,
+    validation_prompts,
+)
+from hf_spec.bench.runner import Record, StrategyStats
+from hf_spec.data.prompts import Prompt, load_prompts
+from tests.tiny_models import build, save_disco_adapter, tokenizer
+
+SETTINGS = CalibrationSettings(
+    thresholds=(0.3, 0.6),
+    longest=(2, 4),
+    static_lengths=(1, 3),
+    reference=2,
+    new_tokens=6,
+    repeats=2,
+)
+PROMPTS = [Prompt(f"v{i}", "x", ("".join(words),)) for i, words in enumerate(["babebi", "cacece"])]
+
+
+def words() -> Any:
+    """The shared tokenizer, cutting texts into its two-letter words."""
+    made = copy.deepcopy(tokenizer())
+    made.backend_tokenizer.pre_tokenizer = Split(Regex(".."), "isolated")
+    return made
+
+
+def record(
+    contender: str, prompt: str, repeat: int, seconds: float, tau: float = 1.0, **more: Any
+) -> Record:
+    fields: dict[str, Any] = {"task": "x", "plain_seconds": 8.0, "new_tokens": 4, "identical": True}
+    stats = StrategyStats(tau, 3, 3, 0.1, 0.1, 0.1, (1,), {})
+    fields |= {"target_forwards": 2, "stats": stats, **more}
+    return Record(prompt=prompt, contender=contender, repeat=repeat, seconds=seconds, **fields)
+
+
+def test_the_best_pair_goes_into_the_adapter(tmp_path: Path) -> None:
+    model, ticks = build("llama"), []
+    save_disco_adapter(tmp_path, model, threshold=0.99, max_draft_tokens=99)
+    before = load_adapter(tmp_path)
+    made = calibrate_disco(
+        model, words(), tmp_path, PROMPTS, SETTINGS, progress=lambda: ticks.append(1)
+    )
+    assert len(ticks) == SETTINGS.num_ways * len(PROMPTS) * SETTINGS.repeats
+    adapter = load_adapter(tmp_path)
+    assert adapter.options == json.loads(json.dumps(made.options))
+    assert "`disco`" in (tmp_path / "README.md").read_text()
+    options, calibration = adapter.options, adapter.options["calibration"]
+    table = calibration["table"]
+    assert len(table) == SETTINGS.num_ways == 1 + 4 + 2
+    ours = [name for name in table if name.startswith("threshold")]
+    best = max(ours, key=lambda name: table[name]["ratio"])
+    assert calibration["best"] == best
+    assert f"threshold {options['threshold']}, longest {options['max_draft_tokens']}" == best
+    assert calibration["best_static"] in {"static 1", "static 3"}
+    assert all(row["identical"] for row in table.values())
+    assert calibration["prompts"] == ["v0", "v1"]
+    assert adapter.options["draft"] == before.options["draft"]
+    for name, tensor in before.tensors.items():
+        assert tensor.equal(adapter.tensors[name])
+
+
+def test_the_table_is_a_median_of_medians() -> None:
+    records = [
+        record("a", "p", 0, 4.0),
+        record("a", "p", 1, 1.0),
+        record("a", "p", 2, 8.0),
+        record("a", "q", 0, 16.0, identical=False, tau=4.0),
+        record("b", "p", 0, 2.0),
+    ]
+    table = tabulate(records)
+    # Of prompt p 2, 8 and 1 times as fast, of prompt q half as fast.
+    assert table["a"]["ratio"] == (2 + 0.5) / 2
+    assert table["a"]["tau"] == (3 * 1 + 4) / 4
+    assert (table["a"]["identical"], table["b"]["identical"]) == (False, True)
+    assert fastest(table, ["a", "b"]) == "b"
+    assert fastest(table, ["a"]) == "a"
+
+
+def test_only_prompts_that_were_held_back(tmp_path: Path) -> None:
+    save_disco_adapter(tmp_path, build("llama"), validation_prompts=["v1", "v7"])
+    adapter = load_adapter(tmp_path)
+    assert validation_prompts(adapter, PROMPTS) == PROMPTS[1:]
+    with pytest.raises(OptionError, match="none of the 1 prompts was held back"):
+        validation_prompts(adapter, PROMPTS[:1])
+
+
+def test_prompts_of_the_benchmark_are_refused(tmp_path: Path) -> None:
+    theirs = load_prompts()[3]
+    renamed = Prompt("mine", "x", theirs.turns)
+    with pytest.raises(OptionError, match="prompt 'mine' is one of the benchmark's own"):
+        check_prompts([*PROMPTS, renamed])
+    with pytest.raises(OptionError, match="no prompts"):
+        calibrate_disco(build("llama"), words(), tmp_path, [], SETTINGS)
+
+
+@pytest.mark.parametrize(
+    "options", [{"thresholds": ()}, {"longest": ()}, {"repeats": 0}, {"new_tokens": 0}]
+)
+def test_settings(options: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match=next(iter(options))):
+        CalibrationSettings(**options)

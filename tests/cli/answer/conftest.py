@@ -1,0 +1,54 @@
+"""A tiny model in a folder, with a tokenizer of words and a chat template."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
+
+from hf_spec.cli.answer.speaker import Speaker
+from tests.tiny_models import VOCAB, build
+
+PROMPT = " ".join(f"w{word}" for word in (11, 12, 13) * 4)
+# Every message and the place of the answer leave a mark.
+TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}answer"
+
+
+def make_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
+    marks = ["<pad>", "<unk>", "</s>", "system", "user", "assistant", "answer"]
+    words = [*marks, *(f"w{index}" for index in range(len(marks), VOCAB))]
+    vocab = {word: index for index, word in enumerate(words)}
+    backend = Tokenizer(WordLevel(vocab, unk_token="<unk>"))
+    backend.pre_tokenizer = Whitespace()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", unk_token="<unk>", eos_token="</s>"
+    )
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    return make_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny Llama."""
+    folder = tmp_path_factory.mktemp("commands") / "model"
+    build("llama").save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def speaker(tokenizer: Any) -> Speaker:
+    """The tiny Llama with lookup, 24 new tokens."""
+    speaker = Speaker(build("llama"), tokenizer, max_new_tokens=24)
+    speaker.choose("lookup")
+    return speaker

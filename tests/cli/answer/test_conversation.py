@@ -1,0 +1,139 @@
+"""A conversation with lines fed in: history, commands, colours, and what goes wrong."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from hf_spec import OptionError
+from hf_spec.cli.answer.conversation import Conversation
+from hf_spec.cli.answer.speaker import Speaker
+from tests.cli.answer.conftest import make_tokenizer
+from tests.cli.answer.test_console_streamer import green_words
+from tests.tiny_models import build
+
+
+class Talk:
+    """A conversation whose lines are known beforehand; `page` is what the user saw."""
+
+    def __init__(self, speaker: Speaker, monkeypatch: pytest.MonkeyPatch):
+        self.page = io.StringIO()
+        console = Console(
+            file=self.page, force_terminal=True, color_system="standard", width=100, highlight=False
+        )
+        self.conversation = Conversation(speaker, console, system="w90")
+        self._monkeypatch = monkeypatch
+
+    def say(self, *lines: str) -> str:
+        self._monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{x}\n" for x in lines)))
+        before = self.page.tell()
+        self.conversation.run()
+        return self.page.getvalue()[before:]
+
+
+@pytest.fixture
+def talk(speaker: Speaker, monkeypatch: pytest.MonkeyPatch) -> Talk:
+    return Talk(speaker, monkeypatch)
+
+
+def answer_to(text: str) -> str:
+    """What plain generate() makes of a conversation in the chat template."""
+    ids = make_tokenizer()(text, return_tensors="pt")["input_ids"]
+    output = build("llama").generate(ids, max_new_tokens=24, do_sample=False)
+    return make_tokenizer().decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def test_every_answer_knows_what_was_said(talk: Talk) -> None:
+    talk.say("w11 w12", "", "w13")
+    first = answer_to("system w90 user w11 w12 answer")
+    second = answer_to(f"system w90 user w11 w12 assistant {first} user w13 answer")
+    contents = [message["content"].strip() for message in talk.conversation.messages]
+    assert contents == ["w90", "w11 w12", first, "w13", second]
+
+
+def test_colours_and_statistics_agree(talk: Talk) -> None:
+    page = talk.say("w11 w12 w13 w11 w12 w13", "w11 w12 w13", "/stats")
+    answers, _, table = page.rpartition("last answer")
+    accepted = int(table.split("draft tokens accepted")[1].split(" of ")[1].split(")")[1])
+    assert accepted > 0
+    assert green_words(answers) == accepted
+    assert "48" in table
+
+
+def test_reset_forgets(talk: Talk) -> None:
+    talk.say("w11", "/reset", "w12")
+    contents = [message["content"].strip() for message in talk.conversation.messages]
+    assert contents == ["w90", "w12", answer_to("system w90 user w12 answer")]
+    assert "nothing has been answered yet" in talk.say("/reset", "/stats")
+
+
+def test_save(talk: Talk, tmp_path: Path) -> None:
+    file = tmp_path / "talk.json"
+    file.write_text("old")
+    page = talk.say("w11", f"/save {file}", "/save", f"/save {tmp_path}")
+    assert json.loads(file.read_text()) == talk.conversation.messages
+    assert page.count("needs the name of a file") == 2
+    assert list(tmp_path.iterdir()) == [file]
+    assert "error:" in talk.say(f"/save {tmp_path}/no/such/folder.json")
+
+
+def test_another_strategy(talk: Talk) -> None:
+    page = talk.say("/strategy none", "w11", "/strategy", "/strategy nonsense", "w12")
+    assert "unknown spec_strategy 'nonsense'" in page
+    assert talk.conversation.speaker.name == "none"
+    # Nothing is drafted, so nothing is coloured.
+    assert green_words(page) == 0
+    assert len(talk.conversation.messages) == 5
+
+
+def test_help_exit_and_unknown_commands(talk: Talk) -> None:
+    page = talk.say("/help", "/nonsense", "/exit", "w11")
+    for name in ("/stats", "/reset", "/save", "/strategy", "/exit", "/help"):
+        assert page.count(name) >= 2
+    assert "unknown command /nonsense" in page
+    assert len(talk.conversation.messages) == 1
+
+
+def test_an_answer_that_cannot_be_given_is_not_remembered(talk: Talk) -> None:
+    page = talk.say("w11 " * 300, "w12")
+    assert "more than the 256 of the model's context" in " ".join(page.split())
+    assert [m["content"].strip() for m in talk.conversation.messages][:2] == ["w90", "w12"]
+
+
+def test_ctrl_c_cuts_an_answer_short(
+    talk: Talk, speaker: Speaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forwards = 0
+
+    def interrupt(*_: Any) -> None:
+        nonlocal forwards
+        forwards += 1
+        if forwards == 4:
+            raise KeyboardInterrupt
+
+    handle = speaker.model.register_forward_pre_hook(interrupt)
+    try:
+        page = talk.say("w11 w12")
+    finally:
+        handle.remove()
+    assert "(stopped)" in page
+    whole = answer_to("system w90 user w11 w12 answer")
+    cut = talk.conversation.messages[-1]["content"]
+    assert cut
+    assert whole.startswith(cut.strip())
+    assert len(cut) < len(whole)
+    # The model is as it was.
+    assert speaker.generate(torch.arange(9, 15)[None]).sequences.shape[1] == 30
+
+
+def test_no_chat_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    speaker = Speaker(build("llama"), make_tokenizer(template=None), max_new_tokens=4)
+    speaker.choose("lookup")
+    with pytest.raises(OptionError, match="no chat template"):
+        Talk(speaker, monkeypatch).say("w11")

@@ -1,0 +1,92 @@
+"""`hf-spec demo` as it is called."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from hf_spec.cli.app import build_app
+from hf_spec.cli.demo import session
+from hf_spec.cli.demo.prompts import PROMPTS
+from tests import tiny_models
+
+ROOT = Path(__file__).parents[3]
+# Of the real model: few tokens, one run of each.
+FEW = ("--repeats", "1", "--max-new-tokens", "8")
+
+
+def refuse_to_load() -> Any:
+    raise AssertionError("the model was loaded")
+
+
+@pytest.fixture
+def subjects(monkeypatch: pytest.MonkeyPatch) -> list[session.Subject]:
+    """What would have been run, with a tiny model."""
+    found: list[session.Subject] = []
+    monkeypatch.setattr(
+        session, "load", lambda: (tiny_models.build("llama"), tiny_models.tokenizer())
+    )
+    monkeypatch.setattr(session, "run", lambda subject, console: found.append(subject) or True)
+    return found
+
+
+def test_by_default_all_prompts_and_strategies(subjects: list[session.Subject]) -> None:
+    result = CliRunner().invoke(build_app(), ["demo"])
+    assert result.exit_code == 0, result.output
+    [subject] = subjects
+    assert subject.prompts == PROMPTS
+    # The shipped head is not the tiny model's; that is said.
+    assert [name for name, *_ in subject.entries] == ["none", "lookup", "auto"]
+    assert "falcon is left out" in result.output
+
+
+def test_named_strategies(subjects: list[session.Subject]) -> None:
+    arguments = ["demo", "--strategy", "tree", "--assistant", "truncated:1", "--repeats", "5"]
+    result = CliRunner().invoke(build_app(), arguments)
+    assert result.exit_code == 0, result.output
+    [subject] = subjects
+    assert [name for name, *_ in subject.entries] == ["none", "tree"]
+    assert subject.repeats == 5
+
+
+def test_fails_if_an_output_differs(
+    subjects: list[session.Subject], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "run", lambda *arguments: False)
+    result = CliRunner().invoke(build_app(), ["demo"])
+    assert result.exit_code == 1
+    assert "differs" in result.output
+
+
+@pytest.mark.parametrize("wrong", [("--strategy", "lokup"), ("--repeats", "0")])
+def test_mistakes_are_told_before_the_model_is_loaded(
+    wrong: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "load", refuse_to_load)
+    result = CliRunner().invoke(build_app(), ["demo", *wrong])
+    assert result.exit_code == 2
+
+
+@pytest.mark.real
+def test_the_real_model_with_everything(
+    smollm2: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "load", lambda: smollm2)
+    monkeypatch.chdir(ROOT)
+    result = CliRunner().invoke(build_app(), ["demo", *FEW])
+    assert result.exit_code == 0, result.output
+    assert result.output.count("4 of 4") == 5
+
+
+@pytest.mark.real
+def test_pipes_get_lines_alone() -> None:
+    command = [sys.executable, "-m", "hf_spec", "demo", "--strategy", "lookup", *FEW]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert shown.stderr == ""
+    assert "\r" not in shown.stdout
+    assert shown.stdout.count("4 of 4") == 3

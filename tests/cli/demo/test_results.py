@@ -1,0 +1,66 @@
+"""The tables, from records that are made up."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+from rich.table import Table
+
+from hf_spec.bench.runner import Record, Row, StrategyStats
+from hf_spec.cli.demo.results import Answer, all_identical, prompts_table, strategies_table
+
+SECONDS = {"plain": 8.0, "none": 4.0, "lookup": 2.0, "falcon": 2.0, "auto": 1.0}
+
+
+def record(prompt: str, contender: str, seconds: float, plain_seconds: float = 8.0) -> Record:
+    stats = StrategyStats(1.5, 10, 0, 0.0, seconds, 0.0, (6,), {}, (10,))
+    rows = (Row(prompt, prompt, True),)
+    own = None if contender == "plain" else stats
+    return Record(prompt, prompt, contender, 0, seconds, plain_seconds, 100, 40, True, own, 1, rows)
+
+
+@pytest.fixture
+def records() -> list[Record]:
+    """A prompt on which everything helps, and one on which nothing does."""
+    easy = [record("easy", name, seconds) for name, seconds in SECONDS.items()]
+    return [*easy, *(record("hard", name, 8.0) for name in SECONDS)]
+
+
+def lines(table: Table) -> dict[str, list[str]]:
+    """First cell -> the others, as a pipe of 80 columns has them."""
+    page = io.StringIO()
+    Console(file=page, width=80).print(table)
+    assert "…" not in page.getvalue()
+    return {
+        line.split()[0]: line.split()[1:] for line in page.getvalue().splitlines() if line.strip()
+    }
+
+
+def test_one_row_a_strategy(records: list[Record]) -> None:
+    found = lines(strategies_table(records))
+    assert found["plain"] == ["1.00", "(1.00-1.00)", "1.00", "0.75", "-", "2.50", "2", "of", "2"]
+    assert found["none"][:4] == ["1.50", "(1.20-1.80)", "1.33", "1.00"]
+    assert found["auto"][2:5] == ["1.78", "2.50", "1.50"]
+
+
+def test_without_the_engine_alone_there_is_nothing_to_compare_with(records: list[Record]) -> None:
+    found = lines(strategies_table([r for r in records if r.contender in ("plain", "lookup")]))
+    assert found["lookup"][3] == "-"
+
+
+def test_one_row_a_prompt(records: list[Record]) -> None:
+    answers = {"easy": Answer(100, 0.853, True), "hard": Answer(128, 0.0, False)}
+    found = lines(prompts_table(records, answers))
+    assert found["easy"] == ["100", "85%", "2.00", "4.00", "4.00", "8.00"]
+    assert found["hard"] == ["128,", "cut", "0%", "1.00", "1.00", "1.00", "1.00"]
+
+
+def test_one_different_output_is_seen(records: list[Record]) -> None:
+    assert all_identical(records)
+    one = replace(records[3], identical=False, rows=(Row("easy", "easy", False),))
+    wrong = [*records[:3], one, *records[4:]]
+    assert not all_identical(wrong)
+    assert "1 of 2" in " ".join(lines(strategies_table(wrong))["falcon"])

@@ -1,0 +1,194 @@
+"""Rank trees: what is refused, and the compiler against a drafter that looks at whole paths."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from typing import Any
+
+import pytest
+
+from hf_spec import OptionError
+from hf_spec.drafting.rank_tree import Path, RankTree, best_tree
+
+RAGGED = [(0,), (3,), (0, 0), (0, 5), (3, 1), (0, 0, 2), (3, 1, 0), (0, 0, 2, 0), (0, 0, 2, 7)]
+
+
+def random_paths(seed: int, num_nodes: int = 25, num_ranks: int = 6) -> list[Path]:
+    """A prefix-closed set with rank gaps and leaves at every depth, in random order."""
+    generator = random.Random(seed)
+    paths: list[Path] = []
+    while len(paths) < num_nodes:
+        path = (*generator.choice([(), *paths]), generator.randrange(num_ranks))
+        if path not in paths and len(path) <= 9:
+            paths.append(path)
+    generator.shuffle(paths)
+    return paths
+
+
+def token(lists_below: Path, slot: int, rank: int) -> tuple[Path, int, int]:
+    """What a made-up head answers: the list is known by the tokens that led to its block."""
+    return lists_below, slot, rank
+
+
+class TestTree:
+    def test_order_parents_and_depths(self) -> None:
+        tree = RankTree.of(reversed(RAGGED))
+        assert tree.paths == tuple(RAGGED)
+        assert tree.parents == [-1, -1, 0, 0, 1, 2, 4, 5, 5]
+        assert tree.depths == [1, 1, 2, 2, 2, 3, 3, 4, 4]
+        assert (len(tree), tree.height, tree.num_ranks) == (9, 4, 8)
+
+    def test_lists_as_json_gives_them(self) -> None:
+        assert RankTree.of([[0, 1], [0]]) == RankTree.of(((0,), (0, 1)))
+
+    def test_chain(self) -> None:
+        assert RankTree.chain(3).paths == ((0,), (0, 0), (0, 0, 0))
+
+    @pytest.mark.parametrize("depth", range(6))
+    def test_cut_to_a_depth(self, depth: int) -> None:
+        tree = RankTree.of(RAGGED)
+        cut = tree.cut(depth)
+        assert cut.paths == tuple(path for path in tree.paths if len(path) <= depth)
+        assert cut.paths == tree.paths[: len(cut)]
+
+    def test_cut_to_short_lists_stays_a_tree(self) -> None:
+        for seed in range(20):
+            cut = RankTree.of(random_paths(seed)).cut(num_ranks=3)
+            assert cut.num_ranks <= 3
+            assert not cut.paths or RankTree.of(cut.paths) == cut
+
+    @pytest.mark.parametrize(
+        ("paths", "match"),
+        [
+            ([(0,), (1,), (0,)], r"path \[0\] is given twice"),
+            ([(0,), (1, 0)], r"path \[1, 0\] lacks its parent \[1\]"),
+            ([(0, 0, 0), (0,)], r"lacks its parent \[0, 0\]"),
+            ([(0,), (-1,)], r"\(-1,\) is no rank path"),
+            ([(0,), (0.0, 1)], "is no rank path"),
+            ([(True,)], "is no rank path"),
+            ([("0",)], "is no rank path"),
+            ([()], "is no rank path"),
+            ([0, 1], "0 is no rank path"),
+            ([], "has no nodes"),
+            ("00", "must be a list"),
+            ({(0,): 1}, "must be a list"),
+            (3, "must be a list"),
+            (None, "must be a list"),
+        ],
+    )
+    def test_refusals(self, paths: Any, match: str) -> None:
+        with pytest.raises(OptionError, match=match):
+            RankTree.of(paths)
+
+
+class TestPasses:
+    @pytest.mark.parametrize("block_size", [1, 2, 3, 4, 9])
+    @pytest.mark.parametrize("seed", range(12))
+    def test_against_brute_force(self, seed: int, block_size: int) -> None:
+        """Every node has the token that a drafter would give that follows its path by itself."""
+        tree = RankTree.of(random_paths(seed))
+        passes = tree.passes(block_size)
+        # What each block was fed with, from the first pass on.
+        texts: list[tuple[Any, ...]] = []
+        tokens: list[Any] = []
+        for block, nodes in enumerate(passes.nodes):
+            fed = [passes.entries[node] for node in nodes]
+            assert all(entry.block == passes.parent[block] for entry in fed)
+            assert [entry.slot for entry in fed] == list(range(len(fed)))
+            assert len(fed) == (block_size if block else 0)
+            above = texts[passes.parent[block]] if block else ()
+            texts.append(above + tuple(token(above, e.slot, e.rank) for e in fed))
+        for entry in passes.entries:
+            tokens.append(token(texts[entry.block], entry.slot, entry.rank))
+        for path, found in zip(tree.paths, tokens, strict=True):
+            text: tuple[Any, ...] = ()
+            block: list[Any] = []
+            for rank in path:
+                if len(block) == block_size:
+                    text, block = text + tuple(block), []
+                block.append(token(text, len(block), rank))
+            assert found == block[-1]
+
+    @pytest.mark.parametrize("block_size", [1, 2, 3, 4])
+    def test_only_nodes_with_children_become_blocks(self, block_size: int) -> None:
+        for seed in range(12):
+            tree = RankTree.of(random_paths(seed))
+            passes = tree.passes(block_size)
+            inner = {p[:-1] for p in tree.paths if (len(p) - 1) % block_size == 0}
+            assert len(passes.nodes) == len(inner)
+            assert passes.num_passes == -(-tree.height // block_size)
+            runs = [list(passes.blocks(index)) for index in range(passes.num_passes)]
+            assert list(itertools.chain(*runs)) == list(range(len(inner)))
+            for block in range(1, len(inner)):
+                assert passes.pass_of[passes.parent[block]] == passes.pass_of[block] - 1
+
+    def test_one_pass_over_parallel_positions(self) -> None:
+        passes = RankTree.of(RAGGED).passes(4)
+        assert passes.num_passes == 1
+        assert [(e.block, e.slot, e.rank) for e in passes.entries] == [
+            (0, len(path) - 1, path[-1]) for path in RAGGED
+        ]
+
+    def test_ancestors(self) -> None:
+        passes = RankTree.of(RAGGED).passes(1)
+        paths = sorted({path[:-1] for path in RAGGED}, key=lambda path: (len(path), path))
+        for block, path in enumerate(paths):
+            names = [path[:depth] for depth in range(1, len(path) + 1)]
+            assert [paths[b] for b in passes.ancestors(block)] == names
+
+
+SHARES = ([0.6, 0.2, 0.05], [0.5, 0.1, 0.0], [0.4, 0.2, 0.1], [0.3, 0.05, 0.01])
+ACCEPTED = {
+    path: math.prod(shares[rank] for shares, rank in zip(SHARES, path, strict=False))
+    for depth in range(1, 5)
+    for path in itertools.product(range(3), repeat=depth)
+}
+
+
+class TestBestTree:
+    @staticmethod
+    def value(paths: Any) -> float:
+        return 1.0 + sum(ACCEPTED[path] for path in paths)
+
+    @pytest.mark.parametrize("block_size", [1, 2])
+    @pytest.mark.parametrize("price", [(0.02, 0.05), (0.1, 0.3), (0.3, 0.01), (0.0, 0.5)])
+    def test_no_tree_of_up_to_five_nodes_is_better(
+        self, block_size: int, price: tuple[float, float]
+    ) -> None:
+        def cost(nodes: int, passes: int) -> float:
+            return 1 + price[0] * nodes + price[1] * passes
+
+        best = best_tree(ACCEPTED, cost, block_size, max_nodes=5)
+        reached = self.value(best.paths) / cost(len(best), -(-best.height // block_size))
+        trees: set[frozenset[Path]] = {frozenset()}
+        for _ in range(5):
+            larger = {
+                tree | {path}
+                for tree in trees
+                for path in ACCEPTED
+                if path not in tree and (len(path) == 1 or path[:-1] in tree)
+            }
+            for tree in larger:
+                height = max(len(path) for path in tree)
+                rate = self.value(tree) / cost(len(tree), -(-height // block_size))
+                assert rate <= reached + 1e-12
+            trees = larger
+
+    def test_free_nodes_are_all_taken(self) -> None:
+        tree = best_tree(ACCEPTED, lambda nodes, passes: 1.0, 2, max_nodes=20)
+        assert len(tree) == 20
+        assert RankTree.of(tree.paths) == tree
+
+    def test_dear_passes_leave_one(self) -> None:
+        tree = best_tree(ACCEPTED, lambda nodes, passes: float(passes) ** 3, 2, max_nodes=20)
+        assert tree.height == 2
+
+    def test_equal_values_still_make_a_tree(self) -> None:
+        tree = best_tree({(0,): 1.0, (0, 0): 1.0, (0, 0, 0): 1.0}, lambda nodes, passes: 1.0, 1)
+        assert tree == RankTree.chain(3)
+
+    def test_nothing_to_gain(self) -> None:
+        with pytest.raises(ValueError, match="ever accepted"):
+            best_tree({(0,): 0.0}, lambda nodes, passes: 1.0, 1)

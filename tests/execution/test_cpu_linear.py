@@ -1,0 +1,528 @@
+"""Packed linear layers: same values, modules as found, never a stale weight."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations, prune
+
+from hf_spec.execution import cpu_linear
+from hf_spec.execution.cpu_linear import (
+    clear_cpu_packing,
+    cpu_packing_bytes,
+    fast_cpu_linears,
+    fast_products,
+    set_cpu_packing,
+)
+
+WIDTH = 256
+# Few rows, the edges of the transposed form, a prompt.
+ROWS = (0, 1, 2, 3, 4, 16, 48, 49, 64, 300)
+# Sums of 256 products of size 1 / 16: rounding in another order of adding up.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.05}
+
+
+class Tied(nn.Module):
+    """The shape of a language model: embedding, two linears, a head tied to the embedding."""
+
+    def __init__(self, bias: bool = True) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(320, WIDTH)
+        self.up = nn.Linear(WIDTH, 512, bias=bias)
+        self.down = nn.Linear(512, WIDTH, bias=bias)
+        self.head = nn.Linear(WIDTH, 320, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        return self.head(x + self.down(F.silu(self.up(x))))
+
+
+@pytest.fixture(autouse=True)
+def clean_store() -> Iterator[None]:
+    set_cpu_packing("auto")
+    clear_cpu_packing()
+    yield
+    set_cpu_packing("auto")
+    clear_cpu_packing()
+    cpu_linear._has_operators.cache_clear()
+    cpu_linear._row_limits.cache_clear()
+    assert not cpu_linear._active
+
+
+@pytest.fixture
+def model() -> Tied:
+    torch.manual_seed(0)
+    return Tied()
+
+
+@pytest.fixture
+def packed_calls(monkeypatch: pytest.MonkeyPatch) -> list[nn.Linear]:
+    """Modules that took the packed form, one entry a call."""
+    calls: list[nn.Linear] = []
+    original = cpu_linear._packed_forward
+
+    def counting(module: nn.Linear, packed: Tensor, least: int, most: int) -> object:
+        forward = original(module, packed, 1, cpu_linear.NO_LIMIT)
+
+        def counted(input: Tensor) -> Tensor:  # noqa: A002
+            calls.append(module)
+            return forward(input)
+
+        return counted
+
+    monkeypatch.setattr(cpu_linear, "_packed_forward", counting)
+    return calls
+
+
+def patched(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if "forward" in module.__dict__]
+
+
+def assert_same(output: Tensor, expected: Tensor) -> None:
+    """Equal up to rounding of values of size 50 that went through three products."""
+    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-4)
+
+
+@torch.no_grad()
+def run(model: nn.Module, rows: int = 8) -> Tensor:
+    return model(torch.arange(rows)[None] % 320)
+
+
+@torch.no_grad()
+def run_fast(model: nn.Module, rows: int = 8) -> Tensor:
+    with fast_cpu_linears(model), fast_products():
+        return run(model, rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("mode", ["auto", "off"])
+def test_values_are_those_of_linear(dtype: torch.dtype, bias: bool, mode: str) -> None:
+    torch.manual_seed(0)
+    set_cpu_packing(mode)
+    linear = nn.Linear(WIDTH, 320, bias=bias).to(dtype)
+    with torch.no_grad(), fast_cpu_linears(linear), fast_products():
+        for rows in ROWS:
+            for x in (torch.randn(1, rows, WIDTH), torch.randn(rows, WIDTH)):
+                expected = F.linear(x.to(dtype), linear.weight, linear.bias)
+                output = linear(x.to(dtype))
+                assert output.shape == expected.shape
+                assert output.dtype == dtype
+                assert output.is_contiguous()
+                torch.testing.assert_close(output, expected, rtol=0.02, atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("mode", ["auto", "off"])
+def test_input_may_have_any_strides_and_dimensions(mode: str) -> None:
+    torch.manual_seed(0)
+    set_cpu_packing(mode)
+    linear = nn.Linear(WIDTH, 320)
+    inputs = [
+        torch.randn(WIDTH),
+        torch.randn(2, 3, 4, WIDTH),
+        torch.randn(WIDTH, 5).T,
+        torch.randn(5, 2 * WIDTH)[:, ::2],
+        torch.randn(3, WIDTH)[:, None].expand(3, 4, WIDTH),
+        torch.randn(4, WIDTH + 1)[:, 1:],
+    ]
+    with torch.no_grad(), fast_cpu_linears(linear), fast_products():
+        for x in inputs:
+            torch.testing.assert_close(linear(x), F.linear(x, linear.weight, linear.bias))
+
+
+def test_every_linear_is_packed_and_the_head_too(
+    model: Tied, packed_calls: list[nn.Linear]
+) -> None:
+    expected = run(model)
+    assert_same(run_fast(model), expected)
+    assert packed_calls == [model.up, model.down, model.head]
+    assert cpu_packing_bytes() == sum(m.weight.nbytes for m in (model.up, model.down, model.head))
+
+
+def test_modules_are_as_found_after_the_block_and_after_an_exception(model: Tied) -> None:
+    before = [dict(module.__dict__) for module in model.modules()]
+    with fast_cpu_linears(model), fast_products():
+        assert patched(model) == ["up", "down", "head"]
+    assert [dict(module.__dict__) for module in model.modules()] == before
+    with pytest.raises(KeyboardInterrupt), fast_cpu_linears(model):
+        raise KeyboardInterrupt
+    assert [dict(module.__dict__) for module in model.modules()] == before
+    assert torch.equal(run(model), run(model))
+
+
+def test_an_abandoned_generator_restores(model: Tied) -> None:
+    def stream() -> Iterator[int]:
+        with fast_cpu_linears(model), fast_products():
+            yield 1
+            yield 2
+
+    generator = stream()
+    next(generator)
+    assert patched(model)
+    generator.close()
+    assert not patched(model)
+
+
+def test_a_failure_while_packing_restores(model: Tied, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(cpu_linear, "_transposed_forward", fail)
+    set_cpu_packing("off")
+    with pytest.raises(MemoryError), fast_cpu_linears(model):
+        pass
+    assert not patched(model)
+
+
+@pytest.mark.parametrize("first_to_leave", [0, 1])
+def test_blocks_may_overlap_on_shared_modules(model: Tied, first_to_leave: int) -> None:
+    draft = nn.Sequential(model.up, model.down)
+    blocks = [fast_cpu_linears(model), fast_cpu_linears(draft)]
+    for block in blocks:
+        block.__enter__()
+    shared_forward = model.up.forward
+    blocks.pop(first_to_leave).__exit__(None, None, None)
+    assert model.up.forward is shared_forward
+    blocks.pop().__exit__(None, None, None)
+    assert not patched(model)
+
+
+def test_threads_may_share_a_model(model: Tied) -> None:
+    expected = run(model)
+    results: list[Tensor] = []
+    threads = [
+        threading.Thread(target=lambda: results.extend(run_fast(model) for _ in range(20)))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 80
+    for result in results:
+        assert_same(result, expected)
+    assert not patched(model)
+
+
+def change_in_place(model: Tied) -> None:
+    with torch.no_grad():
+        model.up.weight.mul_(2)
+
+
+def change_through_data(model: Tied) -> None:
+    model.up.weight.data += 1
+
+
+def change_one_element_through_data(model: Tied) -> None:
+    model.head.weight.data[3, 5] = 7
+
+
+def permute_rows_through_data(model: Tied) -> None:
+    weight = model.up.weight.data
+    weight.copy_(weight.flip(0))
+
+
+def permute_columns_through_data(model: Tied) -> None:
+    weight = model.up.weight.data
+    weight.copy_(weight.roll(2, dims=1))
+
+
+def swap_two_rows_through_data(model: Tied) -> None:
+    weight = model.head.weight.data
+    weight[[3, 9]] = weight[[9, 3]]
+
+
+def change_data(model: Tied) -> None:
+    model.up.weight.data = model.up.weight.data * 2
+
+
+def change_parameter(model: Tied) -> None:
+    model.up.weight = nn.Parameter(model.up.weight.detach() * 2)
+
+
+def change_state_dict(model: Tied) -> None:
+    torch.manual_seed(7)
+    model.load_state_dict(Tied().state_dict())
+
+
+def change_tied_embedding(model: Tied) -> None:
+    with torch.no_grad():
+        model.embedding.weight[5].zero_()
+
+
+def change_dtype(model: Tied) -> None:
+    model.to(torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        change_in_place,
+        change_through_data,
+        change_one_element_through_data,
+        permute_rows_through_data,
+        permute_columns_through_data,
+        swap_two_rows_through_data,
+        change_data,
+        change_parameter,
+        change_state_dict,
+        change_tied_embedding,
+        change_dtype,
+    ],
+)
+def test_changed_weights_are_packed_again(
+    model: Tied, change: object, packed_calls: list[nn.Linear]
+) -> None:
+    old = run_fast(model)
+    change(model)  # type: ignore[operator]
+    expected = run(model)
+    assert not torch.allclose(old.float(), expected.float(), rtol=1e-4, atol=1e-4)
+    tolerance = TOLERANCE[expected.dtype] * 10
+    torch.testing.assert_close(run_fast(model), expected, rtol=0.02, atol=tolerance)
+    assert len(packed_calls) == 6
+    linears = (model.up, model.down, model.head)
+    assert cpu_packing_bytes() == sum(linear.weight.nbytes for linear in linears)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("width", [256, 257])
+def test_no_change_of_one_bit_goes_unseen(dtype: torch.dtype, width: int) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(300, width).to(dtype)
+    bits = weight.view(torch.int32 if dtype == torch.float32 else torch.int16)
+    stamps = {cpu_linear._stamp(weight)}
+    places = [(0, 0, 0), (299, width - 1, 0), (7, 3, 1), (7, 3, 9), (150, width // 2, 14)]
+    for row, column, bit in places:
+        bits.data[row, column] ^= 1 << bit
+        stamps.add(cpu_linear._stamp(weight))
+    assert len(stamps) == len(places) + 1
+
+
+def test_unchanged_weights_are_packed_once(model: Tied, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed_shapes = []
+    original = cpu_linear._pack
+    run_fast(model)
+    clear_cpu_packing()
+
+    def counting(weight: Tensor) -> Tensor:
+        packed_shapes.append(tuple(weight.shape))
+        return original(weight)
+
+    monkeypatch.setattr(cpu_linear, "_pack", counting)
+    for _ in range(3):
+        run_fast(model)
+    assert packed_shapes == [(512, WIDTH), (WIDTH, 512), (320, WIDTH)]
+
+
+def test_packed_copies_go_with_the_model(model: Tied) -> None:
+    run_fast(model)
+    other = Tied()
+    run_fast(other)
+    both = cpu_packing_bytes()
+    del other
+    gc.collect()
+    assert cpu_packing_bytes() == both // 2
+
+
+def test_a_forward_set_by_others_is_left_alone(model: Tied) -> None:
+    def theirs(x: Tensor) -> Tensor:
+        return torch.zeros(*x.shape[:-1], 512)
+
+    model.up.forward = theirs  # type: ignore[method-assign]
+    with fast_cpu_linears(model), fast_products():
+        assert model.up.forward is theirs
+        assert patched(model) == ["up", "down", "head"]
+    assert patched(model) == ["up"]
+
+
+def test_a_forward_set_meanwhile_survives(model: Tied) -> None:
+    def theirs(x: Tensor) -> Tensor:
+        return x
+
+    with fast_cpu_linears(model), fast_products():
+        model.up.forward = theirs  # type: ignore[method-assign]
+    assert model.up.__dict__["forward"] is theirs
+
+
+def test_hooks_still_run(model: Tied) -> None:
+    seen = []
+    model.up.register_forward_hook(lambda module, args, output: seen.append(output.shape))
+    run_fast(model)
+    assert seen == [(1, 8, 512)]
+
+
+class Subclassed(nn.Linear):
+    """As quantised layers are."""
+
+
+def pruned() -> nn.Module:
+    linear = nn.Linear(WIDTH, 320)
+    prune.l1_unstructured(linear, "weight", amount=0.5)
+    return linear
+
+
+def parametrized() -> nn.Module:
+    return parametrizations.weight_norm(nn.Linear(WIDTH, 320))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Subclassed(WIDTH, 320),
+        lambda: nn.Linear(WIDTH, 320, dtype=torch.float64),
+        lambda: nn.Linear(WIDTH, 320, device="meta"),
+        lambda: nn.Linear(8, 8),
+        pruned,
+        parametrized,
+    ],
+)
+def test_unsuitable_modules_are_left_alone(make: object) -> None:
+    module = make()  # type: ignore[operator]
+    with fast_cpu_linears(module), fast_products():
+        assert not patched(module)
+    assert cpu_packing_bytes() == 0
+
+
+def test_gradients_flow_inside_the_block(model: Tied) -> None:
+    with fast_cpu_linears(model), fast_products():
+        model(torch.arange(8)[None]).sum().backward()
+    assert model.up.weight.grad is not None
+    assert model.head.weight.grad is not None
+
+
+def test_autocast_is_left_alone(model: Tied) -> None:
+    with torch.autocast("cpu", torch.bfloat16), fast_cpu_linears(model):
+        assert not patched(model)
+
+
+def test_weights_made_in_inference_mode() -> None:
+    with torch.inference_mode():
+        model = Tied()
+        expected = run(model)
+        assert_same(run_fast(model), expected)
+    assert_same(run_fast(model), expected)
+
+
+def test_errors_of_a_wrong_input_stay(model: Tied) -> None:
+    with fast_cpu_linears(model), fast_products(), torch.no_grad():
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            model.up(torch.randn(8, WIDTH // 2))
+        with pytest.raises(RuntimeError, match="dtype"):
+            model.up(torch.randn(8, WIDTH, dtype=torch.float64))
+
+
+def test_off_frees_the_copies_and_uses_the_form_without(
+    model: Tied, packed_calls: list[nn.Linear]
+) -> None:
+    expected = run(model)
+    run_fast(model)
+    set_cpu_packing("off")
+    assert cpu_packing_bytes() == 0
+    packed_calls.clear()
+    assert_same(run_fast(model), expected)
+    assert packed_calls == []
+    assert cpu_packing_bytes() == 0
+
+
+def test_auto_stops_where_memory_does(model: Tied, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = run(model)
+    room_for_one = int(1.5 * model.up.weight.nbytes / cpu_linear.MEMORY_SHARE)
+    taken = cpu_packing_bytes
+    monkeypatch.setattr(cpu_linear, "_available_bytes", lambda: room_for_one - taken())
+    # The second call finds less memory available, and must not take its half of the rest.
+    for _ in range(2):
+        assert_same(run_fast(model), expected)
+        assert taken() == model.up.weight.nbytes
+    set_cpu_packing("on")
+    run_fast(model)
+    assert taken() > 2 * model.up.weight.nbytes
+
+
+def test_available_memory_is_known_here() -> None:
+    assert 1 << 20 < cpu_linear._available_bytes() < 1 << 50
+
+
+def test_unknown_mode_is_refused() -> None:
+    with pytest.raises(ValueError, match="unknown CPU packing mode 'fast'; choose one of auto"):
+        set_cpu_packing("fast")
+
+
+@pytest.mark.parametrize("fault", ["missing", "wrong"])
+def test_without_the_private_operators_the_other_form_serves(
+    model: Tied, fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def faulty(weight: Tensor) -> Tensor:
+        if fault == "missing":
+            raise AttributeError("no operator _reorder_linear_weight")
+        return torch.ops.mkldnn._reorder_linear_weight(weight * 2, 16)
+
+    expected = run(model)
+    cpu_linear._has_operators.cache_clear()
+    cpu_linear._log_once.cache_clear()
+    with monkeypatch.context() as patch, caplog.at_level("WARNING"):
+        patch.setattr(cpu_linear, "_pack", faulty)
+        for _ in range(3):
+            assert_same(run_fast(model), expected)
+    assert cpu_packing_bytes() == 0
+    assert caplog.text.count("not packed for the CPU") == 1
+
+
+@pytest.mark.parametrize(
+    ("winning", "limits"),
+    [
+        ({1, 2, 256}, (1, cpu_linear.NO_LIMIT)),
+        ({2, 256}, (2, cpu_linear.NO_LIMIT)),
+        ({1, 2}, (1, 64)),
+        (set(), (3, 64)),
+    ],
+)
+def test_row_limits_follow_what_wins(
+    winning: set[int], limits: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu_linear._row_limits.cache_clear()
+    monkeypatch.setattr(cpu_linear, "_packed_wins", lambda *args, rows: rows in winning)
+    assert cpu_linear._row_limits(torch.float32, 1) == limits
+    cpu_linear._row_limits.cache_clear()
+
+
+def test_limits_send_other_rows_to_linear(monkeypatch: pytest.MonkeyPatch) -> None:
+    linear = nn.Linear(WIDTH, 320)
+    poisoned = cpu_linear._pack(torch.full_like(linear.weight, 1e6))
+    forward = cpu_linear._packed_forward(linear, poisoned, 3, 64)
+    with torch.no_grad(), fast_products():
+        for rows in (1, 2, 65):
+            x = torch.randn(rows, WIDTH)
+            assert torch.equal(forward(x), F.linear(x, linear.weight, linear.bias))
+        for rows in (3, 64):
+            assert forward(torch.ones(rows, WIDTH)).abs().max() > 1e6
+
+
+def test_a_transformers_model_keeps_its_logits(packed_calls: list[nn.Linear]) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=320,
+        hidden_size=WIDTH,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    )
+    model = LlamaForCausalLM(config).eval()
+    for rows in (1, 6, 70):
+        ids = torch.randint(0, 320, (2, rows))
+        with torch.no_grad():
+            expected = model(ids).logits
+            with fast_cpu_linears(model), fast_products():
+                assert_same(model(ids).logits, expected)
+    # 128 x 256 is too small to pack for k and v; it is not for the other five and the head.
+    assert len(packed_calls) == 3 * (2 * 5 + 1)

@@ -1,0 +1,133 @@
+"""The pool of keys and values: growth, moves, and the way from and to a user's cache."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, StaticCache
+
+from hf_spec.errors import UnsupportedError
+from hf_spec.execution.kv_cache import MIN_CAPACITY, KVPool, check_reusable
+from tests import tiny_models
+
+HEADS, WIDTH, VALUE_WIDTH = 2, 4, 3
+
+
+def filled_pool(num_slots: int = 3, length: int = MIN_CAPACITY) -> KVPool:
+    """Two layers, every element different; keys and values of different widths."""
+    pool = KVPool(num_slots)
+    for layer in range(2):
+        key = torch.zeros(num_slots, HEADS, 1, WIDTH)
+        value = torch.zeros(num_slots, HEADS, 1, VALUE_WIDTH)
+        for buffer in pool.layer(layer, key, value):
+            filled = buffer[:, :, :length]
+            numbers = torch.arange(filled.numel(), dtype=torch.float32).reshape(filled.shape)
+            filled.copy_(numbers + 0.5 * layer)
+    return pool
+
+
+def content(pool: KVPool) -> list[Tensor]:
+    return [*pool.keys.values(), *pool.values.values()]
+
+
+def test_capacity_grows_by_doubling_and_keeps_what_is_stored() -> None:
+    pool = filled_pool()
+    before = [buffer.clone() for buffer in content(pool)]
+    capacities = set()
+    for length in range(1, 5 * MIN_CAPACITY):
+        pool.reserve(length)
+        assert pool.capacity >= length
+        capacities.add(pool.capacity)
+    assert capacities == {MIN_CAPACITY, 2 * MIN_CAPACITY, 4 * MIN_CAPACITY, 8 * MIN_CAPACITY}
+    for old, new in zip(before, content(pool), strict=True):
+        assert new.shape[2] == pool.capacity
+        assert torch.equal(new[:, :, :MIN_CAPACITY], old)
+        assert not new[:, :, MIN_CAPACITY:].any(), "unwritten places must stay finite"
+
+
+def test_reserve_within_capacity_does_not_copy() -> None:
+    pool = filled_pool()
+    places = [buffer.data_ptr() for buffer in content(pool)]
+    pool.reserve(MIN_CAPACITY)
+    assert [buffer.data_ptr() for buffer in content(pool)] == places
+
+
+def test_a_layer_is_made_once_and_fits_what_is_written() -> None:
+    pool = KVPool(2)
+    key = torch.zeros(1, HEADS, 5, WIDTH, dtype=torch.float64)
+    value = torch.zeros(1, HEADS, 5, VALUE_WIDTH, dtype=torch.float64)
+    keys, values = pool.layer(4, key, value)
+    assert keys.shape == (2, HEADS, MIN_CAPACITY, WIDTH)
+    assert values.shape == (2, HEADS, MIN_CAPACITY, VALUE_WIDTH)
+    assert keys.dtype == torch.float64
+    assert pool.layer(4, key, value)[0] is keys
+    per_token = HEADS * (WIDTH + VALUE_WIDTH)
+    assert pool.nbytes() == 2 * MIN_CAPACITY * per_token * keys.element_size()
+
+
+@pytest.mark.parametrize("source", [[4, 6, 9], [5, 4, 3], [3]], ids=["gaps", "backwards", "one"])
+def test_move_copies_one_slot_and_nothing_else(source: list[int]) -> None:
+    pool = filled_pool()
+    expected = [buffer.clone() for buffer in content(pool)]
+    for buffer in expected:
+        buffer[1, :, 3 : 3 + len(source)] = buffer[1][:, source]
+    pool.move(1, source, 3)
+    for moved, right in zip(content(pool), expected, strict=True):
+        assert torch.equal(moved, right)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral_sliding", "gemma3"])
+def test_load_and_export_go_round(name: str) -> None:
+    """A cache as plain generate() fills it comes back with every real token that it held."""
+    model = tiny_models.build(name)
+    batch = tiny_models.ragged_batch()
+    mask = batch["attention_mask"].bool()
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(**batch, past_key_values=cache, use_cache=True)
+    lengths = mask.sum(dim=1).tolist()
+    assert any(layer.keys.shape[2] < mask.shape[1] for layer in cache.layers) == (name != "llama")
+
+    pool = KVPool(len(lengths))
+    pool.load(cache, list(mask))
+    back = pool.export(DynamicCache(config=model.config), list(mask), lengths)
+
+    assert back.get_seq_length() == cache.get_seq_length()
+    for old, new in zip(cache.layers, back.layers, strict=True):
+        assert type(old) is type(new)
+        assert old.keys.shape == new.keys.shape
+        real = mask[:, mask.shape[1] - old.keys.shape[2] :]
+        for row, kept in enumerate(real):
+            assert torch.equal(old.keys[row][:, kept], new.keys[row][:, kept])
+            assert torch.equal(old.values[row][:, kept], new.values[row][:, kept])
+
+
+def test_load_puts_a_row_at_the_start_of_its_slot() -> None:
+    cache = DynamicCache()
+    keys = torch.arange(2 * 1 * 4 * 1, dtype=torch.float32).reshape(2, 1, 4, 1)
+    cache.update(keys, -keys, 0)
+    pool = KVPool(2)
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]]).bool()
+    pool.load(cache, list(mask))
+    assert pool.keys[0][0, 0, :2, 0].tolist() == [2, 3]
+    assert pool.values[0][1, 0, :4, 0].tolist() == [-4, -5, -6, -7]
+
+
+def test_plain_and_sliding_caches_are_reusable() -> None:
+    check_reusable(DynamicCache())
+    check_reusable(DynamicCache(config=tiny_models.build("gemma3").config))
+
+
+@pytest.mark.parametrize("kind", ["tuple", "static", "offloaded"])
+def test_other_caches_are_refused(kind: str) -> None:
+    config = tiny_models.build("llama").config
+    cache: object
+    if kind == "tuple":
+        cache = ((torch.zeros(1), torch.zeros(1)),)
+    elif kind == "static":
+        cache = StaticCache(config=config, max_cache_len=16)
+    else:
+        cache = type("OffloadedCache", (DynamicCache,), {})()
+    with pytest.raises(UnsupportedError, match=type(cache).__name__):
+        check_reusable(cache)

@@ -1,0 +1,179 @@
+"""Copies in one block, and rounds of decoding in which the host waits once, for the outcome."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from transformers import MaxLengthCriteria, TopKLogitsWarper
+
+from hf_spec import DraftConfig, TreeConfig
+from hf_spec.decoding.drafter import Drafter
+from hf_spec.decoding.loop import speculative_step
+from hf_spec.decoding.state import GenerationState, StopRules
+from hf_spec.drafting.rank_tree import RankTree
+from hf_spec.execution.runner import ModelRunner
+from hf_spec.execution.step_graphs import padded_steps
+from hf_spec.execution.transfer import ALIGNMENT, Block, fetch, send
+from hf_spec.strategies.draft_model import DraftModelDrafter
+from hf_spec.strategies.falcon import FalconDrafter
+from hf_spec.strategies.lookup import LookupConfig, LookupDrafter
+from tests import tiny_models
+from tests.fake_gpu import DEVICE, FakeGpu, OnGpu, on_gpu, pretended
+from tests.falcon_reference import random_head
+
+NEW_TOKENS = 12
+MIXED = [
+    torch.arange(5),
+    torch.tensor([[True, False], [False, True]]),
+    torch.zeros(0, 3),
+    torch.tensor(2.5),
+    torch.arange(6, dtype=torch.int32).view(2, 3),
+]
+
+
+def test_a_block_holds_what_was_put_in() -> None:
+    block = Block(MIXED, torch.device("cpu"))
+    block.fill(MIXED)
+    for mine, tensor in zip(block.tensors, MIXED, strict=True):
+        assert mine.dtype == tensor.dtype
+        assert torch.equal(mine, tensor)
+        assert mine.storage_offset() * mine.element_size() % ALIGNMENT == 0
+    again = [tensor * 0 if tensor.dtype != torch.bool else ~tensor for tensor in MIXED]
+    block.fill(again)
+    assert all(map(torch.equal, block.tensors, again))
+
+
+def test_on_the_host_nothing_is_copied() -> None:
+    sent = send(MIXED, torch.device("cpu"))
+    assert all(one is other for one, other in zip(sent, MIXED, strict=True))
+    assert fetch(MIXED[0]) == [0, 1, 2, 3, 4]
+
+
+def test_a_block_is_one_transfer_that_nobody_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pretended(monkeypatch) as gpu:
+        sent = send(MIXED, DEVICE)
+        assert (gpu.sends, gpu.fetches, gpu.waits) == (1, 0, {})
+        assert [fetch(tensor) for tensor in sent] == [tensor.tolist() for tensor in MIXED]
+        assert (gpu.sends, gpu.fetches, gpu.waits) == (1, len(MIXED), {})
+    assert all(isinstance(tensor, OnGpu) for tensor in sent)
+
+
+def test_waiting_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the tests below would prove nothing."""
+    with pretended(monkeypatch) as gpu:
+        ones = torch.ones(3, device=DEVICE)
+        found = []
+        for wait in (
+            lambda: float(ones.sum()),
+            lambda: ones[ones > 0],
+            lambda: ones[[0, 2]],
+            ones.tolist,
+            lambda: torch.arange(3).to(DEVICE),
+            lambda: torch.tensor([1], device=DEVICE),
+            lambda: torch.multinomial(ones, 1),
+            ones.nonzero,
+        ):
+            gpu.restart()
+            wait()
+            found.append(sum(gpu.waits.values()))
+    assert found == [1] * len(found)
+
+
+@dataclass
+class Case:
+    """A way to decode: how drafts are made, and whether tokens are drawn."""
+
+    strategy: str
+    sampled: bool = False
+    padded: bool = False
+
+
+@dataclass
+class Round:
+    """What a round asked of the device."""
+
+    waits: dict[str, int]
+    sends: int
+    fetches: int
+    draft_forwards: int
+
+
+def build_drafter(strategy: str, moved: Callable[[Any], Any]) -> Drafter:
+    """A drafter whose model or head `moved` has put where it belongs."""
+    if strategy == "lookup":
+        return LookupDrafter(LookupConfig())
+    if strategy == "falcon":
+        return FalconDrafter(moved(random_head("llama")), RankTree.of(tiny_models.wide_tree()))
+    config = DraftConfig() if strategy == "draft" else TreeConfig()
+    return DraftModelDrafter(config, moved(tiny_models.draft_model("llama")))
+
+
+def decode(case: Case, num_rows: int, gpu: FakeGpu | None) -> tuple[GenerationState, list[Round]]:
+    """Decode on the pretended device if there is one, and say what each round asked of it."""
+    moved: Callable[[Any], Any] = (lambda module: module) if gpu is None else on_gpu
+    settled = tiny_models.settled_prompt("llama")[0]
+    batch = tiny_models.left_padded([settled[: len(settled) - 3 * row] for row in range(num_rows)])
+    ids, mask = (OnGpu(tensor) if gpu else tensor for tensor in batch.values())
+    stop = StopRules([MaxLengthCriteria(ids.shape[1] + NEW_TOKENS)], num_rows)
+    processors = [TopKLogitsWarper(20)] if case.sampled else []
+    options = {"processors": processors, "do_sample": case.sampled}
+    state = GenerationState.create(ids, mask, stop, **options)
+    drafter = build_drafter(case.strategy, moved)
+    target = ModelRunner(moved(tiny_models.build("llama")), num_rows, drafter.hidden_layers)
+    form = padded_steps() if case.padded else nullcontext()
+    found = []
+    with torch.no_grad(), form, target.active(), drafter.active(state):
+        verifier = drafter.make_verifier(processors, num_rows)
+        while state.unfinished:
+            before = drafter.forwards
+            if gpu is not None:
+                gpu.restart()
+            speculative_step(target, drafter, verifier, state)
+            if gpu is not None:
+                forwards = drafter.forwards - before
+                found.append(Round(dict(gpu.waits), gpu.sends, gpu.fetches, forwards))
+    return state, found
+
+
+CASES = [
+    Case("lookup"),
+    Case("draft"),
+    Case("tree"),
+    Case("falcon"),
+    Case("lookup", sampled=True),
+    Case("draft", sampled=True),
+    Case("draft", padded=True),
+    Case("falcon", padded=True),
+]
+
+
+def name_of(case: Case) -> str:
+    extra = [name for name in ("sampled", "padded") if getattr(case, name)]
+    return "-".join([case.strategy, *extra])
+
+
+@pytest.mark.parametrize("num_rows", [1, 4])
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_a_round_waits_for_its_outcome_alone(
+    case: Case, num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    with pretended(monkeypatch) as gpu:
+        state, rounds = decode(case, num_rows, gpu)
+    assert len(rounds) > 2
+    for one in rounds:
+        assert one.waits == {}
+        # The verdict; and every level of a draft model, but all passes of a head together.
+        levels = one.draft_forwards
+        assert one.fetches == 1 + (min(levels, 1) if case.strategy == "falcon" else levels)
+        # The step, its tree, accepted tokens to move here and in the draft model; and by pass the
+        # step and what a head goes on from.
+        assert one.sends <= 4 + 3 * levels
+    if not case.sampled:
+        assert state.stats.accepted_tokens > 0
+        assert state.tokens == decode(case, num_rows, None)[0].tokens

@@ -1,0 +1,122 @@
+"""The batch table: every contender on every batch, the same outputs, and what is counted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from examples.studies.ems_sd import batches
+from examples.studies.ems_sd.batches import (
+    BATCH_SIZES,
+    CAPS,
+    CONTENDERS,
+    DRAFT,
+    LOOKUP,
+    Extent,
+    Method,
+    measure,
+)
+from hf_spec.data.prompts import Prompt
+from tests.tiny_models import draft_model
+
+
+def test_the_settings_are_those_of_the_paper() -> None:
+    assert list(BATCH_SIZES) == [1, 2, 4, 8, 16, 24]
+    assert (LOOKUP.match_length, LOOKUP.min_match_length, LOOKUP.copy_length) == (2, 2, 7)
+    assert LOOKUP.max_matches == 1
+    assert DRAFT.max_draft_tokens == 4
+    assert DRAFT.max_draft_tokens + 1 == CAPS["draft"]
+    assert LOOKUP.copy_length + 1 == CAPS["lookup"]
+
+
+def run(model: Any, tokenizer: Any, prompts: list[Prompt], *methods: Method) -> list[Any]:
+    extent = Extent(batch_sizes=(1, 3), num_batches=1, new_tokens=10, repeats=2)
+    found = list(measure(model, tokenizer, methods, prompts, extent))
+    assert sum(map(len, found)) == extent.num_runs(methods)
+    return [record for records in found for record in records]
+
+
+def test_every_contender_meets_every_batch(
+    model: Any, tokenizer: Any, prompts: list[Prompt]
+) -> None:
+    records = run(
+        model,
+        tokenizer,
+        prompts,
+        Method("lookup", LOOKUP),
+        Method("draft", DRAFT, draft_model("llama")),
+    )
+    places = {(r.method, r.batch_size, r.contender, r.repeat) for r in records}
+    assert len(places) == len(records) == 2 * 2 * len(CONTENDERS) * 2
+    assert all(record.identical for record in records)
+    assert all(record.seconds > 0 for record in records)
+    for record in records:
+        (plain,) = (
+            r
+            for r in records
+            if (r.method, r.batch_size, r.repeat)
+            == (record.method, record.batch_size, record.repeat)
+            and r.contender == "plain"
+        )
+        assert record.plain_seconds == plain.seconds
+        assert record.new_tokens == 10 * record.batch_size
+
+
+def test_tokens_run_are_those_that_enter_a_linear_layer(model: Any, tokenizer: Any) -> None:
+    prompts = [Prompt(text, "text", (text,)) for text in ("one two three one two", "a")]
+    counts: list[int] = []
+
+    def count(_: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        counts.append(args[0].shape[:-1].numel())
+
+    handle = model.model.layers[0].mlp.up_proj.register_forward_pre_hook(count)
+    try:
+        records = run(model, tokenizer, prompts, Method("lookup", LOOKUP))
+    finally:
+        handle.remove()
+    by_name = {r.contender: r for r in records if (r.batch_size, r.repeat) == (3, 0)}
+    # Plain runs the padded prompts, then one token of every row until the last has ended.
+    width = max(prompt.encode(tokenizer).shape[1] for prompt in prompts)
+    assert by_name["plain"].linear_tokens == 3 * (width + 9)
+    run_by_us = {name: r.linear_tokens for name, r in by_name.items() if name != "plain"}
+    assert run_by_us["unpadded"] == run_by_us["unpadded_input"]
+    assert run_by_us["padded"] == run_by_us["unpadded_kv"]
+    assert run_by_us["padded"] - by_name["padded"].padding_tokens == run_by_us["unpadded"]
+    assert by_name["padded"].padding_tokens > 0
+    # The first runs of every contender, which are not recorded, come before the others.
+    recorded = sum(record.linear_tokens for record in records)
+    assert recorded in {sum(counts[start:]) for start in range(len(counts))}
+
+
+def test_prompts_are_dealt_out_and_padded_on_the_left() -> None:
+    batch = batches.left_padded([torch.tensor([5, 6, 7]), torch.tensor([8])])
+    assert batch["input_ids"].tolist() == [[5, 6, 7], [0, 0, 8]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [0, 0, 1]]
+
+
+def test_the_command_writes_records_tables_and_a_plot(
+    folder: Path, prompt_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, image = tmp_path / "batches.json", tmp_path / "batches.png"
+    command = f"--model {folder} --assistant {folder} --prompts {prompt_file} --batch-sizes 1 2"
+    command += " --batches 1 --new-tokens 6 --repeats 1 --cpu-packing off"
+    batches.main([*command.split(), "--out", str(out), "--plot", str(image)])
+    printed = capsys.readouterr().out
+    assert "### lookup" in printed
+    assert "### draft" in printed
+    content = json.loads(out.read_text())
+    assert len(content["records"]) == 2 * 2 * len(CONTENDERS)
+    assert [(row["method"], row["batch_size"]) for row in content["summary"]] == [
+        ("lookup", 1),
+        ("lookup", 2),
+        ("draft", 1),
+        ("draft", 2),
+    ]
+    assert "--batch-sizes 1 2" in content["command"]
+    assert content["environment"]["torch"] == torch.__version__
+    assert image.read_bytes().startswith(b"\x89PNG")
