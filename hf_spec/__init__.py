@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from hf_spec.cli import started_as_command
+from hf_spec.process import started_as_command
 
 __version__ = "0.1.0"
 

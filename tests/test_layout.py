@@ -1,73 +1,125 @@
-"""The layout that STYLE and DESIGN promise: mirrored tests, and imports in one direction."""
+"""The layout that CONTRIBUTING promises: rooms in one order, no circles, mirrored tests."""
 
 from __future__ import annotations
 
 import ast
+from collections import Counter
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MODULES = sorted(
-    path.relative_to(ROOT)
-    for path in (ROOT / "hf_spec").rglob("*.py")
-    if path.name not in {"__init__.py", "__main__.py"}
+
+# Top floor first: a room imports from itself and from those after it.
+ROOMS = (
+    "cli",
+    "verify",
+    "bench",
+    "trace",
+    "training",
+    "generation",
+    "strategies",
+    "models",
+    "drafting",
+    "adapters",
+    "decoding",
+    "execution",
+    "data",
 )
-
-# What a package may not import. `bench`, `training` and the command line are ends: only they use
-# each other.
-FORBIDDEN = {
-    "hf_spec/decoding": ("hf_spec.strategies", "hf_spec.models"),
-    "hf_spec/models": ("hf_spec.strategies",),
-}
-ENDS = ("hf_spec.bench", "hf_spec.commands", "hf_spec.demo", "hf_spec.training", "hf_spec.cli")
+# What users import, above every room.
+FRONT = ("hf_spec", "hf_spec.__main__", "hf_spec.public")
+LARGEST_SHARE = 0.15
 
 
-def mirrored_test(module: Path) -> Path:
-    """hf_spec/a/b.py -> tests/a/test_b.py."""
-    inside = module.relative_to("hf_spec")
-    return ROOT / "tests" / inside.with_name(f"test_{inside.name}")
+def name_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imported(module: Path) -> set[str]:
+PATHS = {name_of(path): path for path in sorted((ROOT / "hf_spec").rglob("*.py"))}
+MODULES = [name for name, path in PATHS.items() if path.stem not in {"__init__", "__main__"}]
+STUDIES = sorted((ROOT / "examples" / "studies").rglob("*.py"))
+
+
+def floor(module: str) -> int:
+    """Counted from the top; what lies in no room is below them all."""
+    if module in FRONT:
+        return -1
+    room = module.split(".")[1]
+    return ROOMS.index(room) if room in ROOMS else len(ROOMS)
+
+
+def imported(path: Path) -> set[str]:
     """Every module that a file imports, also inside its functions."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse((ROOT / module).read_text(encoding="utf-8"))):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{module} imports relatively"
-            names.add(node.module or "")
-            # `from package import module` may name a module as well.
-            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+            assert node.level == 0, f"{path} imports relatively"
+            # `from package import module` names a module as well.
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                names.add(inner if inner in PATHS else node.module or "")
     return names
 
 
+IMPORTS = {name: imported(path) for name, path in PATHS.items()}
+
+
 def test_the_modules_are_found() -> None:
-    assert Path("hf_spec/decoding/loop.py") in MODULES
+    assert "hf_spec.decoding.loop" in MODULES
+    assert {name.split(".")[1] for name in MODULES if name.count(".") > 1} == set(ROOMS)
+
+
+@pytest.mark.parametrize("module", PATHS)
+def test_no_import_runs_up(module: str) -> None:
+    assert {name for name in IMPORTS[module] & set(PATHS) if floor(name) < floor(module)} == set()
+
+
+def test_there_are_no_circles() -> None:
+    known = {name: (found & set(PATHS)) - {name} for name, found in IMPORTS.items()}
+    try:
+        TopologicalSorter(known).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_nothing_installed_imports_examples_or_tests() -> None:
+    roots = {name.split(".")[0] for found in IMPORTS.values() for name in found}
+    assert not roots & {"examples", "tests", "docs"}
+
+
+def test_no_room_is_too_large() -> None:
+    lines = Counter[str]()
+    for name, path in PATHS.items():
+        lines[name.split(".")[1] if name.count(".") else ""] += len(path.read_text().splitlines())
+    room, most = lines.most_common(1)[0]
+    assert most / lines.total() < LARGEST_SHARE, room
+
+
+def test_packages_hand_names_on_and_define_nothing() -> None:
+    defining = [
+        name
+        for name, path in PATHS.items()
+        if path.stem == "__init__" and name != "hf_spec" and defines(path)
+    ]
+    assert defining == []
+
+
+def defines(path: Path) -> bool:
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    own = [node for node in body if not isinstance(node, (ast.Expr, ast.Import, ast.ImportFrom))]
+    return any(not isinstance(node, ast.Assign) for node in own)
 
 
 def test_every_module_has_its_test_file() -> None:
-    missing = [str(module) for module in MODULES if not mirrored_test(module).is_file()]
-    assert missing == []
-
-
-@pytest.mark.parametrize("module", MODULES, ids=str)
-def test_imports_go_one_way(module: Path) -> None:
-    refused = [
-        name
-        for folder, names in FORBIDDEN.items()
-        if module.is_relative_to(folder)
-        for name in names
-    ]
-    if not any(module.with_suffix("").is_relative_to(end.replace(".", "/")) for end in ENDS):
-        refused += ENDS
-    wrong = {
-        name
-        for name in imported(module)
-        if any(name == other or name.startswith(f"{other}.") for other in refused)
-    }
-    assert wrong == set()
+    """hf_spec/a/b.py -> tests/a/test_b.py, studies likewise."""
+    paths = [PATHS[name].relative_to(ROOT / "hf_spec") for name in MODULES]
+    paths += [path.relative_to(ROOT / "examples") for path in STUDIES]
+    mirrored = [ROOT / "tests" / path.with_name(f"test_{path.name}") for path in paths]
+    assert [path for path in mirrored if not path.is_file()] == []
 
 
 def test_kernels_is_no_package() -> None:

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import platform
-import re
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 from hf_spec.bench.contenders import Contender, Run
 from hf_spec.bench.memory import forget_peak, peak_bytes
@@ -265,67 +258,6 @@ def _alone(contender: Contender, batch: Batch, plan: Plan) -> list[list[int]]:
         run = contender.run(ids, plan.new_tokens, torch.ones_like(ids))
         outputs += _outputs(run, ids.shape[1], plan.ends)
     return outputs
-
-
-def environment(device: torch.device | None = None) -> dict[str, Any]:
-    """What a reader needs to judge the numbers.
-
-    Args:
-        device: that was measured; the GPU if there is one by default.
-
-    Returns:
-        Device, processor, threads, versions, and the commit, if the package lies in a git checkout.
-    """
-    on_gpu = torch.cuda.is_available() if device is None else device.type == "cuda"
-    return {
-        "device": torch.cuda.get_device_name(device) if on_gpu else _processor(),
-        "cpu": _processor(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        **_versions(),
-        **_commit(),
-    }
-
-
-def _versions() -> dict[str, str]:
-    """Of what is installed as a distribution, ours and the peer's."""
-    names = {"hf_spec": "hf-spec", "economize": "economize"}
-    found = {}
-    for name, distribution in names.items():
-        try:
-            found[name] = importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def _processor() -> str:
-    """The processor's own name where Linux tells it."""
-    told = Path("/proc/cpuinfo")
-    named = re.search(r"model name\s*: (.+)", told.read_text()) if told.exists() else None
-    return named[1] if named else platform.processor() or platform.machine()
-
-
-@cache
-def _commit() -> dict[str, Any]:
-    """The commit of the checkout and whether files differ from it; nothing without a checkout."""
-    here = Path(__file__)
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(here.parent), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-
-    try:
-        # An environment may lie in the checkout of another project.
-        if not git("ls-files", here.name):
-            return {}
-        changed = bool(git("status", "--short", "--untracked-files=no"))
-        return {"commit": git("rev-parse", "HEAD"), "commit_changed": changed}
-    except OSError:
-        return {}
 
 
 def synchronize() -> None:

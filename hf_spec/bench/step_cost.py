@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-from hf_spec.bench.runner import environment, synchronize
+from hf_spec.bench.runner import synchronize
+from hf_spec.data.machine import environment
 from hf_spec.execution.cpu_linear import set_cpu_packing
 from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.tree import DraftTree

@@ -19,8 +19,9 @@ from hf_spec.bench.contenders import Contender, PlainAnswers
 from hf_spec.bench.lineup import Entry, Suite, make_contenders
 from hf_spec.bench.profiling import profiled
 from hf_spec.bench.report import summary
-from hf_spec.bench.runner import Plan, Record, environment, measure
+from hf_spec.bench.runner import Plan, Record, measure
 from hf_spec.bench.step_cost import measure_step_cost
+from hf_spec.data.machine import environment
 from hf_spec.data.prompts import Prompt, as_conversations, check_batch_size, make_batches
 
 # Tokens before the root where the cost of a forward is measured.

@@ -60,8 +60,8 @@ def verify(  # noqa: PLR0913 - one parameter an option
     from tqdm import tqdm
 
     from hf_spec.bench.contenders import parse_entry, with_assistants
-    from hf_spec.bench.runner import environment
     from hf_spec.cli.loading import load_target, load_tokenizer
+    from hf_spec.data.machine import environment
     from hf_spec.data.prompts import load_prompts
     from hf_spec.files import written_whole
     from hf_spec.verify import verify as checks

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from hf_spec.execution.attention import Segment
 from hf_spec.execution.row_work import RowWork, span
+from hf_spec.execution.segment import Segment
 from hf_spec.execution.tree import DraftTree
 
 

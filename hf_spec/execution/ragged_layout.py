@@ -8,15 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from hf_spec_kernels.ragged_tree_attention import RaggedLayout, pack_bits
 from torch import Tensor
 from torch.nn import functional as F
 
-if TYPE_CHECKING:
-    from hf_spec.execution.attention import Segment
+from hf_spec.execution.segment import Segment
 
 TENSORS = tuple(f.name for f in fields(RaggedLayout) if not f.name.startswith("max_"))
 

@@ -22,9 +22,9 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils import register_peft_method
 from torch import Tensor, nn
 
+from hf_spec.adapters.attached import LAYER_NAME
 from hf_spec.adapters.folder import PEFT_TYPE, SpecAdapter, load_adapter
 from hf_spec.errors import AssistantError, SpecError
-from hf_spec.generation.adapter_layer import LAYER_NAME, spec_layer
 from hf_spec.strategies.assistants import build
 
 
@@ -184,6 +184,12 @@ class SpecTuner(BaseTuner):
                 "first, or give the new one another adapter_name"
             )
         return {}
+
+
+def spec_layer(model: nn.Module) -> SpecLayer | None:
+    """The module with the adapters of `model`, None if there is none."""
+    layer = getattr(model, LAYER_NAME, None)
+    return layer if isinstance(layer, SpecLayer) else None
 
 
 def hang(model: Any, adapter: SpecAdapter, name: str) -> None:

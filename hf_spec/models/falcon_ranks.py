@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hf_spec.execution.attention import Segment
+from hf_spec.execution.segment import Segment
 from hf_spec.models.falcon_head import FalconHead, State
 from hf_spec.models.falcon_runner import HeadRunner, PairRow
 

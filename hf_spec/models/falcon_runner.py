@@ -20,9 +20,10 @@ from torch import Tensor
 
 from hf_spec.decoding.token_sampling import distribution
 from hf_spec.errors import UnsupportedError
-from hf_spec.execution.attention import PackedAttention, PackedStep, Segment, takes_packed
+from hf_spec.execution.attention import PackedAttention, PackedStep, takes_packed
 from hf_spec.execution.cpu_linear import fast_cpu_linears, fast_products
 from hf_spec.execution.kv_cache import KVPool
+from hf_spec.execution.segment import Segment
 from hf_spec.execution.step_graphs import StepGraphs
 from hf_spec.models.falcon_head import FalconHead, State
 

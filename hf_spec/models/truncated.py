@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_spec.adapters.attached import LAYER_NAME
 from hf_spec.errors import OptionError, UnsupportedError
 from hf_spec.execution.placement import dense_copy
-from hf_spec.generation.adapter_layer import LAYER_NAME
 
 
 def truncated_draft(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from hf_spec.adapters.attached import active_adapters
 from hf_spec.adapters.folder import (
     PEFT_TYPE,
     WEIGHTS_NAME,
@@ -22,7 +23,6 @@ from hf_spec.data.hub import load_named
 from hf_spec.errors import AssistantError, HubError, OptionError, SpecError, UnsupportedError
 from hf_spec.execution.model_checks import check_model
 from hf_spec.execution.vocabulary import PADDED_ROWS, num_embeddings
-from hf_spec.generation.adapter_layer import active_adapters
 from hf_spec.models.adaptive_tokens import METHOD as SDSAT
 from hf_spec.models.adaptive_tokens import from_adapter as tokens_from_adapter
 from hf_spec.models.disco_classifier import METHOD as DISCO

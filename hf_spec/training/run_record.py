@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from hf_spec.bench.runner import environment
+from hf_spec.data.machine import environment
 from hf_spec.files import written_whole
 
 RUN = "run.json"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hf_spec import LookupConfig
 from hf_spec.bench.contenders import Contender, Run, plain, strategy
-from hf_spec.bench.runner import Plan, Record, environment, measure
+from hf_spec.bench.runner import Plan, Record, measure
 from hf_spec.data.prompts import Prompt
 
 NEW_TOKENS = 6
@@ -191,16 +191,6 @@ def test_the_longest_prompt_warms_up(prompts: list[Prompt], tokenizer: Any) -> N
     calls: list[Any] = []
     measured([named("a", calls)], prompts[::-1], tokenizer, Plan(2, 1))
     assert [length for _, length, _ in calls] == [7, 6, 7]
-
-
-def test_environment() -> None:
-    found = environment()
-    assert found == json.loads(json.dumps(found))
-    assert found["torch"] == torch.__version__
-    assert found["cpu"]
-    assert environment(torch.device("cpu"))["device"] == found["cpu"]
-    # Without a checkout neither is there.
-    assert ("commit" in found) == ("commit_changed" in found)
 
 
 def test_a_record_survives_json() -> None:

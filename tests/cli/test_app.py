@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,6 @@ from typer.testing import CliRunner
 import hf_spec
 import hf_spec.cli
 from hf_spec.cli.app import ENTRIES, build_app, load_command
-from hf_spec.installing import how_to_install
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "command-line.md"
@@ -100,41 +98,6 @@ def test_the_versions() -> None:
     assert result.exit_code == 0
     assert result.stdout.startswith(f"hf-spec {hf_spec.__version__} (torch ")
     assert "transformers" in result.stdout
-
-
-@pytest.mark.parametrize(
-    ("program", "expected"),
-    [
-        ("/usr/bin/hf-spec", True),
-        ("hf-spec.exe", True),
-        ("hf-spec.py", False),
-        ("my-hf-spec", False),
-        ("-c", False),
-        ("-m", False),
-        ("", False),
-    ],
-)
-def test_started_as_command(program: str, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", [program])
-    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "pytest", "hf_spec"])
-    assert hf_spec.cli.started_as_command() is expected
-    monkeypatch.setattr(sys, "argv", [])
-    assert not hf_spec.cli.started_as_command()
-
-
-def test_a_process_that_is_another_module_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["-m"])
-    for module, expected in (("hf_spec", True), ("hf_spec.bench.report", False)):
-        monkeypatch.setattr(sys, "orig_argv", ["python", "-u", "-m", module])
-        assert hf_spec.cli.started_as_command() is expected
-
-
-def test_missing_packages_are_named_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit) as stopped:
-        hf_spec.cli.main()
-    assert "rich and typer and yaml" in str(stopped.value)
-    assert how_to_install("cli") in str(stopped.value)
 
 
 @pytest.mark.parametrize("name", ENTRIES)

@@ -18,10 +18,10 @@ from hf_spec.execution.attention import (
     NAME,
     PackedAttention,
     PackedStep,
-    Segment,
     tree_attention,
 )
 from hf_spec.execution.kv_cache import KVPool
+from hf_spec.execution.segment import Segment
 from hf_spec.execution.tree import DraftTree
 from tests import tiny_models
 
@@ -239,14 +239,6 @@ def test_new_keys_and_values_are_stored_in_their_slots() -> None:
             assert torch.equal(buffer[row, :, committed:end], new[0, :, nodes.start : nodes.stop])
             assert torch.equal(buffer[row, :, :committed], old[row, :, :committed])
             assert torch.equal(buffer[row, :, end:], old[row, :, end:])
-
-
-def test_masks_are_computed_once_per_kind_of_layer() -> None:
-    segment = make_case(KV_HEADS).step.segments[0]
-    like = torch.zeros(1)
-    assert segment.mask(None, 2, like) is segment.mask(None, 2, like)
-    assert segment.mask(3, 2, like) is segment.mask(3, 2, like)
-    assert not torch.equal(segment.mask(3, 2, like), segment.mask(None, 2, like))
 
 
 def test_without_a_step_it_refuses() -> None:

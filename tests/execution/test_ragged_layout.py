@@ -7,7 +7,7 @@ import torch
 from hf_spec_kernels import RaggedLayout
 from torch import Tensor
 
-from hf_spec.execution.attention import PackedStep, Segment
+from hf_spec.execution.attention import PackedStep
 from hf_spec.execution.kv_cache import KVPool
 from hf_spec.execution.packing import RowWork, pack
 from hf_spec.execution.ragged_layout import (
@@ -17,6 +17,7 @@ from hf_spec.execution.ragged_layout import (
     tensors_of,
     write_places,
 )
+from hf_spec.execution.segment import Segment
 from hf_spec.execution.tree import DraftTree
 
 CPU = torch.device("cpu")

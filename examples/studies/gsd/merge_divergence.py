@@ -23,7 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from hf_spec.bench.runner import environment
+from hf_spec.data.machine import environment
 from hf_spec.data.prompts import Prompt, load_prompts
 from hf_spec.decoding.state import GenerationState
 from hf_spec.drafting.graph import TokenGraph

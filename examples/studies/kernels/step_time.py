@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from examples.studies.kernels.tree_attention import spread, until_done
-from hf_spec.bench.runner import environment
+from hf_spec.data.machine import environment
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.stopping import StopRules
 from hf_spec.decoding.verification import NodeDraw

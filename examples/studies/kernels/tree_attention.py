@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hf_spec.bench.runner import environment
+from hf_spec.data.machine import environment
 from hf_spec.execution.packing import RowWork, pack
 from hf_spec.execution.ragged_layout import ragged_layout, tensors_of, with_tensors
 from hf_spec.execution.runner import ModelRunner

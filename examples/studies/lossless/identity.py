@@ -17,8 +17,8 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_spec.bench.contenders import Contender, parse_entry, plain, strategy
-from hf_spec.bench.runner import environment
 from hf_spec.cli.options import ENTRY
+from hf_spec.data.machine import environment
 from hf_spec.data.prompts import Prompt, load_prompts
 from hf_spec.models.truncated import truncated_draft
 from hf_spec.strategies import DraftConfig, GsdConfig, LookupConfig, TreeConfig

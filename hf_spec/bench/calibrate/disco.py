@@ -24,7 +24,8 @@ from hf_spec.adapters.card import save_with_card
 from hf_spec.adapters.folder import SpecAdapter, load_adapter
 from hf_spec.bench.contenders import Contender, strategy
 from hf_spec.bench.report import per_prompt, spread
-from hf_spec.bench.runner import Plan, Record, environment, measure
+from hf_spec.bench.runner import Plan, Record, measure
+from hf_spec.data.machine import environment
 from hf_spec.data.prompts import Prompt, load_prompts
 from hf_spec.errors import OptionError
 from hf_spec.models.disco_classifier import METHOD

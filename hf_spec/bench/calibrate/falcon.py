@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from hf_spec.adapters.card import save_with_card
 from hf_spec.adapters.folder import SpecAdapter, load_adapter
-from hf_spec.bench.runner import environment
+from hf_spec.data.machine import environment
 from hf_spec.data.prompts import load_prompts
 from hf_spec.drafting import rank_tree
 from hf_spec.drafting.rank_tree import RankTree, best_tree

@@ -12,13 +12,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_spec.bench.contenders import Contender
 from hf_spec.bench.lineup import Entry, Suite, make_contenders
-from hf_spec.bench.runner import Plan, Record, environment, measure
+from hf_spec.bench.runner import Plan, Record, measure
 from hf_spec.cli.demo.machine import CpuWatch, slowest_to_fastest, warnings
 from hf_spec.cli.demo.prompts import copied_share
 from hf_spec.cli.demo.recording import Recorder, Recording
 from hf_spec.cli.demo.replay import Lane, replay
 from hf_spec.cli.demo.results import Answer, all_identical, prompts_table, strategies_table
 from hf_spec.cli.loading import load_target, load_tokenizer
+from hf_spec.data.machine import environment
 from hf_spec.data.prompts import Prompt
 from hf_spec.data.small_models import bars_on_a_terminal_only, smollm2_135m_instruct
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from hf_spec.generation.adapter_layer import LAYER_NAME, active_adapters, spec_layer
-from hf_spec.generation.peft_type import SpecLayer
+from hf_spec.adapters.attached import LAYER_NAME, active_adapters
+from hf_spec.generation.peft_type import SpecLayer, spec_layer
 from tests.adapters.samples import sample
 
 

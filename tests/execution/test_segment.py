@@ -1,0 +1,43 @@
+"""Masks of a stretch of tokens."""
+
+from __future__ import annotations
+
+import torch
+
+from hf_spec.execution.segment import Segment
+
+
+def segment() -> Segment:
+    """Two siblings after three committed tokens: neither sees the other."""
+    visible = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 0, 1]], dtype=torch.bool)
+    position = torch.tensor([3, 3])
+    return Segment(
+        slot=0,
+        start=0,
+        end=2,
+        num_keys=5,
+        position=position,
+        last_position=3,
+        key_position=torch.tensor([0, 1, 2, 3, 3]),
+        visible=visible,
+    )
+
+
+def test_siblings_are_hidden_and_heads_folded_into_rows() -> None:
+    mask = segment().mask(None, 2, torch.zeros(1))
+    assert mask is not None
+    assert mask.isinf().tolist() == [[0, 0, 0, 0, 1], [0, 0, 0, 1, 0]] * 2
+
+
+def test_a_window_counts_positions() -> None:
+    mask = segment().mask(2, 1, torch.zeros(1))
+    assert mask is not None
+    assert mask.isinf().tolist() == [[1, 1, 0, 0, 1], [1, 1, 0, 1, 0]]
+
+
+def test_masks_are_computed_once_per_kind_of_layer() -> None:
+    like = torch.zeros(1)
+    one = segment()
+    assert one.mask(None, 2, like) is one.mask(None, 2, like)
+    assert one.mask(3, 2, like) is one.mask(3, 2, like)
+    assert one.mask(2, 2, like) is not one.mask(None, 2, like)
