@@ -33,7 +33,7 @@ DRAWS = 400
 
 
 def sample(settings: dict[str, Any], strategy: str, draws: int) -> Tensor:
-    """(prompts, draws, STEPS) tokens, zeros behind the end of a sequence."""
+    """(prompts, draws, STEPS) tokens, zeros after the end of a sequence."""
     torch.manual_seed(5)
     outputs = tiny(0).generate_batch(
         RAGGED * draws,

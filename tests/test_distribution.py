@@ -93,7 +93,7 @@ def tiny(seed: int, vocab_size: int = VOCAB) -> LlamaForCausalLM:
 
 @cache
 def disco_config() -> DiscoConfig:
-    """A random classifier that stops behind some tokens of the draft model and not behind others.
+    """A random classifier that stops after some tokens of the draft model and not after others.
 
     Its folder lasts as long as the session.
     """

@@ -50,7 +50,7 @@ def read(page: Path | str) -> str:
 
 
 def anchors(text: str) -> set[str]:
-    """What links may name behind #: the headings, as GitHub writes them."""
+    """What links may name after #: the headings, as GitHub writes them."""
     headings = re.findall(r"^#+ +(.*)$", FENCE.sub("", text), re.M)
     words = [re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings]
     return {word.strip().replace(" ", "-") for word in words}

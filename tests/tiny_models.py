@@ -330,7 +330,7 @@ def save_disco_adapter(folder: Any, model: PreTrainedModel, **options: Any) -> N
 def tokenizer() -> PreTrainedTokenizerFast:
     """One two-letter word per token, written without spaces between them."""
     words = [consonant + vowel for consonant in "bcdfghjklmnpqrstvwxz" for vowel in "aeiou"]
-    # Transformers' stop strings are tried out behind the word "abcdef".
+    # Transformers' stop strings are tried out after the word "abcdef".
     vocab = {word: index for index, word in enumerate(["<pad>", *words[: VOCAB - 2], "abcdef"])}
     backend = Tokenizer(WordLevel(vocab, unk_token="<pad>"))
     backend.decoder = decoders.Fuse()
