@@ -30,12 +30,18 @@ OUT_OF_PLACE = re.compile(
 )
 
 
-def execute(path: Path, environment: Mapping[str, str] | None = None) -> Any:
+def execute(
+    path: Path,
+    environment: Mapping[str, str] | None = None,
+    smaller: Mapping[str, str] | None = None,
+) -> Any:
     """Run a notebook from its own folder, with everything it may keep in a folder that goes.
 
     Args:
         path: of the notebook, which is left as it is.
         environment: variables that the kernel sees beside those of this process.
+        smaller: texts of its cells and what stands for them in this run, so that it takes less
+            time; each must be there.
 
     Returns:
         The notebook with new outputs.
@@ -44,6 +50,11 @@ def execute(path: Path, environment: Mapping[str, str] | None = None) -> Any:
         CellExecutionError: if a cell raises.
     """
     notebook = nbformat.read(path, as_version=4)
+    for text, shorter in (smaller or {}).items():
+        cells = [cell for cell in notebook.cells if text in cell.source]
+        assert cells, f"{path.name} has no {text!r}"
+        for cell in cells:
+            cell.source = cell.source.replace(text, shorter)
     resources = {"metadata": {"path": str(path.parent)}}
     client = NotebookClient(
         notebook,
