@@ -24,7 +24,7 @@ def demo(
         list[str] | None,
         typer.Option(help="For strategies that name none; repeated, a list (for auto)."),
     ] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each, in turn.")] = 2,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each, in turn.")] = 1,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 128,
 ) -> None:
     """Answer four prompts plainly and speculatively with a small real model, and compare.
