@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from hf_spec.adapters.adapter import Adapter, save_adapter
 from hf_spec.adapters.base_name import is_hub_id
-from hf_spec.adapters.folder import SpecAdapter, load_adapter, save_adapter
 from hf_spec.errors import AssistantError
 from hf_spec.files import written_whole
 from hf_spec.installing import WHERE, install_command
@@ -21,12 +22,6 @@ CARD_NAME = "README.md"
 GENERATED = "<!-- Written by hf_spec, which replaces it. To keep changes, delete this line. -->"
 TASK = "text-generation"
 
-TITLES = {
-    "draft": "A draft model for {}",
-    "disco": "DISCO's stop classifier for {}",
-    "falcon": "A Falcon head for {}",
-    "sdsat": "Adaptive tokens (SDSAT) for {}",
-}
 # Options with numbers that were measured on texts kept apart from the training.
 HELD_BACK = ("held_back", "validation")
 # What a row of a benchmark's summary is about if it covers every task.
@@ -95,21 +90,16 @@ percentile. tau is the number of accepted draft tokens per forward of the model.
 {% endfor %}{% endif %}"""
 
 
-def save_with_card(folder: str | os.PathLike[str], adapter: SpecAdapter) -> None:
-    """Write an adapter and its model card; a card that was written by hand stays.
-
-    Args:
-        folder: created if need be.
-        adapter: as for `save_adapter`.
-    """
+def save_with_card(folder: str | os.PathLike[str], adapter: Adapter) -> None:
+    """Write an adapter and its model card to `folder`; a card that was written by hand stays."""
     save_adapter(folder, adapter)
     path = Path(folder) / CARD_NAME
     if not path.exists() or _is_generated(path):
-        write_card(folder)
+        write_card(replace(adapter, folder=Path(folder), repo_id=None))
 
 
 def write_card(
-    folder: str | os.PathLike[str],
+    adapter: Adapter,
     *,
     results: Path | None = None,
     base_model: str | None = None,
@@ -117,13 +107,13 @@ def write_card(
     datasets: Sequence[str] = (),
     overwrite: bool = False,
 ) -> Path:
-    """Write the model card of an adapter.
+    """Write the model card of an adapter into its folder.
 
     Where a card that was written here is replaced, the base, the licence and the data sets that it
     states are kept unless others are given.
 
     Args:
-        folder: of the adapter, from whose options the measured numbers and the training are taken.
+        adapter: loaded from the folder; the measured numbers and the training are in its options.
         results: what `hf-spec bench --out` wrote, with speeds of the adapter or its strategy.
         base_model: Hub id of the base; by default the name that it had in training.
         license: of the weights, such as "apache-2.0"; not stated by default.
@@ -134,15 +124,12 @@ def write_card(
         The path of the card.
 
     Raises:
-        AssistantError: if the folder holds no adapter, a card is there already, or the results
-            have nothing to say.
+        AssistantError: if the adapter has no folder, a card is there already, or the results have
+            nothing to say.
     """
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise AssistantError(f"{folder} is no folder; a card is written into that of an adapter")
-    path = folder / CARD_NAME
+    path = adapter.own_folder / CARD_NAME
     stated = _stated(path, overwrite)
-    adapter, name = load_adapter(folder), folder.resolve().name
+    method, name = adapter.known, adapter.own_folder.resolve().name
     base = str(base_model or stated.base_model or adapter.base.name)
     found = {} if results is None else _read_results(Path(results), adapter, name)
     metrics = [*_held_back_metrics(adapter), *_speed_metrics(found)]
@@ -154,7 +141,7 @@ def write_card(
         license=license or stated.license,
         datasets=list(datasets) or stated.datasets,
         pipeline_tag=TASK,
-        tags=["speculative-decoding", adapter.method],
+        tags=["speculative-decoding", method.name],
         base_model_relation="adapter",
         model_name=name if metrics else None,
         eval_results=metrics or None,
@@ -163,9 +150,9 @@ def write_card(
         data,
         template_str=TEMPLATE,
         generated=GENERATED,
-        title=TITLES[adapter.method].format(base),
-        method=adapter.method,
-        strategy=adapter.strategy,
+        title=method.title.format(base),
+        method=method.name,
+        strategy=method.strategy,
         where=WHERE.capitalize(),
         install=install_command(),
         base=json.dumps(base),
@@ -195,7 +182,7 @@ def _is_generated(path: Path) -> bool:
     return GENERATED in path.read_text(encoding="utf-8", errors="replace")
 
 
-def _held_back(adapter: SpecAdapter) -> Iterator[tuple[str, Any]]:
+def _held_back(adapter: Adapter) -> Iterator[tuple[str, Any]]:
     for name in HELD_BACK:
         yield from _flat(adapter.options.get(name))
 
@@ -217,7 +204,7 @@ def _cell(value: Any) -> str:
     return str(value).replace("|", "\\|").replace("\n", " ")
 
 
-def _held_back_metrics(adapter: SpecAdapter) -> Iterator[EvalResult]:
+def _held_back_metrics(adapter: Adapter) -> Iterator[EvalResult]:
     """What the Hub shows: the figures of the adapter, not those of rules it is compared with."""
     own = f"rules.{adapter.method}."
     for label, value in _held_back(adapter):
@@ -245,7 +232,7 @@ def _metric(
     )
 
 
-def _read_results(path: Path, adapter: SpecAdapter, name: str) -> dict[str, Any]:
+def _read_results(path: Path, adapter: Adapter, name: str) -> dict[str, Any]:
     """The results with the rows that name the adapter or, without any, those of its strategy."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))

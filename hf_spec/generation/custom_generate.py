@@ -12,7 +12,7 @@ from hf_spec.errors import AssistantError
 from hf_spec.strategies.assistants import read_once
 
 
-def generate(
+def custom_generate(
     model: PreTrainedModel, revision: str | None = None, token: Any = None, **arguments: Any
 ) -> Any:
     """Generate with the adapter whose repository holds the code that was called.

@@ -1,6 +1,6 @@
 """The head of a draft model cut out of its target: a learned bridge, and few tokens.
 
-The target's head expects what the target's last layer says. Behind an early layer a square matrix,
+The target's head expects what the target's last layer says. After an early layer a square matrix,
 the *bridge*, learns to translate (a "tuned lens", Belrose et al. 2023, arXiv 2303.08112).
 
 On a small model most of a draft step goes into the head: 49,152 rows of SmolLM2's against a few
@@ -21,9 +21,6 @@ from transformers import PreTrainedModel
 
 from hf_spec.errors import UnsupportedError
 from hf_spec.execution.placement import weight_rows
-
-# Of the adapters that bring such a head.
-METHOD = "draft"
 
 
 class FewTokensHead(nn.Module):
@@ -86,7 +83,7 @@ class FewTokensHead(nn.Module):
 
 
 class DraftHead(FewTokensHead):
-    """A `FewTokensHead` behind a bridge.
+    """A `FewTokensHead` after a bridge.
 
     Attributes:
         bridge: (hidden size, hidden size), the identity at first.

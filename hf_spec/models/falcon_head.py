@@ -1,9 +1,9 @@
 """The Falcon head: a small network that drafts k tokens at once from the target's last features.
 
-A *pair* i is the target's feature h_i (its last hidden state, behind the final norm) with the token
+A *pair* i is the target's feature h_i (its last hidden state, after the final norm) with the token
 t_{i+1} that follows it. Two LSTM layers mix the halves of a pair, a few layers of the target's own
-kind let the pairs see each other, and output i foretells the feature h_{i+k}, from which the
-target's own head reads token t_{i+k+1}. So the last k pairs of a text foretell the k next tokens in
+kind let the pairs see each other, and output i predicts the feature h_{i+k}, from which the
+target's own head reads token t_{i+k+1}. So the last k pairs of a text predict the k next tokens in
 one pass (Gao et al. 2024, arXiv 2412.12639, section 3.1). With k = 1 this is EAGLE's head.
 
 Pairs come in blocks of k that see each other whole, and every block before theirs (the paper's
@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from hf_spec.adapters.folder import BaseModel, SpecAdapter
+from hf_spec.adapters.adapter import AdapterMethod, BaseModel, register_method
+from hf_spec.adapters.folder import SpecAdapter
 from hf_spec.adapters.reading import check_tensors, read_vocabulary
 from hf_spec.errors import AssistantError, OptionError
 from hf_spec.models.draft_head import FewTokensHead
@@ -44,7 +45,7 @@ class FalconShape:
         block_size: k, tokens drafted per pass.
         num_layers: attention layers, copies of the target's last ones before training.
         recurrent: whether the LSTM carries its state from pair to pair, as the paper says. The
-            released code starts anew at every pair; so does this, by default.
+            released code starts again at every pair; so does this, by default.
         dropout: between the LSTM layers, in training.
     """
 
@@ -67,7 +68,7 @@ class FalconShape:
 
 
 class FalconHead(nn.Module):
-    """Foretells the target's next k features.
+    """Predicts the target's next k features.
 
     Args:
         target: whose embedding, head and kind of layer are used; not changed.
@@ -145,7 +146,7 @@ class FalconHead(nn.Module):
             state: what an earlier call returned for the pairs before these; None at the start.
 
         Returns:
-            (S, L, H), and the state behind the last pair; None if nothing is carried.
+            (S, L, H), and the state after the last pair; None if nothing is carried.
         """
         embedded = self.attention.get_input_embeddings()(tokens)
         pairs = torch.cat([embedded, features.to(embedded.dtype)], dim=-1)
@@ -153,20 +154,15 @@ class FalconHead(nn.Module):
         return mixed * self.leave, state
 
     def attend(self, mixed: Tensor, **attention: Any) -> Tensor:
-        """Let pairs see each other.
+        """Let pairs see each other: (B, T, H) from `mix` -> (B, T, H), the predicted features.
 
-        Args:
-            mixed: (B, T, H) from `mix`.
-            **attention: what the target's layers take: `attention_mask`, `position_ids`, and a
-                `spec_step` for packed trees.
-
-        Returns:
-            (B, T, H), the foretold features.
+        `attention` is what the target's layers take: `attention_mask`, `position_ids`, and a
+        `spec_step` for packed trees.
         """
         return self.attention(inputs_embeds=mixed, use_cache=False, **attention)[0]
 
     def forward(self, tokens: Tensor, features: Tensor, grid: int = 0) -> Tensor:
-        """Foretell features for whole texts, padded on the right.
+        """Predict features for whole texts, padded on the right.
 
         Args:
             tokens: (B, T) int64, t_{i+1}.
@@ -174,7 +170,7 @@ class FalconHead(nn.Module):
             grid: where a block begins, below k.
 
         Returns:
-            (B, T, H); place i holds the foretold h_{i+k}.
+            (B, T, H); place i holds the predicted h_{i+k}.
         """
         mixed, _ = self.mix(tokens, features)
         length = tokens.shape[1]
@@ -232,7 +228,7 @@ class FalconHead(nn.Module):
         try:
             shape = FalconShape(**adapter.options["shape"])
         except (KeyError, TypeError, OptionError) as error:
-            raise AssistantError(f"the Falcon adapter's shape is of no use: {error}") from error
+            raise AssistantError(f"the Falcon adapter's shape cannot be used: {error}") from error
         what = "the Falcon adapter"
         tensors = dict(adapter.tensors)
         stored = read_vocabulary(what, tensors, VOCABULARY, adapter.base.vocab_size)
@@ -248,7 +244,7 @@ class FalconHead(nn.Module):
 
 
 class _PerPair(nn.Module):
-    """Two LSTM layers that start anew at every pair.
+    """Two LSTM layers that start again at every pair.
 
     Recurrent weights and forget gate meet a state of zeros there, so they are left out.
     """
@@ -293,7 +289,7 @@ class _Recurrent(nn.Module):
             _open(weight, bias, num_inputs, cell=2)
             carried.mul_(0.1)
             other.zero_()
-            # The forget gate is the second: what lies behind fades.
+            # The forget gate is the second: earlier pairs fade.
             bias.view(4, -1)[1].fill_(-2.0)
 
 
@@ -330,3 +326,6 @@ def block_mask(length: int, block_size: int, grid: int = 0) -> Tensor:
     """
     block = torch.arange(length).sub(grid).div(block_size, rounding_mode="floor")
     return block[:, None] >= block[None, :]
+
+
+register_method(AdapterMethod(METHOD, "falcon", "A Falcon head for {}", FalconHead.from_adapter))
