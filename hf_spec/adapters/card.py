@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -132,8 +132,9 @@ def write_card(
     method, name = adapter.known, adapter.own_folder.resolve().name
     base = str(base_model or stated.base_model or adapter.base.name)
     found = {} if results is None else _read_results(Path(results), adapter, name)
-    metrics = [*_held_back_metrics(adapter), *_speed_metrics(found)]
-    training = _flat(adapter.options.get("training"))
+    speeds = found.get("summary", [])
+    held_back = [pair for kind in HELD_BACK for pair in _flat(adapter.options.get(kind))]
+    metrics = [*_held_back_metrics(adapter.method, held_back), *map(_speed_metric, speeds)]
     data = ModelCardData(
         # The Hub refuses what is no id.
         base_model=base if is_hub_id(base) else None,
@@ -157,10 +158,10 @@ def write_card(
         install=install_command(),
         base=json.dumps(base),
         name=json.dumps(name),
-        held_back=[(label, _cell(value)) for label, value in _held_back(adapter)],
-        speeds=[_speed_cells(row) for row in found.get("summary", [])],
+        held_back=[(label, _cell(value)) for label, value in held_back],
+        speeds=[_speed_cells(row) for row in speeds],
         machine=", ".join(f"{key} {value}" for key, value in found.get("environment", {}).items()),
-        training=[(label, _cell(value)) for label, value in training],
+        training=[(label, _cell(v)) for label, v in _flat(adapter.options.get("training"))],
     )
     with written_whole(path) as part:
         part.write_text(str(card), encoding="utf-8")
@@ -182,11 +183,6 @@ def _is_generated(path: Path) -> bool:
     return GENERATED in path.read_text(encoding="utf-8", errors="replace")
 
 
-def _held_back(adapter: Adapter) -> Iterator[tuple[str, Any]]:
-    for name in HELD_BACK:
-        yield from _flat(adapter.options.get(name))
-
-
 def _flat(values: Any) -> Iterator[tuple[str, Any]]:
     """The single values of a JSON object by name; lists are too long for a table."""
     if not isinstance(values, Mapping):
@@ -204,19 +200,18 @@ def _cell(value: Any) -> str:
     return str(value).replace("|", "\\|").replace("\n", " ")
 
 
-def _held_back_metrics(adapter: Adapter) -> Iterator[EvalResult]:
+def _held_back_metrics(method: str, held_back: Iterable[tuple[str, Any]]) -> Iterator[EvalResult]:
     """What the Hub shows: the figures of the adapter, not those of rules it is compared with."""
-    own = f"rules.{adapter.method}."
-    for label, value in _held_back(adapter):
+    own = f"rules.{method}."
+    for label, value in held_back:
         name = label.removeprefix(own)
         if isinstance(value, float) and (name != label or "." not in label):
             yield _metric("held-back", "held-back answers of the base model", name, value)
 
 
-def _speed_metrics(found: Mapping[str, Any]) -> Iterator[EvalResult]:
-    for row in found.get("summary", []):
-        name = f"speed relative to plain generate(), {row['contender']}, batch {_batch(row)}"
-        yield _metric("hf-spec-bench", "prompts of hf-spec bench", name, row["ratio"], "speedup")
+def _speed_metric(row: Mapping[str, Any]) -> EvalResult:
+    name = f"speed relative to plain generate(), {row['contender']}, batch {row['batch_size']}"
+    return _metric("hf-spec-bench", "prompts of hf-spec bench", name, row["ratio"], "speedup")
 
 
 def _metric(
@@ -236,7 +231,7 @@ def _read_results(path: Path, adapter: Adapter, name: str) -> dict[str, Any]:
     """The results with the rows that name the adapter or, without any, those of its strategy."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        rows = [row for row in found["summary"] if row["task"] == ALL_TASKS]
+        rows = [{"batch_size": 1, **row} for row in found["summary"] if row["task"] == ALL_TASKS]
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise AssistantError(f"{path} holds no results of `hf-spec bench`: {error!r}") from error
     contenders = {row["contender"] for row in rows}
@@ -251,11 +246,6 @@ def _read_results(path: Path, adapter: Adapter, name: str) -> dict[str, Any]:
 
 
 def _speed_cells(row: Mapping[str, Any]) -> list[str]:
-    ratios = [f"{row[key]:.2f}" for key in ("ratio", "ratio_p20", "ratio_p80")]
-    tau = row.get("tau")
-    shown = "" if tau is None else f"{tau:.2f}"
-    return [f"`{row['contender']}`", str(_batch(row)), *ratios, shown]
-
-
-def _batch(row: Mapping[str, Any]) -> int:
-    return row.get("batch_size", 1)
+    figures = [row.get(name) for name in ("ratio", "ratio_p20", "ratio_p80", "tau")]
+    shown = ("" if figure is None else f"{figure:.2f}" for figure in figures)
+    return [f"`{row['contender']}`", str(row["batch_size"]), *shown]

@@ -20,6 +20,8 @@ from hf_spec.errors import AssistantError
 
 # More than the config of any adapter that was ever made here, by a factor of a hundred.
 MAX_CONFIG_BYTES = 4 << 20
+# The tensor with the tokens that an adapter can propose, if these are not all.
+VOCABULARY = "vocabulary"
 PICKLES = {".bin", ".pt", ".pth", ".pkl", ".ckpt"}
 # What weights are stored in, and what token ids are, as safetensors calls them.
 FLOATS = {"F32", "F16", "BF16"}
@@ -58,17 +60,13 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         size = path.stat().st_size
-        if size > MAX_CONFIG_BYTES:
-            raise AssistantError(
-                f"{path} has {size} bytes; a config has {MAX_CONFIG_BYTES} at most"
-            )
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8")) if size <= MAX_CONFIG_BYTES else None
     except (ValueError, RecursionError) as error:
-        if isinstance(error, AssistantError):
-            raise
         raise AssistantError(f"{path} is no JSON: {error}") from error
     except OSError as error:
         raise AssistantError(f"{path} cannot be read: {error}") from error
+    if size > MAX_CONFIG_BYTES:
+        raise AssistantError(f"{path} has {size} bytes; a config has {MAX_CONFIG_BYTES} at most")
     if not isinstance(found, dict):
         raise AssistantError(f"{path} holds a {type(found).__name__}, not the object of a config")
     return found
@@ -104,19 +102,16 @@ def read_tensors(folder: Path, name: str) -> dict[str, Tensor]:
         raise AssistantError(f"{path} cannot be read: {error}; get the file again") from error
     for key, tensor in tensors.items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            raise AssistantError(f"{path}: {key!r} holds NaN or infinite values; get the file anew")
+            raise AssistantError(
+                f"{path}: {key!r} holds NaN or infinite values; get the file again"
+            )
     return tensors
 
 
 def check_tensors(
     what: str, found: Mapping[str, Tensor], expected: Mapping[str, Sequence[int]]
 ) -> None:
-    """Refuse weights that are not those which an adapter's config stands for.
-
-    Args:
-        what: the adapter, in messages.
-        found: its weights.
-        expected: shape of each that there must be.
+    """Refuse weights that have not the shapes which an adapter's config stands for.
 
     Raises:
         AssistantError: names a weight that is missing, unknown, of another shape, or no float.
@@ -132,35 +127,27 @@ def check_tensors(
             raise AssistantError(f"{what} is damaged: {name} is of {found[name].dtype}")
 
 
-def read_vocabulary(
-    what: str, tensors: Mapping[str, Tensor], name: str, size: int
-) -> Tensor | None:
-    """The tokens that an adapter can propose.
-
-    Args:
-        what: the adapter, in messages.
-        tensors: its weights.
-        name: of the list among them.
-        size: V.
+def read_vocabulary(what: str, tensors: Mapping[str, Tensor], size: int) -> Tensor | None:
+    """The tokens that an adapter can propose, listed in the tensor `VOCABULARY`.
 
     Returns:
-        (R,) int64, or None if there is no list and all are meant.
+        (R,) int64 below `size`, or None if there is no list and all are meant.
 
     Raises:
         AssistantError: if it is no ascending list of tokens of the base.
     """
-    found = tensors.get(name)
+    found = tensors.get(VOCABULARY)
     if found is None:
         return None
     if found.ndim != 1 or found.is_floating_point() or not len(found):
         raise AssistantError(
-            f"{what} is damaged: {name} is of shape {tuple(found.shape)} and {found.dtype}, not a "
-            "list of tokens"
+            f"{what} is damaged: {VOCABULARY} is of shape {tuple(found.shape)} and {found.dtype}, "
+            "not a list of tokens"
         )
     tokens = found.long()
     if int(tokens[0]) < 0 or int(tokens[-1]) >= size or bool((tokens.diff() <= 0).any()):
         raise AssistantError(
-            f"{what} is damaged: {name} does not list tokens below {size} in ascending order"
+            f"{what} is damaged: {VOCABULARY} does not list tokens below {size} in ascending order"
         )
     return tokens
 

@@ -42,7 +42,7 @@ def custom_generate(
 def _repository() -> str:
     """The folder or Hub id that `custom_generate=` named.
 
-    The function is told everything but this, and its file has been copied elsewhere; the call of
+    The function is given everything but this, and its file has been copied elsewhere; the call of
     transformers' `generate` further up knows.
     """
     frame = inspect.currentframe()

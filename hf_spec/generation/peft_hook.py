@@ -34,7 +34,7 @@ class _AfterImport(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """What the other finders find, with `then` behind it."""
+        """What the other finders find, with `then` after it."""
         if name != self._name:
             return None
         others = (finder for finder in sys.meta_path if finder is not self)

@@ -24,13 +24,12 @@ from transformers import PreTrainedModel
 
 from hf_spec.adapters.adapter import AdapterMethod, BaseModel, register_method
 from hf_spec.adapters.folder import SpecAdapter
-from hf_spec.adapters.reading import check_tensors, read_vocabulary
+from hf_spec.adapters.reading import VOCABULARY, check_tensors, read_vocabulary
 from hf_spec.errors import AssistantError, OptionError
 from hf_spec.models.draft_head import FewTokensHead
 from hf_spec.models.truncated import own_copy, with_layers
 
 METHOD = "falcon"
-VOCABULARY = "vocabulary"
 BLOCK_SIZES = (1, 2, 3, 4)
 
 # Hidden and cell state of both LSTM layers, (2, S, H) each.
@@ -231,7 +230,7 @@ class FalconHead(nn.Module):
             raise AssistantError(f"the Falcon adapter's shape cannot be used: {error}") from error
         what = "the Falcon adapter"
         tensors = dict(adapter.tensors)
-        stored = read_vocabulary(what, tensors, VOCABULARY, adapter.base.vocab_size)
+        stored = read_vocabulary(what, tensors, adapter.base.vocab_size)
         tensors.pop(VOCABULARY, None)
         head = cls(target, shape, stored if isinstance(vocabulary, str) else vocabulary)
         head.options = adapter.options

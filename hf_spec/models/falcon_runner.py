@@ -1,11 +1,11 @@
 """Runs a Falcon head on packed blocks, with keys and values of its own per row.
 
-A row's *pairs* (see `falcon_head`) are stored in order; blocks that rest on foretold features go
-behind them and are overwritten by the next round, which feeds the true pairs instead. `feed` runs
-the newest true pairs, `grow` the blocks behind them. Both pack all rows into one forward.
+A row's *pairs* (see `falcon_head`) are stored in order; blocks that rest on predicted features go
+after them and are overwritten by the next round, which feeds the true pairs instead. `feed` runs
+the newest true pairs, `grow` the blocks after them. Both pack all rows into one forward.
 
 How the state of a recurrent LSTM is kept: the newest k pairs may have to be fed again, so what is
-kept is the state behind the pair before the newest k - 1, and the features of those k - 1.
+kept is the state after the pair before the newest k - 1, and the features of those k - 1.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ Span = tuple[PairRow, int, int]
 
 @dataclass(frozen=True)
 class Blocks:
-    """Blocks of one pass, the same behind every row.
+    """Blocks of one pass, the same for every row.
 
     Attributes:
-        begin: blocks of earlier passes that rest on foretold features.
+        begin: blocks of earlier passes that rest on predicted features.
         count: blocks n of this pass.
         depth: how many pairs lie between the true ones and each block of this pass.
         offsets: ((begin + n) * k,) int64, how many lie between the true ones and each pair.
@@ -138,8 +138,8 @@ class HeadRunner:
             texts: per slot its tokens; pair i of a row has the token `first + i + 1`.
 
         Returns:
-            (A, k, H), per row the foretold features behind its newest k pairs, and the LSTM's state
-            there, (2, A, H) each.
+            (A, k, H), per row what its newest k pairs predict, and the LSTM's state after them,
+            (2, A, H) each.
         """
         begins = [min(row.stored, row.num_pairs - self._size) for row in rows]
         while long := [i for i, row in enumerate(rows) if row.num_pairs - begins[i] > FEED_CHUNK]:
@@ -172,17 +172,17 @@ class HeadRunner:
         features: Tensor,
         state: State | None,
     ) -> tuple[Tensor, State | None]:
-        """Run blocks that rest on foretold features.
+        """Run blocks that rest on predicted features.
 
         Args:
             rows: A of them, fed before.
             blocks: where they stand.
             tokens: (A, n, k) int64.
-            features: (A, n, k, H), what the block before each foretold.
-            state: the LSTM's state behind the block before each, (2, A * n, H) each.
+            features: (A, n, k, H), what the block before each predicted.
+            state: the LSTM's state after the block before each, (2, A * n, H) each.
 
         Returns:
-            (A, n, k, H), the features they foretell, and the LSTM's state behind each block.
+            (A, n, k, H), the features they predict, and the LSTM's state after each block.
         """
         size, length = self._size, blocks.count * self._size
         segments, writes = [], []
@@ -200,7 +200,7 @@ class HeadRunner:
 
     @fast_products()
     def attend(self, mixed: Tensor, writes: Sequence[Any], segments: Sequence[Segment]) -> Tensor:
-        """One packed pass over (T, H) mixed pairs -> (T, H) foretold features."""
+        """One packed pass over (T, H) mixed pairs -> (T, H) predicted features."""
         step, positions = self._begin(writes, segments)
         assert self._graphs is not None, "passes happen while active"
         (positions,) = self._graphs.put([positions], step)
@@ -208,7 +208,7 @@ class HeadRunner:
 
     @fast_products()
     def lists(self, outputs: Tensor, num_ranks: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The likeliest tokens behind (M, H) foretold features.
+        """The likeliest tokens of (M, H) predicted features.
 
         Returns:
             (M, ranks) int64 tokens, best first, (M, ranks) float32 their probabilities among the
@@ -266,7 +266,7 @@ class HeadRunner:
         return self._run(tokens, joined, writes, segments), None
 
     def _mix(self, spans: Sequence[Span], texts: Sequence[Sequence[int]]) -> tuple[Tensor, State]:
-        """(T, H) mixed pairs of the spans, and the states behind them."""
+        """(T, H) mixed pairs of the spans, and the states after them."""
         device = self.head.attention.device
         parts: list[Tensor] = []
         states: list[State] = []

@@ -13,13 +13,12 @@ from transformers import PreTrainedModel
 
 from hf_spec.adapters.adapter import AdapterMethod, BaseModel, register_method
 from hf_spec.adapters.folder import SpecAdapter
-from hf_spec.adapters.reading import check_tensors, read_vocabulary, whole_number
+from hf_spec.adapters.reading import VOCABULARY, check_tensors, read_vocabulary, whole_number
 from hf_spec.models.draft_head import DraftHead
 from hf_spec.models.truncated import own_copy, truncated_draft
 
 METHOD = "draft"
 LORA_PREFIX = "lora."
-VOCABULARY = "vocabulary"
 
 
 class TrainableDraft:
@@ -120,7 +119,7 @@ def draft_from_adapter(adapter: SpecAdapter, target: PreTrainedModel) -> PreTrai
     num_layers = whole_number(what, options, "num_layers", 1, adapter.base.num_layers - 1)
     # No weight of a LoRA is of a higher rank than the file has numbers.
     rank = whole_number(what, options, "rank", 1, adapter.largest)
-    vocabulary = read_vocabulary(what, adapter.tensors, VOCABULARY, adapter.base.vocab_size)
+    vocabulary = read_vocabulary(what, adapter.tensors, adapter.base.vocab_size)
     draft = TrainableDraft(target, num_layers, rank, vocabulary)
     draft.load(adapter.tensors)
     return draft.merge()

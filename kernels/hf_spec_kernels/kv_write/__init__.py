@@ -19,8 +19,7 @@ def kv_write(
 ) -> None:
     """Write keys and values of packed tokens into a pool, in place.
 
-    It is a launch of its own: an attention launched behind it on the same stream reads what it
-    wrote.
+    It is a launch of its own: an attention launched later on the same stream reads what it wrote.
 
     Args:
         key: (T, H, D), any strides but the last, which is 1.

@@ -77,9 +77,9 @@ def _accumulate(
         if HAS_WINDOW or HAS_SLOPES:
             key_position = first_position + place
             if TAIL:
-                behind = place >= prefix
-                told = tl.load(key_position_ptr + place - prefix, mask=mask_n & behind, other=0)
-                key_position = tl.where(behind, told, key_position)
+                after = place >= prefix
+                listed = tl.load(key_position_ptr + place - prefix, mask=mask_n & after, other=0)
+                key_position = tl.where(after, listed, key_position)
             distance = position[:, None] - key_position[None, :]
             if HAS_SLOPES:
                 scores -= slope[:, None] * distance.to(tl.float32)
@@ -103,7 +103,7 @@ def _accumulate(
     return acc, top, total
 
 
-# Whatever a kernel is specialised on has it compiled anew, so nothing that changes by step is.
+# A kernel is compiled again for whatever it is specialised on, so nothing that changes by step is.
 @triton.jit(
     do_not_specialize=["num_tokens", "num_bytes", "tiles_per_segment"],
     do_not_specialize_on_alignment=[
