@@ -62,7 +62,7 @@ def ranks_along(
                 continue
             end = max(starts[i] for i in mine)
             segment = runner.pair_segment(PairRow(0, features, 0), 0, end, 0)
-            outputs = runner.attend(mixed[:end], [(0, 0, end, slice(0, end))], [segment])
+            outputs = runner.attend(mixed[:end], [segment])
             for first in range(0, len(mine), STARTS_AT_ONCE):
                 some = mine[first : first + STARTS_AT_ONCE]
                 places = torch.tensor([starts[i] for i in some])
@@ -109,9 +109,7 @@ def _follow(
             taken = text[starts[:, None] + done - size + 1 + slots].to(predicted.device)
             mixed, state = head.mix(taken, predicted, state)
             segment = _segment(len(outputs), starts, done - size, size)
-            place = segment.num_keys - segment.end
-            writes = [(0, 0, segment.end, slice(place, segment.num_keys))]
-            predicted = runner.attend(mixed.flatten(0, 1), writes, [segment]).view(mixed.shape)
+            predicted = runner.attend(mixed.flatten(0, 1), [segment]).view(mixed.shape)
         width = min(size, depth - done)
         truth = text[starts[:, None] + done + 1 + slots[:width]]
         found.append(_ranks(head, predicted[:, :width], truth))
