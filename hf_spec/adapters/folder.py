@@ -21,8 +21,7 @@ from hf_spec.adapters.adapter import (
     save_adapter,
 )
 from hf_spec.adapters.card import CARD_NAME, write_card
-from hf_spec.adapters.hub import push_adapter
-from hf_spec.adapters.place import Place
+from hf_spec.adapters.hub import Place, push_adapter
 from hf_spec.adapters.reading import read_json, read_tensors, regular_file
 from hf_spec.errors import AssistantError
 

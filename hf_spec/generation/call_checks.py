@@ -1,4 +1,8 @@
-"""Refusals of calls: settings and inputs that no strategy serves, said before the first forward."""
+"""Refusals of calls: settings and inputs that no strategy serves, said before the first forward.
+
+Every one is an `UnsupportedError`, or an `OptionError` for a value that is wrong in any call, and
+names the argument, its value and the way out.
+"""
 
 from __future__ import annotations
 
@@ -74,9 +78,6 @@ class Settings:
 
     What the call's arguments say goes first, their `generation_config` comes second, the model's
     last.
-
-    Raises:
-        OptionError: if `generation_config` is none.
     """
 
     def __init__(self, model: PreTrainedModel, arguments: Mapping[str, Any]):
@@ -97,11 +98,7 @@ class Settings:
 
 
 def check_settings(settings: Settings) -> None:
-    """Refuse generation settings that another decoding method owns, or that are not served.
-
-    Raises:
-        UnsupportedError: names the setting and its value.
-    """
+    """Refuse generation settings that another decoding method owns, or that are not served."""
     for name, (values, reason) in SERVED.items():
         if settings[name] not in values:
             raise UnsupportedError(f"{name}={settings[name]!r}{reason}")
@@ -112,11 +109,7 @@ def check_settings(settings: Settings) -> None:
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Refuse inputs of the wrong type or shape, before `generate()` works on them.
-
-    Raises:
-        UnsupportedError: names the argument and what was given.
-    """
+    """Refuse inputs of the wrong type or shape, before `generate()` works on them."""
     shape = None
     for name in ("inputs", "input_ids"):
         ids = arguments.get(name)
@@ -154,12 +147,7 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
 
 
 def check_streamer(streamer: object, num_rows: int = 1) -> None:
-    """Refuse a streamer that is none, or for one of several sequences.
-
-    Raises:
-        OptionError: if it lacks a method.
-        UnsupportedError: if several rows would feed it and it cannot tell them apart.
-    """
+    """Refuse a streamer that is none, or one that cannot tell several rows apart."""
     if streamer is None:
         return
     if not (hasattr(streamer, "put") and hasattr(streamer, "end")):
@@ -172,11 +160,7 @@ def check_streamer(streamer: object, num_rows: int = 1) -> None:
 
 
 def check_batch_streamer(streamer: object) -> None:
-    """Refuse a streamer that follows one sequence, where there are several.
-
-    Raises:
-        UnsupportedError: names its type and what to use.
-    """
+    """Refuse a streamer that follows one sequence, where there are several."""
     if streamer is not None and not isinstance(streamer, BatchStreamer):
         raise UnsupportedError(
             f"a streamer of type {type(streamer).__name__} follows one sequence, and several "
@@ -186,11 +170,7 @@ def check_batch_streamer(streamer: object) -> None:
 
 
 def check_padding(pad_token_id: object, pads: bool) -> None:
-    """Refuse a call that pads rows and has no token for it, which plain `generate()` fails on.
-
-    Raises:
-        OptionError: says why there is padding.
-    """
+    """Refuse a call that pads rows and has no token for it, which plain `generate()` fails on."""
     if pads and pad_token_id is None:
         raise OptionError(
             "pad_token_id=None: a stopping criterion with eos_token_id makes generate() pad the "
@@ -233,9 +213,6 @@ def check_inputs(
         attention_mask: (B, L).
         model_kwargs: what `generate()` prepared for the model.
         max_length: longest sequence that can come out, in tokens.
-
-    Raises:
-        UnsupportedError: names the row or the value.
     """
     _check_token_types(model, model_kwargs.get("token_type_ids"))
     known = {*UNDERSTOOD, "token_type_ids"}

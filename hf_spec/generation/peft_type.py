@@ -3,8 +3,8 @@
     model.load_adapter(folder)
     PeftModel.from_pretrained(model, folder)
 
-An adapter takes no part in the model's forward pass, whose output is the same bit for bit. It hangs
-on the model in a module without weights, where `generate(spec_strategy=...)` finds it. A LoRA
+An adapter takes no part in the model's forward pass, whose output is the same bit for bit. It is
+attached to the model in a module without weights, where `generate(spec_strategy=...)` finds it. A LoRA
 beside it works as if it were alone.
 
 Importing this module makes PEFT know the type; `peft_hook` sees to it.
@@ -124,7 +124,7 @@ class SpecTuner(BaseTuner):
     tuner_layer_cls = SpecLayer
 
     def inject_adapter(self, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        """Hang an adapter on `model` once it is known to fit.
+        """Attach an adapter to `model` once it is known to fit.
 
         Raises:
             AssistantError: if it does not; the model is as it was.
@@ -192,7 +192,7 @@ def spec_layer(model: nn.Module) -> SpecLayer | None:
     return layer if isinstance(layer, SpecLayer) else None
 
 
-def hang(model: Any, adapter: SpecAdapter, name: str) -> None:
+def attach(model: Any, adapter: SpecAdapter, name: str) -> None:
     """Put `adapter` on `model` as transformers' `load_adapter` puts one.
 
     Raises:

@@ -104,12 +104,7 @@ class DraftHead(FewTokensHead):
 
 
 def frequent_tokens(texts: Iterable[Iterable[int]], size: int, always: Iterable[int]) -> Tensor:
-    """The most frequent tokens of `texts`, ties to the lower id.
-
-    Args:
-        texts: token ids.
-        size: how many, those of `always` included.
-        always: in any case, for instance the end-of-sequence tokens.
+    """The most frequent tokens of `texts`, ties to the lower id, and in any case those of `always`.
 
     Returns:
         (size or fewer,) int64, ascending.

@@ -118,14 +118,13 @@ class FalconHead(nn.Module):
     def start_plain(self, feature_size: Tensor | float, residual_size: float = 1.0) -> None:
         """Make it begin with the sum of token embedding and feature, in sizes that suit its parts.
 
-        The LSTM wants inputs of about one and gives less than one; the attention layers, copies of
-        the target's, were made for the residual stream. A few dimensions of a feature are many
-        times larger than the others and would drown them.
-
         Args:
             feature_size: root mean square of the target's features, (H,) or in all.
             residual_size: the same of what enters the target's layers that were copied.
         """
+        # The LSTM wants inputs of about one and gives less than one; the attention layers, copies
+        # of the target's, were made for the residual stream. A few dimensions of a feature are many
+        # times larger than the others and would drown them.
         table = self.attention.get_input_embeddings().weight.detach().float()
         sizes = torch.as_tensor(feature_size, dtype=torch.float32, device=table.device)
         sizes = sizes.expand(self.hidden_size)
@@ -137,12 +136,9 @@ class FalconHead(nn.Module):
     def mix(
         self, tokens: Tensor, features: Tensor, state: State | None = None
     ) -> tuple[Tensor, State | None]:
-        """Run the LSTM over sequences of pairs.
+        """Run the LSTM over sequences of pairs: (S, L) int64 t_{i+1} and (S, L, H) h_i.
 
-        Args:
-            tokens: (S, L) int64, t_{i+1}.
-            features: (S, L, H), h_i.
-            state: what an earlier call returned for the pairs before these; None at the start.
+        `state` is what an earlier call returned for the pairs before these; None at the start.
 
         Returns:
             (S, L, H), and the state after the last pair; None if nothing is carried.
@@ -161,15 +157,9 @@ class FalconHead(nn.Module):
         return self.attention(inputs_embeds=mixed, use_cache=False, **attention)[0]
 
     def forward(self, tokens: Tensor, features: Tensor, grid: int = 0) -> Tensor:
-        """Predict features for whole texts, padded on the right.
+        """Predict features for whole texts, padded on the right, with a block from `grid` on.
 
-        Args:
-            tokens: (B, T) int64, t_{i+1}.
-            features: (B, T, H), h_i.
-            grid: where a block begins, below k.
-
-        Returns:
-            (B, T, H); place i holds the predicted h_{i+k}.
+        (B, T) int64 t_{i+1} and (B, T, H) h_i -> (B, T, H); place i holds the predicted h_{i+k}.
         """
         mixed, _ = self.mix(tokens, features)
         length = tokens.shape[1]
@@ -214,11 +204,8 @@ class FalconHead(nn.Module):
     ) -> FalconHead:
         """The head that `to_adapter` described, in the dtype and on the device of `target`.
 
-        Args:
-            adapter: of method "falcon".
-            target: the model it was trained for.
-            vocabulary: (R,) int64 tokens that it can propose, None for all; by default the
-                adapter's own.
+        It can propose the (R,) int64 tokens of `vocabulary`, None for all; by default the
+        adapter's own.
 
         Raises:
             AssistantError: if the adapter belongs to another base or is damaged.
@@ -318,10 +305,7 @@ def _renumber(stack: PreTrainedModel, first: int) -> None:
 def block_mask(length: int, block_size: int, grid: int = 0) -> Tensor:
     """(T, T) bool: whether pair i (row) sees pair j: j's block is i's own or an earlier one.
 
-    Args:
-        length: T.
-        block_size: k.
-        grid: where a block begins, below k; the pairs before it are a block of their own.
+    `grid`, below k, is where a block begins; the pairs before it are a block of their own.
     """
     block = torch.arange(length).sub(grid).div(block_size, rounding_mode="floor")
     return block[:, None] >= block[None, :]

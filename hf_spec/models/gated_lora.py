@@ -54,25 +54,21 @@ def new_lora(
 ) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
     """Weights in float32 that change nothing yet: A at random, B zero.
 
-    Args:
-        model: the base.
-        rank: of every pair.
-        targets: last parts of layer names such as "q_proj"; all linear layers by default.
+    `targets` are last parts of layer names such as "q_proj"; all linear layers by default.
 
     Raises:
         AssistantError: if no layer has such a name.
     """
-    wanted = set(targets)
-    layers = {
-        name: layer
-        for name, layer in linear_layers(model).items()
-        if not wanted or name.rpartition(".")[2] in wanted
-    }
-    if not layers:
-        known = sorted({name.rpartition(".")[2] for name in linear_layers(model)})
-        raise AssistantError(f"no layer is called {', '.join(sorted(wanted))}; known: {known}")
+    known, wanted = linear_layers(model), set(targets)
+    short = {name: name.rpartition(".")[2] for name in known}
+    chosen = [name for name in known if not wanted or short[name] in wanted]
+    if not chosen:
+        raise AssistantError(
+            f"no layer is called {', '.join(sorted(wanted))}; known: {sorted(set(short.values()))}"
+        )
     lora = {}
-    for name, layer in layers.items():
+    for name in chosen:
+        layer = known[name]
         inputs, outputs = layer_sizes(layer)
         device = next(layer.parameters()).device
         down = nn.Parameter(torch.empty(rank, inputs, device=device))
@@ -89,11 +85,7 @@ def layer_sizes(layer: Any) -> tuple[int, int]:
 
 
 class GatedLora:
-    """Hooks for one set of weights.
-
-    Args:
-        weights: by layer name.
-    """
+    """Hooks for one set of weights, by layer name."""
 
     def __init__(self, weights: LoraWeights):
         self.weights = weights

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from hf_spec.adapters.adapter import PEFT_TYPE, WEIGHTS_NAME
 from hf_spec.adapters.attached import active_adapters
 from hf_spec.adapters.folder import SpecAdapter, is_adapter, load_adapter
-from hf_spec.adapters.place import Place
+from hf_spec.adapters.hub import Place
 from hf_spec.data.hub import load_named
 from hf_spec.errors import AssistantError, HubError, OptionError, SpecError, UnsupportedError
 from hf_spec.execution.model_checks import check_model
@@ -23,6 +23,9 @@ from hf_spec.models.falcon_head import FalconHead
 from hf_spec.models.trained_draft import METHOD as DRAFT
 
 Made = TypeVar("Made")
+
+# What code raises that was made for right options and weights and is given others.
+DAMAGE = (OptionError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
 
 _MADE: WeakKeyDictionary[PreTrainedModel, dict[Hashable, Any]] = WeakKeyDictionary()
 
@@ -47,7 +50,8 @@ def resolve_draft_model(
             "id>, for instance hf_spec.truncated_draft(model, num_layers)"
         )
     if isinstance(assistant, (str, os.PathLike)):
-        assistant = _load(os.fspath(assistant), target)
+        name = os.fspath(assistant)
+        assistant = read_once(target, DRAFT, name, lambda: _load(name, target))
     elif isinstance(assistant, SpecAdapter):
         assistant = build(_of_method(assistant, DRAFT), target)
     unwrap = getattr(assistant, "get_base_model", None)
@@ -150,11 +154,11 @@ def find_assistant(assistant: Any, target: PreTrainedModel, methods: Collection[
         methods: of the adapters that the strategy can use; None for all.
 
     Returns:
-        The adapter of a PEFT model that carries one; for None the adapter that hangs on the target,
+        The adapter of a PEFT model that carries one; for None the one attached to the target,
         several as a list, or None; everything else as it is.
 
     Raises:
-        AssistantError: if several adapters hang on the target and the strategy uses one.
+        AssistantError: if several adapters are attached to the target and the strategy uses one.
     """
     if isinstance(assistant, (list, tuple)):
         return [None if one is None else find_assistant(one, target, methods) for one in assistant]
@@ -176,19 +180,11 @@ def _build(adapter: SpecAdapter, target: PreTrainedModel) -> Any:
     method = adapter.known
     adapter.base.check(target)
     needs_gradient = [(weight, weight.requires_grad) for weight in target.parameters()]
-    # An adapter's options and weights go into code that expects right ones.
     try:
         return method.build(adapter, target)
     except (AssistantError, UnsupportedError):
         raise
-    except (
-        OptionError,
-        ArithmeticError,
-        LookupError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as error:
+    except DAMAGE as error:
         raise AssistantError(
             f"the {adapter.method} adapter {str(adapter.folder or '')!r} is damaged: {error}"
         ) from error
@@ -205,15 +201,8 @@ def _of_method(adapter: SpecAdapter, method: str) -> SpecAdapter:
 
 
 def _load(name: str, target: PreTrainedModel) -> PreTrainedModel:
-    def make() -> PreTrainedModel:
-        if is_adapter(name):
-            return _build(load_adapter(name, DRAFT), target)
-        return _model(name, target)
-
-    return read_once(target, DRAFT, name, make)
-
-
-def _model(name: str, target: PreTrainedModel) -> PreTrainedModel:
+    if is_adapter(name):
+        return _build(load_adapter(name, DRAFT), target)
     place = Place(name) if Path(name).exists() else Place.of(name)
     try:
         model = load_named(

@@ -30,7 +30,7 @@ class StrategyConfig:
 
     Attributes:
         strategy: the registered name, set by `register`.
-        needs_assistant: whether `assistant=` must be given, or an adapter hang on the model.
+        needs_assistant: whether `assistant=` must be given, or an adapter attached to the model.
         adapter_methods: of the adapters that it can use; None for all.
         batching: what is padded in a batch: "unpadded", which is nothing; for comparison
             "unpadded_kv", "unpadded_input" and "padded" (see `hf_spec.execution.row_work`).

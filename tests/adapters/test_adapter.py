@@ -93,8 +93,8 @@ class TestMethods:
         by_name = adapter_module(tmp_path / "mine", "throwaway", model)
         assert torch.equal(by_name.values, values)
         model.load_adapter(str(tmp_path / "mine"))
-        hung = find_assistant(None, model, AutoConfig.adapter_methods)
-        assert hung.method == "throwaway"
+        attached = find_assistant(None, model, AutoConfig.adapter_methods)
+        assert attached.method == "throwaway"
 
     def test_what_its_maker_stumbles_over_is_damage(self, throwaway: ModuleType) -> None:
         lacking = SpecAdapter("throwaway", BaseModel.of(fresh_model()), {}, {})

@@ -17,8 +17,7 @@ from peft import PeftModel
 
 from hf_spec import AssistantError, SpecAdapter
 from hf_spec.adapters.folder import CONFIG_NAME, WEIGHTS_NAME, is_adapter, load_adapter
-from hf_spec.adapters.hub import PUSHED, push_adapter
-from hf_spec.adapters.place import Place
+from hf_spec.adapters.hub import PUSHED, Place, push_adapter
 from tests.adapters.local_hub import LocalHub, Repository, local_hub
 from tests.adapters.samples import METHODS, drafted, fresh_model, plain, sample, save_sample
 from tests.tiny_models import build
@@ -252,3 +251,20 @@ print(adapter.push_to_hub("org/copy"))
         subprocess.run([sys.executable, "-c", code], env=environment, check=True)
         copy = server.repositories["org/copy"]
         assert "custom_generate/generate.py" in copy.commits[copy.branches["main"]]
+
+
+def test_a_place() -> None:
+    assert Place.of("org/a") == Place("org/a")
+    assert Place.of("org/a@v1", token="t") == Place("org/a", "v1", "t")
+    assert Place.of("org/a", "v1") == Place("org/a", "v1")
+
+
+def test_two_revisions() -> None:
+    with pytest.raises(AssistantError, match="names a revision, and revision='v2' another one"):
+        Place.of("org/a@v1", "v2")
+
+
+@pytest.mark.parametrize("name", ["", "a/b/c", "..", "org/", "org/na me"])
+def test_names_that_are_none(name: str) -> None:
+    with pytest.raises(AssistantError, match="cannot be pushed to"):
+        Place(name).check()

@@ -29,9 +29,6 @@ def kv_write(
         place: (2, T) int32, slot and place of each token. A token of slot -1 is left out; two
             tokens must not share a place.
         impl: see the package.
-
-    Raises:
-        TypeError, ValueError: if the kernel cannot read its arguments.
     """
     if not serves(key, impl):
         kv_write_ref(key, value, keys, values, place)

@@ -54,9 +54,6 @@ def verify_tree(  # noqa: PLR0913 - logits and the fields of a tree
         max_nodes: most nodes of any row, on the host; a bound is fine.
         uniforms: (N,) float32 in [0, 1), or None for the argmax.
         impl: see the package.
-
-    Raises:
-        TypeError, ValueError: if the kernel cannot read its arguments.
     """
     if not serves(logits, impl):
         found = verify_tree_ref(logits, token_ids, parent, row_start, max_nodes, uniforms)
