@@ -57,10 +57,10 @@ _METHODS: dict[str, AdapterMethod] = {}
 
 
 def register_method(method: AdapterMethod) -> None:
-    """Make adapters of a method known.
+    """Make adapters of a method known, whose name must not be taken.
 
     Raises:
-        ValueError: if its name is taken.
+        ValueError: if it is.
     """
     if method.name in _METHODS:
         raise ValueError(f"there is an adapter method {method.name!r} already")
@@ -178,11 +178,7 @@ class Adapter:
 
     @property
     def strategy(self) -> str:
-        """The strategy that it is for, if no other is named.
-
-        Raises:
-            AssistantError: if its method is unknown.
-        """
+        """The strategy that it is for, if no other is named."""
         return self.known.strategy
 
     @property

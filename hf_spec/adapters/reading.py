@@ -1,7 +1,7 @@
 """Reading the files of an adapter as what they may be: written by somebody else, or damaged.
 
 Nothing here executes, follows a link out of the folder, or takes more memory than the files do.
-Whatever is wrong is an `AssistantError` that names the file.
+Whatever is wrong is an `AssistantError` that names the file, or the option or weight.
 """
 
 from __future__ import annotations
@@ -29,12 +29,7 @@ INTEGERS = {"I32", "I64"}
 
 
 def regular_file(folder: Path, name: str) -> Path:
-    """The file `name` of an adapter folder.
-
-    Raises:
-        AssistantError: if there is none, it is something else than a file, or a link leads out of
-            the folder (the Hub's cache keeps the contents of a snapshot beside it, which is fine).
-    """
+    """The file `name` of an adapter folder; no link that leads out of it."""
     path = folder / name
     try:
         real = path.resolve(strict=True)
@@ -44,6 +39,7 @@ def regular_file(folder: Path, name: str) -> Path:
     except (OSError, RuntimeError) as error:
         raise AssistantError(f"{path} cannot be read: {error}") from error
     home = folder.resolve()
+    # The Hub's cache keeps the contents of a snapshot beside it.
     homes = [home, home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [home]
     if not any(real.is_relative_to(one) for one in homes):
         raise AssistantError(f"{path} is a link out of its folder, which is not followed")
@@ -53,11 +49,7 @@ def regular_file(folder: Path, name: str) -> Path:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
-
-    Raises:
-        AssistantError: if it cannot be read, is too large, or is something else.
-    """
+    """The JSON object in a file of at most `MAX_CONFIG_BYTES`."""
     try:
         size = path.stat().st_size
         found = json.loads(path.read_text(encoding="utf-8")) if size <= MAX_CONFIG_BYTES else None
@@ -73,12 +65,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_tensors(folder: Path, name: str) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, on the CPU.
-
-    Raises:
-        AssistantError: if there is none (a pickle is never loaded), it is damaged, or a tensor is
-            neither of finite floats nor of whole numbers.
-    """
+    """The tensors of a safetensors file, of finite floats or whole numbers, on the CPU."""
     if not (folder / name).exists():
         pickles = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLES)
         hint = f"; {pickles[0]} is a pickle file, which is never loaded" if pickles else ""
@@ -111,11 +98,7 @@ def read_tensors(folder: Path, name: str) -> dict[str, Tensor]:
 def check_tensors(
     what: str, found: Mapping[str, Tensor], expected: Mapping[str, Sequence[int]]
 ) -> None:
-    """Refuse weights that have not the shapes which an adapter's config stands for.
-
-    Raises:
-        AssistantError: names a weight that is missing, unknown, of another shape, or no float.
-    """
+    """Refuse weights that are not floats of the shapes which an adapter's config stands for."""
     shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
     for name in sorted({*shapes, *expected}):
         wanted = tuple(expected[name]) if name in expected else "absent"
@@ -131,10 +114,7 @@ def read_vocabulary(what: str, tensors: Mapping[str, Tensor], size: int) -> Tens
     """The tokens that an adapter can propose, listed in the tensor `VOCABULARY`.
 
     Returns:
-        (R,) int64 below `size`, or None if there is no list and all are meant.
-
-    Raises:
-        AssistantError: if it is no ascending list of tokens of the base.
+        (R,) int64 below `size`, ascending, or None if there is no list and all are meant.
     """
     found = tensors.get(VOCABULARY)
     if found is None:
@@ -153,11 +133,7 @@ def read_vocabulary(what: str, tensors: Mapping[str, Tensor], size: int) -> Tens
 
 
 def whole_number(what: str, options: Mapping[str, Any], name: str, low: int, high: int) -> int:
-    """An option that is a whole number.
-
-    Raises:
-        AssistantError: names the option, its value and the range.
-    """
+    """An option that is a whole number from `low` to `high`."""
     value = options.get(name)
     if type(value) is not int or not low <= value <= high:
         raise AssistantError(

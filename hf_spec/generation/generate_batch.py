@@ -72,12 +72,7 @@ class GenerateBatchCall:
     def read(
         cls, model: PreTrainedModel, batching: str, settings: Settings, arguments: Mapping[str, Any]
     ) -> GenerateBatchCall:
-        """Read the arguments of a call.
-
-        Raises:
-            OptionError: if one has a value that cannot be used.
-            UnsupportedError: if one, or a prompt, cannot be served.
-        """
+        """Read the arguments of a call; refuse what is wrong or cannot be served."""
         given = dict(arguments)
         for name, remedy in REFUSED_ARGUMENTS.items():
             if (value := given.pop(name, None)) is not None and value is not False:
@@ -163,12 +158,7 @@ def _take(
 
 
 def read_prompts(inputs: object, vocab: int) -> list[list[int]]:
-    """The prompts as lists of token ids below `vocab`.
-
-    Raises:
-        OptionError: if it is no list of token-id lists or 1-D tensors.
-        UnsupportedError: if a prompt is empty or holds what the model has no token for.
-    """
+    """The prompts as lists of token ids below `vocab`."""
     if not isinstance(inputs, (list, tuple)):
         raise OptionError(
             f"inputs of type {type(inputs).__name__}: generate_batch() takes a list of prompts "
@@ -196,11 +186,7 @@ def read_prompts(inputs: object, vocab: int) -> list[list[int]]:
 
 
 def _copies(settings: Settings) -> int:
-    """How many sequences each prompt is for.
-
-    Raises:
-        OptionError: if it is no number, or all would be the same.
-    """
+    """How many sequences each prompt is for."""
     copies = settings["num_return_sequences"] or 1
     if not isinstance(copies, int) or copies < 1:
         raise OptionError(f"num_return_sequences={copies!r} must be a whole number of at least 1")

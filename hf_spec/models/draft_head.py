@@ -119,11 +119,7 @@ def frequent_tokens(texts: Iterable[Iterable[int]], size: int, always: Iterable[
 
 
 def check_plain_head(model: PreTrainedModel) -> None:
-    """Refuse a target whose logits are not simply what its head says of its features.
-
-    Raises:
-        UnsupportedError: names what changes them.
-    """
+    """Refuse a target whose logits are not simply what its head says of its features."""
     config = model.config.get_text_config()
     for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
         if getattr(config, name, None) not in (None, 1, 1.0):

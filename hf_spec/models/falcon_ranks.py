@@ -38,9 +38,6 @@ def ranks_along(
     Returns:
         (len(starts), depth) int64; -1 where the head does not know the token, and in drafts that
         begin before there are k pairs, which do not take place.
-
-    Raises:
-        ValueError: if a draft would reach beyond the text or its features.
     """
     for start in starts:
         if not 0 <= start <= min(len(features), len(tokens) - 1 - depth):

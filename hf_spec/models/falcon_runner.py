@@ -109,11 +109,7 @@ class HeadRunner:
 
     @contextmanager
     def active(self) -> Iterator[HeadRunner]:
-        """Prepare the head for packed passes; it is as it was found when the block ends.
-
-        Raises:
-            UnsupportedError: if its layers take no attention function.
-        """
+        """Prepare the head for packed passes; it is as it was found when the block ends."""
         with ExitStack() as stack:
             if not takes_packed(self.head.attention):
                 raise UnsupportedError(

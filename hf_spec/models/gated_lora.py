@@ -33,11 +33,7 @@ SHARED = "shared_expert"
 
 
 def linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """The linear layers that every token passes one by one, by name; not the head.
-
-    Raises:
-        UnsupportedError: if there is none.
-    """
+    """The linear layers that every token passes one by one, by name; not the head."""
     head = model.get_output_embeddings()
     found: dict[str, nn.Module] = {
         name: module
@@ -93,11 +89,7 @@ class GatedLora:
         self._here = threading.local()
 
     def check(self, model: PreTrainedModel) -> None:
-        """Refuse a model that lacks a layer or has one of another size.
-
-        Raises:
-            AssistantError: names the layer and both sizes.
-        """
+        """Refuse a model that lacks a layer or has one of another size."""
         layers = dict(model.named_modules())
         for name, (down, up) in self.weights.items():
             if not _is_linear(layers.get(name)):

@@ -67,11 +67,7 @@ class TrainableDraft:
         return SpecAdapter(METHOD, self._base, {**sizes, **options}, tensors)
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Take over trained weights.
-
-        Raises:
-            AssistantError: if a weight is missing or one is unknown.
-        """
+        """Take over trained weights, by the names of the file."""
         from peft import set_peft_model_state_dict
 
         found = {name: t for name, t in tensors.items() if name != VOCABULARY}
