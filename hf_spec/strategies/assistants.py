@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+import hf_spec.models.methods  # noqa: F401 - the methods become known
 from hf_spec.adapters.adapter import PEFT_TYPE, WEIGHTS_NAME
 from hf_spec.adapters.attached import active_adapters
 from hf_spec.adapters.folder import SpecAdapter, is_adapter, load_adapter
@@ -18,7 +19,6 @@ from hf_spec.data.hub import load_named
 from hf_spec.errors import AssistantError, HubError, OptionError, SpecError, UnsupportedError
 from hf_spec.execution.model_checks import check_model
 from hf_spec.execution.vocabulary import PADDED_ROWS, num_embeddings
-from hf_spec.models import methods  # noqa: F401 - the methods become known
 from hf_spec.models.falcon_head import METHOD as FALCON
 from hf_spec.models.falcon_head import FalconHead
 from hf_spec.models.trained_draft import METHOD as DRAFT
