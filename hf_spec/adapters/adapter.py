@@ -163,7 +163,7 @@ class Adapter:
     repo_id: str | None = None
 
     @property
-    def known(self) -> AdapterMethod:
+    def record(self) -> AdapterMethod:
         """Its method.
 
         Raises:
@@ -179,7 +179,7 @@ class Adapter:
     @property
     def strategy(self) -> str:
         """The strategy that it is for, if no other is named."""
-        return self.known.strategy
+        return self.record.strategy
 
     @property
     def largest(self) -> int:

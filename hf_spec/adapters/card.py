@@ -129,7 +129,7 @@ def write_card(
     """
     path = adapter.own_folder / CARD_NAME
     stated = _stated(path, overwrite)
-    method, name = adapter.known, adapter.own_folder.resolve().name
+    method, name = adapter.record, adapter.own_folder.resolve().name
     base = str(base_model or stated.base_model or adapter.base.name)
     found = {} if results is None else _read_results(Path(results), adapter, name)
     speeds = found.get("summary", [])

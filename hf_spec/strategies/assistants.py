@@ -178,7 +178,7 @@ def find_assistant(assistant: Any, target: PreTrainedModel, methods: Collection[
 
 
 def _build(adapter: SpecAdapter, target: PreTrainedModel) -> Any:
-    method = adapter.known
+    method = adapter.record
     adapter.base.check(target)
     needs_gradient = [(weight, weight.requires_grad) for weight in target.parameters()]
     try:
