@@ -5,6 +5,7 @@ from hf_spec.decoding.streaming import BatchStreamer, BatchTextStreamer
 from hf_spec.errors import AssistantError, HubError, OptionError, SpecError, UnsupportedError
 from hf_spec.execution.cpu_linear import clear_cpu_packing, cpu_packing_bytes, set_cpu_packing
 from hf_spec.execution.step_graphs import set_cuda_graphs
+from hf_spec.generation.custom_generate import custom_generate
 from hf_spec.generation.hook import disable, enable
 from hf_spec.models.truncated import truncated_draft
 from hf_spec.outputs import SpecBatchOutput, SpecGenerateOutput, SpecRequestOutput, SpecStats
@@ -47,6 +48,7 @@ __all__ = [
     "UnsupportedError",
     "clear_cpu_packing",
     "cpu_packing_bytes",
+    "custom_generate",
     "disable",
     "enable",
     "known_strategies",

@@ -49,7 +49,7 @@ def block_ends(count: int, block_size: int, before: Sequence[int] = ()) -> list[
 
 
 @torch.no_grad()
-def foretold(
+def predicted(
     head: FalconHead, tokens: Sequence[int], features: Tensor, path: Sequence[int], ends: list[int]
 ) -> Tensor:
     """(k, H): the outputs behind a text and a drafted path of whole blocks, without any cache.
@@ -92,7 +92,7 @@ def drafted(
         start = path[: (len(path) - 1) // size * size]
         if start not in lists:
             above = [found[start[:depth]][0] for depth in range(1, len(start) + 1)]
-            outputs = foretold(head, tokens, features, above, ends)
+            outputs = predicted(head, tokens, features, above, ends)
             probs = head.head.known(outputs).float().softmax(dim=-1)
             lists[start] = probs.sort(dim=-1, descending=True, stable=True)
         chances, places = lists[start]

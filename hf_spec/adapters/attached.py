@@ -1,4 +1,4 @@
-"""Adapters that hang on a model; asking one that has none does not import PEFT."""
+"""Adapters that are attached to a model; asking one that has none does not import PEFT."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LAYER_NAME = "spec_adapters"
 
 
 def active_adapters(model: nn.Module) -> list[SpecAdapter]:
-    """The adapters of this library that hang on `model` and are switched on."""
+    """The adapters of this library that are attached to `model` and switched on."""
     layer: Any = getattr(model, LAYER_NAME, None)
     found = getattr(layer, "active", ())
     # A module of somebody else's may have the name.

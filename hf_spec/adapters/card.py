@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from hf_spec.adapters.adapter import Adapter, save_adapter
 from hf_spec.adapters.base_name import is_hub_id
-from hf_spec.adapters.folder import SpecAdapter, load_adapter, save_adapter
 from hf_spec.errors import AssistantError
 from hf_spec.files import written_whole
 from hf_spec.installing import WHERE, install_command
@@ -21,12 +22,6 @@ CARD_NAME = "README.md"
 GENERATED = "<!-- Written by hf_spec, which replaces it. To keep changes, delete this line. -->"
 TASK = "text-generation"
 
-TITLES = {
-    "draft": "A draft model for {}",
-    "disco": "DISCO's stop classifier for {}",
-    "falcon": "A Falcon head for {}",
-    "sdsat": "Adaptive tokens (SDSAT) for {}",
-}
 # Options with numbers that were measured on texts kept apart from the training.
 HELD_BACK = ("held_back", "validation")
 # What a row of a benchmark's summary is about if it covers every task.
@@ -95,21 +90,16 @@ percentile. tau is the number of accepted draft tokens per forward of the model.
 {% endfor %}{% endif %}"""
 
 
-def save_with_card(folder: str | os.PathLike[str], adapter: SpecAdapter) -> None:
-    """Write an adapter and its model card; a card that was written by hand stays.
-
-    Args:
-        folder: created if need be.
-        adapter: as for `save_adapter`.
-    """
+def save_with_card(folder: str | os.PathLike[str], adapter: Adapter) -> None:
+    """Write an adapter and its model card to `folder`; a card that was written by hand stays."""
     save_adapter(folder, adapter)
     path = Path(folder) / CARD_NAME
     if not path.exists() or _is_generated(path):
-        write_card(folder)
+        write_card(replace(adapter, folder=Path(folder), repo_id=None))
 
 
 def write_card(
-    folder: str | os.PathLike[str],
+    adapter: Adapter,
     *,
     results: Path | None = None,
     base_model: str | None = None,
@@ -117,13 +107,13 @@ def write_card(
     datasets: Sequence[str] = (),
     overwrite: bool = False,
 ) -> Path:
-    """Write the model card of an adapter.
+    """Write the model card of an adapter into its folder.
 
     Where a card that was written here is replaced, the base, the licence and the data sets that it
     states are kept unless others are given.
 
     Args:
-        folder: of the adapter, from whose options the measured numbers and the training are taken.
+        adapter: loaded from the folder; the measured numbers and the training are in its options.
         results: what `hf-spec bench --out` wrote, with speeds of the adapter or its strategy.
         base_model: Hub id of the base; by default the name that it had in training.
         license: of the weights, such as "apache-2.0"; not stated by default.
@@ -134,19 +124,17 @@ def write_card(
         The path of the card.
 
     Raises:
-        AssistantError: if the folder holds no adapter, a card is there already, or the results
-            have nothing to say.
+        AssistantError: if the adapter has no folder, a card is there already, or the results have
+            nothing to say.
     """
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise AssistantError(f"{folder} is no folder; a card is written into that of an adapter")
-    path = folder / CARD_NAME
+    path = adapter.own_folder / CARD_NAME
     stated = _stated(path, overwrite)
-    adapter, name = load_adapter(folder), folder.resolve().name
+    method, name = adapter.record, adapter.own_folder.resolve().name
     base = str(base_model or stated.base_model or adapter.base.name)
     found = {} if results is None else _read_results(Path(results), adapter, name)
-    metrics = [*_held_back_metrics(adapter), *_speed_metrics(found)]
-    training = _flat(adapter.options.get("training"))
+    speeds = found.get("summary", [])
+    held_back = [pair for kind in HELD_BACK for pair in _flat(adapter.options.get(kind))]
+    metrics = [*_held_back_metrics(adapter.method, held_back), *map(_speed_metric, speeds)]
     data = ModelCardData(
         # The Hub refuses what is no id.
         base_model=base if is_hub_id(base) else None,
@@ -154,7 +142,7 @@ def write_card(
         license=license or stated.license,
         datasets=list(datasets) or stated.datasets,
         pipeline_tag=TASK,
-        tags=["speculative-decoding", adapter.method],
+        tags=["speculative-decoding", method.name],
         base_model_relation="adapter",
         model_name=name if metrics else None,
         eval_results=metrics or None,
@@ -163,17 +151,17 @@ def write_card(
         data,
         template_str=TEMPLATE,
         generated=GENERATED,
-        title=TITLES[adapter.method].format(base),
-        method=adapter.method,
-        strategy=adapter.strategy,
+        title=method.title.format(base),
+        method=method.name,
+        strategy=method.strategy,
         where=WHERE.capitalize(),
         install=install_command(),
         base=json.dumps(base),
         name=json.dumps(name),
-        held_back=[(label, _cell(value)) for label, value in _held_back(adapter)],
-        speeds=[_speed_cells(row) for row in found.get("summary", [])],
+        held_back=[(label, _cell(value)) for label, value in held_back],
+        speeds=[_speed_cells(row) for row in speeds],
         machine=", ".join(f"{key} {value}" for key, value in found.get("environment", {}).items()),
-        training=[(label, _cell(value)) for label, value in training],
+        training=[(label, _cell(v)) for label, v in _flat(adapter.options.get("training"))],
     )
     with written_whole(path) as part:
         part.write_text(str(card), encoding="utf-8")
@@ -195,11 +183,6 @@ def _is_generated(path: Path) -> bool:
     return GENERATED in path.read_text(encoding="utf-8", errors="replace")
 
 
-def _held_back(adapter: SpecAdapter) -> Iterator[tuple[str, Any]]:
-    for name in HELD_BACK:
-        yield from _flat(adapter.options.get(name))
-
-
 def _flat(values: Any) -> Iterator[tuple[str, Any]]:
     """The single values of a JSON object by name; lists are too long for a table."""
     if not isinstance(values, Mapping):
@@ -217,19 +200,18 @@ def _cell(value: Any) -> str:
     return str(value).replace("|", "\\|").replace("\n", " ")
 
 
-def _held_back_metrics(adapter: SpecAdapter) -> Iterator[EvalResult]:
+def _held_back_metrics(method: str, held_back: Iterable[tuple[str, Any]]) -> Iterator[EvalResult]:
     """What the Hub shows: the figures of the adapter, not those of rules it is compared with."""
-    own = f"rules.{adapter.method}."
-    for label, value in _held_back(adapter):
+    own = f"rules.{method}."
+    for label, value in held_back:
         name = label.removeprefix(own)
         if isinstance(value, float) and (name != label or "." not in label):
             yield _metric("held-back", "held-back answers of the base model", name, value)
 
 
-def _speed_metrics(found: Mapping[str, Any]) -> Iterator[EvalResult]:
-    for row in found.get("summary", []):
-        name = f"speed relative to plain generate(), {row['contender']}, batch {_batch(row)}"
-        yield _metric("hf-spec-bench", "prompts of hf-spec bench", name, row["ratio"], "speedup")
+def _speed_metric(row: Mapping[str, Any]) -> EvalResult:
+    name = f"speed relative to plain generate(), {row['contender']}, batch {row['batch_size']}"
+    return _metric("hf-spec-bench", "prompts of hf-spec bench", name, row["ratio"], "speedup")
 
 
 def _metric(
@@ -245,11 +227,11 @@ def _metric(
     )
 
 
-def _read_results(path: Path, adapter: SpecAdapter, name: str) -> dict[str, Any]:
+def _read_results(path: Path, adapter: Adapter, name: str) -> dict[str, Any]:
     """The results with the rows that name the adapter or, without any, those of its strategy."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        rows = [row for row in found["summary"] if row["task"] == ALL_TASKS]
+        rows = [{"batch_size": 1, **row} for row in found["summary"] if row["task"] == ALL_TASKS]
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise AssistantError(f"{path} holds no results of `hf-spec bench`: {error!r}") from error
     contenders = {row["contender"] for row in rows}
@@ -264,11 +246,6 @@ def _read_results(path: Path, adapter: SpecAdapter, name: str) -> dict[str, Any]
 
 
 def _speed_cells(row: Mapping[str, Any]) -> list[str]:
-    ratios = [f"{row[key]:.2f}" for key in ("ratio", "ratio_p20", "ratio_p80")]
-    tau = row.get("tau")
-    shown = "" if tau is None else f"{tau:.2f}"
-    return [f"`{row['contender']}`", str(_batch(row)), *ratios, shown]
-
-
-def _batch(row: Mapping[str, Any]) -> int:
-    return row.get("batch_size", 1)
+    figures = [row.get(name) for name in ("ratio", "ratio_p20", "ratio_p80", "tau")]
+    shown = ("" if figure is None else f"{figure:.2f}" for figure in figures)
+    return [f"`{row['contender']}`", str(row["batch_size"]), *shown]

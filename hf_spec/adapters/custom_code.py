@@ -4,7 +4,7 @@
 
 transformers copies the file below out of the repository and calls its function `generate`; only
 this, and only with `trust_remote_code=True`, ever runs it. The file is the same in every adapter.
-All it does is to hand over to `hf_spec.generation.custom_generate`.
+All it does is to hand over to `hf_spec.custom_generate`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FILES = {
 Needs the package hf-spec (see requirements.txt), which does the work.
 """
 
-from hf_spec.generation.custom_generate import generate
+from hf_spec import custom_generate as generate
 
 __all__ = ["generate"]
 ''',

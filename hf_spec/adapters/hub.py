@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,8 @@ from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
+from hf_spec.adapters.adapter import Adapter
+from hf_spec.adapters.reading import regular_file
 from hf_spec.data.hub import check_name, reach_hub
 from hf_spec.errors import AssistantError, HubError, OptionError
 
@@ -55,8 +56,21 @@ class Place:
             )
         return cls(repo_id, named if separator else revision, token)
 
+    def check(self) -> None:
+        """Refuse a name that no repository can have.
+
+        Raises:
+            AssistantError: says why.
+        """
+        try:
+            validate_repo_id(self.repo_id)
+        except HFValidationError as error:
+            raise AssistantError(
+                f"an adapter cannot be pushed to {self.repo_id!r}: {error}"
+            ) from error
+
     def fetch(self, names: Sequence[str]) -> Path:
-        """The folder of the Hub's cache with the files called `names`, those that there are.
+        """The folder of the Hub's cache with the files called `names`, those that exist.
 
         Raises:
             AssistantError: if there is no such repository, or folder.
@@ -81,62 +95,44 @@ class Place:
             ) from error
         except Exception as error:
             raise AssistantError(
-                f"adapter {self.repo_id!r} is neither a folder nor to be had from the Hub: {error}"
+                f"adapter {self.repo_id!r} is neither a folder nor available on the Hub: {error}"
             ) from error
 
 
-def push_adapter(
-    folder: str | os.PathLike[str],
-    repo_id: str,
-    *,
-    private: bool = False,
-    token: str | None = None,
-    revision: str | None = None,
-) -> str:
-    """Put an adapter on the Hub, in one commit, once its folder has been read without a complaint.
+def push_adapter(adapter: Adapter, place: Place, private: bool = False) -> str:
+    """Put the folder that an adapter was loaded from on the Hub, in one commit.
 
     Args:
-        folder: of the adapter; its card and its `custom_generate/` go along, other files do not.
-        repo_id: "owner/name"; made if need be.
+        adapter: its card and its `custom_generate/` go along, other files of the folder do not.
+        place: the repository, made if need be, and the branch, made too.
         private: whether a repository that is made is private.
-        token: of the Hub; by default the stored one.
-        revision: branch; made if need be. The main one by default.
 
     Returns:
         The address of the commit.
 
     Raises:
-        AssistantError: if the folder holds no whole adapter, or the name is none.
+        AssistantError: if a file is not one of the folder, or the name of the repository is none.
         HubError: if the Hub cannot be reached, or refuses.
     """
-    from hf_spec.adapters.folder import load_adapter
-    from hf_spec.adapters.reading import regular_file
-
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise AssistantError(f"{folder} is no folder; push the folder of an adapter")
-    adapter = load_adapter(folder)
+    folder = adapter.own_folder
     for name in PUSHED:
         if (folder / name).is_symlink() or (folder / name).exists():
             # A link would send what lies elsewhere.
             regular_file(folder, name)
-    try:
-        validate_repo_id(repo_id)
-    except HFValidationError as error:
-        raise AssistantError(f"{folder} cannot be pushed to {repo_id!r}: {error}") from error
+    place.check()
     reach_hub()
-    api = HfApi(token=token)
+    api = HfApi(token=place.token)
     try:
-        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-        if revision is not None:
-            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        repo_id = api.create_repo(place.repo_id, private=private, exist_ok=True).repo_id
+        if place.revision is not None:
+            api.create_branch(repo_id, branch=place.revision, exist_ok=True)
         commit = api.upload_folder(
             repo_id=repo_id,
             folder_path=folder,
-            revision=revision,
+            revision=place.revision,
             allow_patterns=list(PUSHED),
             commit_message=f"hf_spec adapter of method {adapter.method}",
         )
     except (HfHubHTTPError, OSError, RuntimeError, ValueError) as error:
-        raise HubError(f"{folder} cannot be pushed to {repo_id!r}: {error}") from error
+        raise HubError(f"{folder} cannot be pushed to {place.repo_id!r}: {error}") from error
     return commit.commit_url

@@ -1,7 +1,7 @@
 """Reading the files of an adapter as what they may be: written by somebody else, or damaged.
 
 Nothing here executes, follows a link out of the folder, or takes more memory than the files do.
-Whatever is wrong is an `AssistantError` that names the file.
+Whatever is wrong is an `AssistantError` that names the file, or the option or weight.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from hf_spec.errors import AssistantError
 
 # More than the config of any adapter that was ever made here, by a factor of a hundred.
 MAX_CONFIG_BYTES = 4 << 20
+# The tensor with the tokens that an adapter can propose, if these are not all.
+VOCABULARY = "vocabulary"
 PICKLES = {".bin", ".pt", ".pth", ".pkl", ".ckpt"}
 # What weights are stored in, and what token ids are, as safetensors calls them.
 FLOATS = {"F32", "F16", "BF16"}
@@ -27,12 +29,7 @@ INTEGERS = {"I32", "I64"}
 
 
 def regular_file(folder: Path, name: str) -> Path:
-    """The file `name` of an adapter folder.
-
-    Raises:
-        AssistantError: if there is none, it is something else than a file, or a link leads out of
-            the folder (the Hub's cache keeps the contents of a snapshot beside it, which is fine).
-    """
+    """The file `name` of an adapter folder; no link that leads out of it."""
     path = folder / name
     try:
         real = path.resolve(strict=True)
@@ -42,6 +39,7 @@ def regular_file(folder: Path, name: str) -> Path:
     except (OSError, RuntimeError) as error:
         raise AssistantError(f"{path} cannot be read: {error}") from error
     home = folder.resolve()
+    # The Hub's cache keeps the contents of a snapshot beside it.
     homes = [home, home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [home]
     if not any(real.is_relative_to(one) for one in homes):
         raise AssistantError(f"{path} is a link out of its folder, which is not followed")
@@ -51,36 +49,23 @@ def regular_file(folder: Path, name: str) -> Path:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
-
-    Raises:
-        AssistantError: if it cannot be read, is too large, or is something else.
-    """
+    """The JSON object in a file of at most `MAX_CONFIG_BYTES`."""
     try:
         size = path.stat().st_size
-        if size > MAX_CONFIG_BYTES:
-            raise AssistantError(
-                f"{path} has {size} bytes; a config has {MAX_CONFIG_BYTES} at most"
-            )
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8")) if size <= MAX_CONFIG_BYTES else None
     except (ValueError, RecursionError) as error:
-        if isinstance(error, AssistantError):
-            raise
         raise AssistantError(f"{path} is no JSON: {error}") from error
     except OSError as error:
         raise AssistantError(f"{path} cannot be read: {error}") from error
+    if size > MAX_CONFIG_BYTES:
+        raise AssistantError(f"{path} has {size} bytes; a config has {MAX_CONFIG_BYTES} at most")
     if not isinstance(found, dict):
         raise AssistantError(f"{path} holds a {type(found).__name__}, not the object of a config")
     return found
 
 
 def read_tensors(folder: Path, name: str) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, on the CPU.
-
-    Raises:
-        AssistantError: if there is none (a pickle is never loaded), it is damaged, or a tensor is
-            neither of finite floats nor of whole numbers.
-    """
+    """The tensors of a safetensors file, of finite floats or whole numbers, on the CPU."""
     if not (folder / name).exists():
         pickles = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLES)
         hint = f"; {pickles[0]} is a pickle file, which is never loaded" if pickles else ""
@@ -104,23 +89,16 @@ def read_tensors(folder: Path, name: str) -> dict[str, Tensor]:
         raise AssistantError(f"{path} cannot be read: {error}; get the file again") from error
     for key, tensor in tensors.items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            raise AssistantError(f"{path}: {key!r} holds NaN or infinite values; get the file anew")
+            raise AssistantError(
+                f"{path}: {key!r} holds NaN or infinite values; get the file again"
+            )
     return tensors
 
 
 def check_tensors(
     what: str, found: Mapping[str, Tensor], expected: Mapping[str, Sequence[int]]
 ) -> None:
-    """Refuse weights that are not those which an adapter's config stands for.
-
-    Args:
-        what: the adapter, in messages.
-        found: its weights.
-        expected: shape of each that there must be.
-
-    Raises:
-        AssistantError: names a weight that is missing, unknown, of another shape, or no float.
-    """
+    """Refuse weights that are not floats of the shapes which an adapter's config stands for."""
     shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
     for name in sorted({*shapes, *expected}):
         wanted = tuple(expected[name]) if name in expected else "absent"
@@ -132,45 +110,30 @@ def check_tensors(
             raise AssistantError(f"{what} is damaged: {name} is of {found[name].dtype}")
 
 
-def read_vocabulary(
-    what: str, tensors: Mapping[str, Tensor], name: str, size: int
-) -> Tensor | None:
-    """The tokens that an adapter can propose.
-
-    Args:
-        what: the adapter, in messages.
-        tensors: its weights.
-        name: of the list among them.
-        size: V.
+def read_vocabulary(what: str, tensors: Mapping[str, Tensor], size: int) -> Tensor | None:
+    """The tokens that an adapter can propose, listed in the tensor `VOCABULARY`.
 
     Returns:
-        (R,) int64, or None if there is no list and all are meant.
-
-    Raises:
-        AssistantError: if it is no ascending list of tokens of the base.
+        (R,) int64 below `size`, ascending, or None if there is no list and all are meant.
     """
-    found = tensors.get(name)
+    found = tensors.get(VOCABULARY)
     if found is None:
         return None
     if found.ndim != 1 or found.is_floating_point() or not len(found):
         raise AssistantError(
-            f"{what} is damaged: {name} is of shape {tuple(found.shape)} and {found.dtype}, not a "
-            "list of tokens"
+            f"{what} is damaged: {VOCABULARY} is of shape {tuple(found.shape)} and {found.dtype}, "
+            "not a list of tokens"
         )
     tokens = found.long()
     if int(tokens[0]) < 0 or int(tokens[-1]) >= size or bool((tokens.diff() <= 0).any()):
         raise AssistantError(
-            f"{what} is damaged: {name} does not list tokens below {size} in ascending order"
+            f"{what} is damaged: {VOCABULARY} does not list tokens below {size} in ascending order"
         )
     return tokens
 
 
 def whole_number(what: str, options: Mapping[str, Any], name: str, low: int, high: int) -> int:
-    """An option that is a whole number.
-
-    Raises:
-        AssistantError: names the option, its value and the range.
-    """
+    """An option that is a whole number from `low` to `high`."""
     value = options.get(name)
     if type(value) is not int or not low <= value <= high:
         raise AssistantError(

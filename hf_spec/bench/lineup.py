@@ -18,14 +18,13 @@ from hf_spec.bench.synthetic import synthetic
 from hf_spec.errors import OptionError
 from hf_spec.execution.model_checks import check_model
 from hf_spec.execution.vocabulary import num_embeddings
+from hf_spec.models.trained_draft import METHOD as DRAFT
 from hf_spec.models.truncated import truncated_draft
 from hf_spec.strategies import StrategyConfig, make_drafter
 from hf_spec.strategies.assistants import resolve_draft_model
 
 # A strategy's name in tables, its config and its assistant.
 Entry = tuple[str, StrategyConfig, Any]
-# Strategies whose assistant is a draft model, which transformers' own assisted decoding takes too.
-WITH_DRAFT_MODEL = ("draft", "tree", "gsd")
 
 
 @dataclass(frozen=True)
@@ -115,7 +114,8 @@ def _draft_models(model: PreTrainedModel, entries: Sequence[Entry]) -> dict[str,
     """Every draft model that an entry has and transformers takes, once, by its baseline's name."""
     found: dict[int, PreTrainedModel] = {}
     for _, config, assistant in entries:
-        if config.strategy in WITH_DRAFT_MODEL:
+        # Transformers' own assisted decoding takes draft models alone.
+        if config.adapter_methods == (DRAFT,):
             draft = resolve_draft_model(config.strategy, assistant, model)
             # Another size needs both tokenizers there, and goes through text.
             if num_embeddings(draft) == num_embeddings(model):

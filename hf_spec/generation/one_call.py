@@ -76,8 +76,8 @@ def generate_with(  # noqa: PLR0913 - the signature that generate() calls
     )
     target = ModelRunner(model, num_rows, drafter.hidden_layers, drafter.virtual_tokens, batching)
     cache = model_kwargs.get("past_key_values")
-    if cache is not None and cache.get_seq_length():
-        _resume(target, cache, state)
+    if cache is not None and (stored := cache.get_seq_length()):
+        target.load(cache, [mask[:stored] for mask in state.frame_mask.cpu()])
     wants_cache = cache is not None and (as_dict or getattr(cache, "_is_user_defined", False))
     with target.active(), drafter.active(state):
         verifier = drafter.make_verifier(logits_processor, num_rows)
@@ -86,15 +86,12 @@ def generate_with(  # noqa: PLR0913 - the signature that generate() calls
             _run_to_the_end(target, state)
             count_models(state.stats, target, drafter)
     if cache is not None and wants_cache:
-        output.past_key_values = _give_back(target, cache, state, model)
+        # Into the user's own object, as plain generate() does.
+        fresh = DynamicCache(config=model.config)
+        target.export(fresh, state.output_masks(state.prompt_length + max(state.generated) - 1))
+        cache.layers = fresh.layers
+        output.past_key_values = cache
     return output if as_dict else output.sequences
-
-
-def _resume(target: ModelRunner, cache: DynamicCache, state: GenerationState) -> None:
-    """Start from the keys and values of an earlier call."""
-    length = cache.get_seq_length()
-    masks = [mask[:length] for mask in state.frame_mask.cpu()]
-    target.load(cache, masks)
 
 
 def _run_to_the_end(target: ModelRunner, state: GenerationState) -> None:
@@ -115,14 +112,3 @@ def _run_to_the_end(target: ModelRunner, state: GenerationState) -> None:
     if tree.num_nodes:
         target.forward(tree, texts)
         target.keep([[] for _ in rows])
-
-
-def _give_back(
-    target: ModelRunner, cache: DynamicCache, state: GenerationState, model: PreTrainedModel
-) -> DynamicCache:
-    """Put the result into the user's own cache object, as plain `generate()` does."""
-    width = state.prompt_length + max(state.generated) - 1
-    fresh = DynamicCache(config=model.config)
-    target.export(fresh, state.output_masks(width))
-    cache.layers = fresh.layers
-    return cache

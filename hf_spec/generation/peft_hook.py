@@ -34,7 +34,7 @@ class _AfterImport(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """What the other finders find, with `then` behind it."""
+        """What the other finders find, with `then` after it."""
         if name != self._name:
             return None
         others = (finder for finder in sys.meta_path if finder is not self)
@@ -94,11 +94,11 @@ def _wrap(original: Any) -> Any:
         where = _download_arguments(kwargs)
         if peft_model_id is None or not is_adapter(peft_model_id, **where):
             return original(self, peft_model_id, adapter_name, *args, **kwargs)
-        from hf_spec.generation.peft_type import NOT_TRAINED_HERE, hang
+        from hf_spec.generation.peft_type import NOT_TRAINED_HERE, attach
 
         if kwargs.get("is_trainable"):
             raise AssistantError(NOT_TRAINED_HERE)
-        hang(self, load_adapter(peft_model_id, **where), adapter_name or "default")
+        attach(self, load_adapter(peft_model_id, **where), adapter_name or "default")
         return None
 
     setattr(load_adapter_, _WRAPPED, original)

@@ -3,9 +3,9 @@
     model.load_adapter(folder)
     PeftModel.from_pretrained(model, folder)
 
-An adapter takes no part in the model's forward pass, whose output is the same bit for bit. It hangs
-on the model in a module without weights, where `generate(spec_strategy=...)` finds it. A LoRA
-beside it works as if it were alone.
+An adapter takes no part in the model's forward pass, whose output is the same bit for bit. It is
+attached to the model in a module without weights, where `generate(spec_strategy=...)` finds it. A
+LoRA beside it works as if it were alone.
 
 Importing this module makes PEFT know the type; `peft_hook` sees to it.
 """
@@ -66,11 +66,7 @@ class SpecPeftConfig(PeftConfig):
     def from_pretrained(
         cls, pretrained_model_name_or_path: str, subfolder: str | None = None, **kwargs: Any
     ) -> SpecPeftConfig:
-        """Read a whole adapter, before PEFT touches a file or the model.
-
-        Raises:
-            AssistantError: if it is missing or damaged.
-        """
+        """Read a whole adapter, before PEFT touches a file or the model."""
         name = Path(pretrained_model_name_or_path, subfolder or "")
         return cls.of(
             load_adapter(name, revision=kwargs.get("revision"), token=kwargs.get("token"))
@@ -124,11 +120,7 @@ class SpecTuner(BaseTuner):
     tuner_layer_cls = SpecLayer
 
     def inject_adapter(self, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        """Hang an adapter on `model` once it is known to fit.
-
-        Raises:
-            AssistantError: if it does not; the model is as it was.
-        """
+        """Attach an adapter to `model` once it is known to fit; else the model is as it was."""
         config = self.peft_config[adapter_name]
         try:
             adapter = _usable(config)
@@ -192,12 +184,8 @@ def spec_layer(model: nn.Module) -> SpecLayer | None:
     return layer if isinstance(layer, SpecLayer) else None
 
 
-def hang(model: Any, adapter: SpecAdapter, name: str) -> None:
-    """Put `adapter` on `model` as transformers' `load_adapter` puts one.
-
-    Raises:
-        AssistantError: if the name is taken or the adapter does not fit.
-    """
+def attach(model: Any, adapter: SpecAdapter, name: str) -> None:
+    """Put `adapter` on `model` as transformers' `load_adapter` puts one."""
     if name in getattr(model, "peft_config", {}):
         raise AssistantError(f"there is an adapter {name!r} already; pass another adapter_name")
     inject_adapter_in_model(SpecPeftConfig.of(adapter), model, name)

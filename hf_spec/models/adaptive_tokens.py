@@ -1,7 +1,7 @@
 """Semantic adaptive tokens: what the target reads where a token is still unknown (SDSAT).
 
-A chain of k of them behind a text makes the target foretell the k tokens behind its next one (Liu
-et al. 2024, arXiv 2403.18647). To the engine they are virtual tokens: negative ids, here -1 for
+A chain of k of them after a text makes the target predict the k tokens after its next one (Liu et
+al. 2024, arXiv 2403.18647). To the engine they are virtual tokens: negative ids, here -1 for
 the first kind, -2 for the second and so on. *Identical* ones share one embedding and can be put in
 a row at any length; *diverse* ones have one per place.
 
@@ -25,22 +25,24 @@ import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_spec.adapters.folder import BaseModel, SpecAdapter, load_adapter
+from hf_spec.adapters.adapter import AdapterMethod, BaseModel, register_method
+from hf_spec.adapters.folder import SpecAdapter, load_adapter
 from hf_spec.adapters.reading import check_tensors, whole_number
 from hf_spec.errors import AssistantError, UnsupportedError
 from hf_spec.execution.distributed_checks import tensor_parallel_size
 from hf_spec.execution.placement import execution_device
-from hf_spec.models.adaptive_modes import MODES
 from hf_spec.models.gated_lora import GatedLora, LoraWeights, Rows, merge_lora_inplace
 
 METHOD = "sdsat"
+# The modes of adapters; with mode "full" there is none.
+MODES = ("gated", "embeddings", "lora")
 EMBEDDINGS = "embeddings"
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
 
@@ -130,12 +132,7 @@ class AdaptiveTokens:
         for name, (down, up) in self.lora.weights.items():
             tensors[name + DOWN] = down.detach().to(torch.bfloat16)
             tensors[name + UP] = up.detach().to(torch.bfloat16)
-        kind = {
-            "mode": self.shape.mode,
-            "diverse": self.shape.diverse,
-            "window": self.shape.window,
-        }
-        return SpecAdapter(METHOD, base, {**kind, **options}, tensors)
+        return SpecAdapter(METHOD, base, {**asdict(self.shape), **options}, tensors)
 
 
 def adaptive_tokens(
@@ -155,14 +152,7 @@ def adaptive_tokens(
     _check_embeddable(model)
     if assistant is None:
         return _own_tokens(model)
-    if isinstance(assistant, SpecAdapter):
-        return from_adapter(model, assistant), assistant.options
-    if not isinstance(assistant, (str, os.PathLike)):
-        raise AssistantError(
-            f"assistant of type {type(assistant).__name__} is no SDSAT adapter; pass its folder or "
-            "Hub id"
-        )
-    adapter = load_adapter(assistant, METHOD)
+    adapter = _adapter_of(assistant)
     return from_adapter(model, adapter), adapter.options
 
 
@@ -175,12 +165,11 @@ def from_adapter(model: PreTrainedModel, adapter: SpecAdapter) -> AdaptiveTokens
     """
     adapter.base.check(model)
     shape = _read_shape(adapter.options)
-    tensors = dict(adapter.tensors)
-    found = {name: tensors.pop(name) for name in (EMBEDDINGS,) if name in tensors}
+    found = {name: t for name, t in adapter.tensors.items() if name == EMBEDDINGS}
     table: Any = model.get_input_embeddings()
     wanted = (shape.window if shape.diverse else 1, table.weight.shape[1])
     check_tensors("the SDSAT adapter", found, {EMBEDDINGS: wanted})
-    lora = _read_lora(tensors)
+    lora = _read_lora(adapter)
     if shape.mode == "embeddings" and lora:
         raise AssistantError("the SDSAT adapter is damaged: mode 'embeddings' with a LoRA")
     GatedLora(lora).check(model)
@@ -208,18 +197,29 @@ def merge_lora(model: PreTrainedModel, assistant: object) -> PreTrainedModel:
     Raises:
         AssistantError: if the adapter is of another mode, or one has been merged already.
     """
-    adapter = assistant if isinstance(assistant, SpecAdapter) else load_adapter(assistant, METHOD)  # type: ignore[arg-type]
+    adapter = _adapter_of(assistant)
     adapter.base.check(model)
     mode = _read_shape(adapter.options).mode
     if mode != "lora":
         raise AssistantError(f"an adapter of mode {mode!r} has nothing to merge; pass it as it is")
     if getattr(model.config, MERGED_ENTRY, None) is not None:
         raise AssistantError(f"{type(model).__name__} has an SDSAT LoRA merged into it already")
-    lora = _read_lora({n: t for n, t in adapter.tensors.items() if n != EMBEDDINGS})
+    lora = _read_lora(adapter)
     GatedLora(lora).check(model)
     merge_lora_inplace(model, lora)
     setattr(model.config, MERGED_ENTRY, _digest(lora))
     return model
+
+
+def _adapter_of(assistant: object) -> SpecAdapter:
+    if isinstance(assistant, SpecAdapter):
+        return assistant
+    if not isinstance(assistant, (str, os.PathLike)):
+        raise AssistantError(
+            f"assistant of type {type(assistant).__name__} is no SDSAT adapter; pass its folder or "
+            "Hub id"
+        )
+    return load_adapter(assistant, METHOD)
 
 
 def _own_tokens(model: PreTrainedModel) -> tuple[AdaptiveTokens, dict[str, Any]]:
@@ -247,20 +247,21 @@ def _own_tokens(model: PreTrainedModel) -> tuple[AdaptiveTokens, dict[str, Any]]
 
 
 def _read_shape(options: dict[str, Any]) -> AdaptiveShape:
+    what = "the SDSAT adapter"
     try:
         shape = AdaptiveShape(options["mode"], options["diverse"], options["window"])
     except KeyError as error:
-        raise AssistantError(f"the SDSAT adapter's options lack {error}") from error
-    if shape.mode not in MODES[:3] or not isinstance(shape.diverse, bool):
-        raise AssistantError(f"the SDSAT adapter's options cannot be used: {shape}")
-    what = "the SDSAT adapter"
+        raise AssistantError(f"{what}'s options lack {error}") from error
+    if shape.mode not in MODES or not isinstance(shape.diverse, bool):
+        raise AssistantError(f"{what}'s options cannot be used: {shape}")
     whole_number(what, options, "window", 1, LONGEST_WINDOW)
     if options.get("num_adaptive") is not None:
         whole_number(what, options, "num_adaptive", 1, LONGEST_WINDOW)
     return shape
 
 
-def _read_lora(tensors: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+def _read_lora(adapter: SpecAdapter) -> dict[str, tuple[Tensor, Tensor]]:
+    tensors = {name: t for name, t in adapter.tensors.items() if name != EMBEDDINGS}
     names = sorted({name.removesuffix(DOWN).removesuffix(UP) for name in tensors})
     whole = {part for name in names for part in (name + DOWN, name + UP)}
     if odd := sorted(whole ^ set(tensors)):
@@ -301,3 +302,13 @@ def _as_rows(rows: Tensor, places: Tensor) -> Rows:
         return slice(0, 0)
     first, last = int(rows[0]), int(rows[-1])
     return slice(first, last + 1) if last - first + 1 == len(rows) else places
+
+
+register_method(
+    AdapterMethod(
+        METHOD,
+        strategy="sdsat",
+        title="Adaptive tokens (SDSAT) for {}",
+        build=lambda adapter, target: from_adapter(target, adapter),
+    )
+)

@@ -15,7 +15,8 @@ import hf_spec_kernels
 import torch
 from torch import Tensor, nn
 
-from hf_spec.adapters.folder import BaseModel, SpecAdapter
+from hf_spec.adapters.adapter import AdapterMethod, BaseModel, register_method
+from hf_spec.adapters.folder import SpecAdapter
 from hf_spec.adapters.reading import check_tensors, whole_number
 from hf_spec.errors import AssistantError, OptionError
 
@@ -104,18 +105,27 @@ class DiscoClassifier(nn.Module):
             AssistantError: if the adapter's options and tensors do not make one.
         """
         what, options = "the DISCO adapter", adapter.options
-        most = max((tensor.numel() for tensor in adapter.tensors.values()), default=1)
-        hidden_size = whole_number(what, options, "hidden_size", 1, most)
+        hidden_size = whole_number(what, options, "hidden_size", 1, adapter.largest)
         try:
             classifier = cls(hidden_size, options["features"])
         except (KeyError, TypeError, OptionError) as error:
             raise AssistantError(
                 f"{adapter.folder or 'the adapter'} holds no DISCO classifier ({error}); train it "
-                "anew: hf-spec train disco"
+                "again: hf-spec train disco"
             ) from error
         shapes = {name: tensor.shape for name, tensor in classifier.state_dict().items()}
         check_tensors(what, adapter.tensors, shapes)
         if not bool((adapter.tensors["std"] > 0).all()):
-            raise AssistantError(f"{what} is damaged: a feature has no spread; train it anew")
+            raise AssistantError(f"{what} is damaged: a feature has no spread; train it again")
         classifier.load_state_dict(adapter.tensors)
         return classifier.eval().requires_grad_(False)
+
+
+register_method(
+    AdapterMethod(
+        METHOD,
+        strategy="disco",
+        title="DISCO's stop classifier for {}",
+        build=lambda adapter, target: DiscoClassifier.from_adapter(adapter),
+    )
+)

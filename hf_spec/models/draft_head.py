@@ -1,6 +1,6 @@
 """The head of a draft model cut out of its target: a learned bridge, and few tokens.
 
-The target's head expects what the target's last layer says. Behind an early layer a square matrix,
+The target's head expects what the target's last layer says. After an early layer a square matrix,
 the *bridge*, learns to translate (a "tuned lens", Belrose et al. 2023, arXiv 2303.08112).
 
 On a small model most of a draft step goes into the head: 49,152 rows of SmolLM2's against a few
@@ -21,9 +21,6 @@ from transformers import PreTrainedModel
 
 from hf_spec.errors import UnsupportedError
 from hf_spec.execution.placement import weight_rows
-
-# Of the adapters that bring such a head.
-METHOD = "draft"
 
 
 class FewTokensHead(nn.Module):
@@ -86,7 +83,7 @@ class FewTokensHead(nn.Module):
 
 
 class DraftHead(FewTokensHead):
-    """A `FewTokensHead` behind a bridge.
+    """A `FewTokensHead` after a bridge.
 
     Attributes:
         bridge: (hidden size, hidden size), the identity at first.
@@ -107,12 +104,7 @@ class DraftHead(FewTokensHead):
 
 
 def frequent_tokens(texts: Iterable[Iterable[int]], size: int, always: Iterable[int]) -> Tensor:
-    """The most frequent tokens of `texts`, ties to the lower id.
-
-    Args:
-        texts: token ids.
-        size: how many, those of `always` included.
-        always: in any case, for instance the end-of-sequence tokens.
+    """The most frequent tokens of `texts`, ties to the lower id, and in any case those of `always`.
 
     Returns:
         (size or fewer,) int64, ascending.
@@ -127,11 +119,7 @@ def frequent_tokens(texts: Iterable[Iterable[int]], size: int, always: Iterable[
 
 
 def check_plain_head(model: PreTrainedModel) -> None:
-    """Refuse a target whose logits are not simply what its head says of its features.
-
-    Raises:
-        UnsupportedError: names what changes them.
-    """
+    """Refuse a target whose logits are not simply what its head says of its features."""
     config = model.config.get_text_config()
     for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
         if getattr(config, name, None) not in (None, 1, 1.0):

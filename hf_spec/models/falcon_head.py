@@ -1,9 +1,9 @@
 """The Falcon head: a small network that drafts k tokens at once from the target's last features.
 
-A *pair* i is the target's feature h_i (its last hidden state, behind the final norm) with the token
+A *pair* i is the target's feature h_i (its last hidden state, after the final norm) with the token
 t_{i+1} that follows it. Two LSTM layers mix the halves of a pair, a few layers of the target's own
-kind let the pairs see each other, and output i foretells the feature h_{i+k}, from which the
-target's own head reads token t_{i+k+1}. So the last k pairs of a text foretell the k next tokens in
+kind let the pairs see each other, and output i predicts the feature h_{i+k}, from which the
+target's own head reads token t_{i+k+1}. So the last k pairs of a text predict the k next tokens in
 one pass (Gao et al. 2024, arXiv 2412.12639, section 3.1). With k = 1 this is EAGLE's head.
 
 Pairs come in blocks of k that see each other whole, and every block before theirs (the paper's
@@ -22,14 +22,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from hf_spec.adapters.folder import BaseModel, SpecAdapter
-from hf_spec.adapters.reading import check_tensors, read_vocabulary
+from hf_spec.adapters.adapter import AdapterMethod, BaseModel, register_method
+from hf_spec.adapters.folder import SpecAdapter
+from hf_spec.adapters.reading import VOCABULARY, check_tensors, read_vocabulary
 from hf_spec.errors import AssistantError, OptionError
 from hf_spec.models.draft_head import FewTokensHead
 from hf_spec.models.truncated import own_copy, with_layers
 
 METHOD = "falcon"
-VOCABULARY = "vocabulary"
 BLOCK_SIZES = (1, 2, 3, 4)
 
 # Hidden and cell state of both LSTM layers, (2, S, H) each.
@@ -44,7 +44,7 @@ class FalconShape:
         block_size: k, tokens drafted per pass.
         num_layers: attention layers, copies of the target's last ones before training.
         recurrent: whether the LSTM carries its state from pair to pair, as the paper says. The
-            released code starts anew at every pair; so does this, by default.
+            released code starts again at every pair; so does this, by default.
         dropout: between the LSTM layers, in training.
     """
 
@@ -67,7 +67,7 @@ class FalconShape:
 
 
 class FalconHead(nn.Module):
-    """Foretells the target's next k features.
+    """Predicts the target's next k features.
 
     Args:
         target: whose embedding, head and kind of layer are used; not changed.
@@ -118,14 +118,13 @@ class FalconHead(nn.Module):
     def start_plain(self, feature_size: Tensor | float, residual_size: float = 1.0) -> None:
         """Make it begin with the sum of token embedding and feature, in sizes that suit its parts.
 
-        The LSTM wants inputs of about one and gives less than one; the attention layers, copies of
-        the target's, were made for the residual stream. A few dimensions of a feature are many
-        times larger than the others and would drown them.
-
         Args:
             feature_size: root mean square of the target's features, (H,) or in all.
             residual_size: the same of what enters the target's layers that were copied.
         """
+        # The LSTM wants inputs of about one and gives less than one; the attention layers, copies
+        # of the target's, were made for the residual stream. A few dimensions of a feature are many
+        # times larger than the others and would drown them.
         table = self.attention.get_input_embeddings().weight.detach().float()
         sizes = torch.as_tensor(feature_size, dtype=torch.float32, device=table.device)
         sizes = sizes.expand(self.hidden_size)
@@ -137,15 +136,12 @@ class FalconHead(nn.Module):
     def mix(
         self, tokens: Tensor, features: Tensor, state: State | None = None
     ) -> tuple[Tensor, State | None]:
-        """Run the LSTM over sequences of pairs.
+        """Run the LSTM over sequences of pairs: (S, L) int64 t_{i+1} and (S, L, H) h_i.
 
-        Args:
-            tokens: (S, L) int64, t_{i+1}.
-            features: (S, L, H), h_i.
-            state: what an earlier call returned for the pairs before these; None at the start.
+        `state` is what an earlier call returned for the pairs before these; None at the start.
 
         Returns:
-            (S, L, H), and the state behind the last pair; None if nothing is carried.
+            (S, L, H), and the state after the last pair; None if nothing is carried.
         """
         embedded = self.attention.get_input_embeddings()(tokens)
         pairs = torch.cat([embedded, features.to(embedded.dtype)], dim=-1)
@@ -153,28 +149,17 @@ class FalconHead(nn.Module):
         return mixed * self.leave, state
 
     def attend(self, mixed: Tensor, **attention: Any) -> Tensor:
-        """Let pairs see each other.
+        """Let pairs see each other: (B, T, H) from `mix` -> (B, T, H), the predicted features.
 
-        Args:
-            mixed: (B, T, H) from `mix`.
-            **attention: what the target's layers take: `attention_mask`, `position_ids`, and a
-                `spec_step` for packed trees.
-
-        Returns:
-            (B, T, H), the foretold features.
+        `attention` is what the target's layers take: `attention_mask`, `position_ids`, and a
+        `spec_step` for packed trees.
         """
         return self.attention(inputs_embeds=mixed, use_cache=False, **attention)[0]
 
     def forward(self, tokens: Tensor, features: Tensor, grid: int = 0) -> Tensor:
-        """Foretell features for whole texts, padded on the right.
+        """Predict features for whole texts, padded on the right, with a block from `grid` on.
 
-        Args:
-            tokens: (B, T) int64, t_{i+1}.
-            features: (B, T, H), h_i.
-            grid: where a block begins, below k.
-
-        Returns:
-            (B, T, H); place i holds the foretold h_{i+k}.
+        (B, T) int64 t_{i+1} and (B, T, H) h_i -> (B, T, H); place i holds the predicted h_{i+k}.
         """
         mixed, _ = self.mix(tokens, features)
         length = tokens.shape[1]
@@ -219,11 +204,8 @@ class FalconHead(nn.Module):
     ) -> FalconHead:
         """The head that `to_adapter` described, in the dtype and on the device of `target`.
 
-        Args:
-            adapter: of method "falcon".
-            target: the model it was trained for.
-            vocabulary: (R,) int64 tokens that it can propose, None for all; by default the
-                adapter's own.
+        It can propose the (R,) int64 tokens of `vocabulary`, None for all; by default the
+        adapter's own.
 
         Raises:
             AssistantError: if the adapter belongs to another base or is damaged.
@@ -232,10 +214,10 @@ class FalconHead(nn.Module):
         try:
             shape = FalconShape(**adapter.options["shape"])
         except (KeyError, TypeError, OptionError) as error:
-            raise AssistantError(f"the Falcon adapter's shape is of no use: {error}") from error
+            raise AssistantError(f"the Falcon adapter's shape cannot be used: {error}") from error
         what = "the Falcon adapter"
         tensors = dict(adapter.tensors)
-        stored = read_vocabulary(what, tensors, VOCABULARY, adapter.base.vocab_size)
+        stored = read_vocabulary(what, tensors, adapter.base.vocab_size)
         tensors.pop(VOCABULARY, None)
         head = cls(target, shape, stored if isinstance(vocabulary, str) else vocabulary)
         head.options = adapter.options
@@ -248,7 +230,7 @@ class FalconHead(nn.Module):
 
 
 class _PerPair(nn.Module):
-    """Two LSTM layers that start anew at every pair.
+    """Two LSTM layers that start again at every pair.
 
     Recurrent weights and forget gate meet a state of zeros there, so they are left out.
     """
@@ -293,7 +275,7 @@ class _Recurrent(nn.Module):
             _open(weight, bias, num_inputs, cell=2)
             carried.mul_(0.1)
             other.zero_()
-            # The forget gate is the second: what lies behind fades.
+            # The forget gate is the second: earlier pairs fade.
             bias.view(4, -1)[1].fill_(-2.0)
 
 
@@ -323,10 +305,10 @@ def _renumber(stack: PreTrainedModel, first: int) -> None:
 def block_mask(length: int, block_size: int, grid: int = 0) -> Tensor:
     """(T, T) bool: whether pair i (row) sees pair j: j's block is i's own or an earlier one.
 
-    Args:
-        length: T.
-        block_size: k.
-        grid: where a block begins, below k; the pairs before it are a block of their own.
+    `grid`, below k, is where a block begins; the pairs before it are a block of their own.
     """
     block = torch.arange(length).sub(grid).div(block_size, rounding_mode="floor")
     return block[:, None] >= block[None, :]
+
+
+register_method(AdapterMethod(METHOD, "falcon", "A Falcon head for {}", FalconHead.from_adapter))

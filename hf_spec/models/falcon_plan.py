@@ -109,7 +109,7 @@ def draft_plan(tree: RankTree, block_size: int) -> DraftPlan:
 
 def _blocks(tree_passes: TreePasses, blocks: range, index: int) -> Blocks:
     size = tree_passes.block_size
-    # Block 0 rests on true pairs; the others stand one after the other behind them.
+    # Block 0 rests on true pairs; the others follow one after the other.
     earlier = range(1, blocks.stop)
     offsets = [(tree_passes.pass_of[b] - 1) * size + slot for b in earlier for slot in range(size)]
     seen = torch.tensor(

@@ -26,7 +26,7 @@ def ranks_along(
     """Rank of the true token in the list that drafting would have made, along the true path.
 
     A draft from place p of the text knows its tokens down to p and the features before p. Its
-    deeper passes are fed with the true tokens and with the features that it foretold itself.
+    deeper passes are fed with the true tokens and with the features that it predicted itself.
 
     Args:
         head: in evaluation mode.
@@ -38,9 +38,6 @@ def ranks_along(
     Returns:
         (len(starts), depth) int64; -1 where the head does not know the token, and in drafts that
         begin before there are k pairs, which do not take place.
-
-    Raises:
-        ValueError: if a draft would reach beyond the text or its features.
     """
     for start in starts:
         if not 0 <= start <= min(len(features), len(tokens) - 1 - depth):
@@ -62,7 +59,7 @@ def ranks_along(
                 continue
             end = max(starts[i] for i in mine)
             segment = runner.pair_segment(PairRow(0, features, 0), 0, end, 0)
-            outputs = runner.attend(mixed[:end], [(0, 0, end, slice(0, end))], [segment])
+            outputs = runner.attend(mixed[:end], [segment])
             for first in range(0, len(mine), STARTS_AT_ONCE):
                 some = mine[first : first + STARTS_AT_ONCE]
                 places = torch.tensor([starts[i] for i in some])
@@ -73,7 +70,7 @@ def ranks_along(
 def _mix_all(
     head: FalconHead, tokens: Sequence[int], features: Tensor
 ) -> tuple[Tensor, State | None]:
-    """(n, H) mixed pairs, and the state behind each of them, (2, n, H)."""
+    """(n, H) mixed pairs, and the state after each of them, (2, n, H)."""
     device = head.attention.device
     ids = torch.tensor([tokens[1 : len(features) + 1]], dtype=torch.long, device=device)
     if not head.shape.recurrent:
@@ -101,25 +98,23 @@ def _follow(
     head, size = runner.head, runner.head.shape.block_size
     text = torch.tensor(tokens)
     slots = torch.arange(size)
-    foretold = outputs[starts[:, None] - size + slots]
+    predicted = outputs[starts[:, None] - size + slots]
     state = None if states is None else (states[0][:, starts - 1], states[1][:, starts - 1])
     found = []
     for done in range(0, depth, size):
         if done:
-            taken = text[starts[:, None] + done - size + 1 + slots].to(foretold.device)
-            mixed, state = head.mix(taken, foretold, state)
+            taken = text[starts[:, None] + done - size + 1 + slots].to(predicted.device)
+            mixed, state = head.mix(taken, predicted, state)
             segment = _segment(len(outputs), starts, done - size, size)
-            place = segment.num_keys - segment.end
-            writes = [(0, 0, segment.end, slice(place, segment.num_keys))]
-            foretold = runner.attend(mixed.flatten(0, 1), writes, [segment]).view(mixed.shape)
+            predicted = runner.attend(mixed.flatten(0, 1), [segment]).view(mixed.shape)
         width = min(size, depth - done)
         truth = text[starts[:, None] + done + 1 + slots[:width]]
-        found.append(_ranks(head, foretold[:, :width], truth))
+        found.append(_ranks(head, predicted[:, :width], truth))
     return torch.cat(found, dim=1)
 
 
-def _ranks(head: FalconHead, foretold: Tensor, truth: Tensor) -> Tensor:
-    logits = head.head.known(foretold).float()
+def _ranks(head: FalconHead, predicted: Tensor, truth: Tensor) -> Tensor:
+    logits = head.head.known(predicted).float()
     place = head.head.places()[truth].to(logits.device)
     own = logits.gather(-1, place.clamp_min(0)[..., None])
     return torch.where(place >= 0, (logits > own).sum(dim=-1), -1).cpu()

@@ -1,11 +1,11 @@
 """Runs a Falcon head on packed blocks, with keys and values of its own per row.
 
-A row's *pairs* (see `falcon_head`) are stored in order; blocks that rest on foretold features go
-behind them and are overwritten by the next round, which feeds the true pairs instead. `feed` runs
-the newest true pairs, `grow` the blocks behind them. Both pack all rows into one forward.
+A row's *pairs* (see `falcon_head`) are stored in order; blocks that rest on predicted features go
+after them and are overwritten by the next round, which feeds the true pairs instead. `feed` runs
+the newest true pairs, `grow` the blocks after them. Both pack all rows into one forward.
 
 How the state of a recurrent LSTM is kept: the newest k pairs may have to be fed again, so what is
-kept is the state behind the pair before the newest k - 1, and the features of those k - 1.
+kept is the state after the pair before the newest k - 1, and the features of those k - 1.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,10 +69,10 @@ Span = tuple[PairRow, int, int]
 
 @dataclass(frozen=True)
 class Blocks:
-    """Blocks of one pass, the same behind every row.
+    """Blocks of one pass, the same for every row.
 
     Attributes:
-        begin: blocks of earlier passes that rest on foretold features.
+        begin: blocks of earlier passes that rest on predicted features.
         count: blocks n of this pass.
         depth: how many pairs lie between the true ones and each block of this pass.
         offsets: ((begin + n) * k,) int64, how many lie between the true ones and each pair.
@@ -110,11 +109,7 @@ class HeadRunner:
 
     @contextmanager
     def active(self) -> Iterator[HeadRunner]:
-        """Prepare the head for packed passes; it is as it was found when the block ends.
-
-        Raises:
-            UnsupportedError: if its layers take no attention function.
-        """
+        """Prepare the head for packed passes; it is as it was found when the block ends."""
         with ExitStack() as stack:
             if not takes_packed(self.head.attention):
                 raise UnsupportedError(
@@ -131,37 +126,30 @@ class HeadRunner:
     def feed(
         self, rows: Sequence[PairRow], texts: Sequence[Sequence[int]]
     ) -> tuple[Tensor, State | None]:
-        """Run the pairs that are new, and at least the newest k.
+        """Run the pairs that are new, and at least the newest k, of rows that have as many.
 
-        Args:
-            rows: of at least k pairs each; what they store is updated.
-            texts: per slot its tokens; pair i of a row has the token `first + i + 1`.
+        `texts` are the tokens of each slot; pair i of a row has the token `first + i + 1`.
 
         Returns:
-            (A, k, H), per row the foretold features behind its newest k pairs, and the LSTM's state
-            there, (2, A, H) each.
+            (A, k, H), per row what its newest k pairs predict, and the LSTM's state after them,
+            (2, A, H) each.
         """
-        begins = [min(row.stored, row.num_pairs - self._size) for row in rows]
-        while long := [i for i, row in enumerate(rows) if row.num_pairs - begins[i] > FEED_CHUNK]:
+        size = self._size
+
+        def begin(row: PairRow) -> int:
+            return min(row.stored, row.num_pairs - size)
+
+        while long := [row for row in rows if row.num_pairs - begin(row) > FEED_CHUNK]:
             # The grid of blocks is counted from the newest pair, here too.
-            lefts = [rows[i].num_pairs - begins[i] - FEED_CHUNK for i in long]
-            ends = [
-                rows[i].num_pairs - -(-left // self._size) * self._size
-                for i, left in zip(long, lefts, strict=True)
-            ]
-            self._stretch(
-                [(rows[i], begins[i], end) for i, end in zip(long, ends, strict=True)], texts
-            )
-            for i, end in zip(long, ends, strict=True):
-                begins[i] = end
-        spans = [(row, begin, row.num_pairs) for row, begin in zip(rows, begins, strict=True)]
+            left = [-(-(row.num_pairs - begin(row) - FEED_CHUNK) // size) * size for row in long]
+            ends = [row.num_pairs - more for row, more in zip(long, left, strict=True)]
+            self._stretch(list(zip(long, map(begin, long), ends, strict=True)), texts)
+        spans = [(row, begin(row), row.num_pairs) for row in rows]
         outputs, state = self._stretch(spans, texts)
-        last, newest = 0, []
-        for row, begin in zip(rows, begins, strict=True):
-            last += row.num_pairs - begin
-            newest.append(outputs[last - self._size : last])
-            row.features = row.features[len(row.features) - self._size + 1 :]
-        return torch.stack(newest), state
+        for row in rows:
+            row.features = row.features[len(row.features) - size + 1 :]
+        parts = outputs.split([end - first for _, first, end in spans])
+        return torch.stack([part[-size:] for part in parts]), state
 
     @fast_products()
     def grow(
@@ -172,43 +160,41 @@ class HeadRunner:
         features: Tensor,
         state: State | None,
     ) -> tuple[Tensor, State | None]:
-        """Run blocks that rest on foretold features.
+        """Run blocks that rest on predicted features.
 
         Args:
             rows: A of them, fed before.
             blocks: where they stand.
             tokens: (A, n, k) int64.
-            features: (A, n, k, H), what the block before each foretold.
-            state: the LSTM's state behind the block before each, (2, A * n, H) each.
+            features: (A, n, k, H), what the block before each predicted.
+            state: the LSTM's state after the block before each, (2, A * n, H) each.
 
         Returns:
-            (A, n, k, H), the features they foretell, and the LSTM's state behind each block.
+            (A, n, k, H), the features they predict, and the LSTM's state after each block.
         """
-        size, length = self._size, blocks.count * self._size
-        segments, writes = [], []
-        for index, row in enumerate(rows):
-            start, base = index * length, row.num_pairs
-            place = base + blocks.begin * size
-            writes.append((row.slot, start, start + length, slice(place, place + length)))
-            segments.append(self._block_segment(row, blocks, start))
+        length = blocks.count * self._size
+        segments = [self._block_segment(row, blocks, i * length) for i, row in enumerate(rows)]
         if self.head.shape.recurrent:
             mixed, state = self.head.mix(tokens.flatten(0, 1), features.flatten(0, 1), state)
-            outputs = self.attend(mixed.flatten(0, 1), writes, segments)
+            outputs = self.attend(mixed.flatten(0, 1), segments)
         else:
-            outputs = self._run(tokens.flatten(), features.flatten(0, 2), writes, segments)
-        return outputs.view(len(rows), blocks.count, size, -1), state
+            outputs = self._run(tokens.flatten(), features.flatten(0, 2), segments)
+        return outputs.view(len(rows), blocks.count, self._size, -1), state
 
     @fast_products()
-    def attend(self, mixed: Tensor, writes: Sequence[Any], segments: Sequence[Segment]) -> Tensor:
-        """One packed pass over (T, H) mixed pairs -> (T, H) foretold features."""
-        step, positions = self._begin(writes, segments)
+    def attend(self, mixed: Tensor, segments: Sequence[Segment]) -> Tensor:
+        """One packed pass over (T, H) mixed pairs -> (T, H) predicted features.
+
+        The pairs of a segment are stored as the last of the places that it looks at.
+        """
+        step, positions = self._begin(segments)
         assert self._graphs is not None, "passes happen while active"
         (positions,) = self._graphs.put([positions], step)
         return self._attend(mixed, positions, step)
 
     @fast_products()
     def lists(self, outputs: Tensor, num_ranks: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The likeliest tokens behind (M, H) foretold features.
+        """The likeliest tokens of (M, H) predicted features.
 
         Returns:
             (M, ranks) int64 tokens, best first, (M, ranks) float32 their probabilities among the
@@ -218,10 +204,12 @@ class HeadRunner:
         likely, places = probs.topk(num_ranks, dim=-1)
         return self.head.head.tokens(places), likely, probs
 
-    def _begin(
-        self, writes: Sequence[Any], segments: Sequence[Segment]
-    ) -> tuple[PackedStep, Tensor]:
+    def _begin(self, segments: Sequence[Segment]) -> tuple[PackedStep, Tensor]:
         self.forwards += 1
+        writes = [
+            (s.slot, s.start, s.end, slice(s.num_keys - s.end + s.start, s.num_keys))
+            for s in segments
+        ]
         self.pool.reserve(max(segment.num_keys for segment in segments))
         positions = torch.cat([segment.position for segment in segments])
         return PackedStep(self.pool, writes, segments), positions
@@ -235,11 +223,9 @@ class HeadRunner:
         step.check(self.head.attention, self.head.shape.num_layers)
         return outputs[0]
 
-    def _run(
-        self, tokens: Tensor, features: Tensor, writes: Sequence[Any], segments: Sequence[Segment]
-    ) -> Tensor:
+    def _run(self, tokens: Tensor, features: Tensor, segments: Sequence[Segment]) -> Tensor:
         """One packed pass over pairs that carry no state: (T,) and (T, H) -> (T, H)."""
-        step, positions = self._begin(writes, segments)
+        step, positions = self._begin(segments)
         assert self._graphs is not None, "passes happen while active"
         (outputs,) = self._graphs.run(self._compute, [tokens, positions, features], step)
         return outputs[: len(tokens)]
@@ -252,21 +238,20 @@ class HeadRunner:
     def _stretch(
         self, spans: Sequence[Span], texts: Sequence[Sequence[int]]
     ) -> tuple[Tensor, State | None]:
-        segments, writes, start = [], [], 0
+        segments, start = [], 0
         for row, begin, end in spans:
             segments.append(self.pair_segment(row, begin, end, start))
-            writes.append((row.slot, start, segments[-1].end, slice(begin, end)))
             row.stored, start = end, segments[-1].end
         if self.head.shape.recurrent:
             mixed, state = self._mix(spans, texts)
-            return self.attend(mixed, writes, segments), state
+            return self.attend(mixed, segments), state
         tokens = torch.tensor([t for span in spans for t in _tokens(texts, *span)])
         features = [row.slice(begin, end) for row, begin, end in spans]
         joined = features[0] if len(features) == 1 else torch.cat(features)
-        return self._run(tokens, joined, writes, segments), None
+        return self._run(tokens, joined, segments), None
 
     def _mix(self, spans: Sequence[Span], texts: Sequence[Sequence[int]]) -> tuple[Tensor, State]:
-        """(T, H) mixed pairs of the spans, and the states behind them."""
+        """(T, H) mixed pairs of the spans, and the states after them."""
         device = self.head.attention.device
         parts: list[Tensor] = []
         states: list[State] = []

@@ -33,11 +33,7 @@ SHARED = "shared_expert"
 
 
 def linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """The linear layers that every token passes one by one, by name; not the head.
-
-    Raises:
-        UnsupportedError: if there is none.
-    """
+    """The linear layers that every token passes one by one, by name; not the head."""
     head = model.get_output_embeddings()
     found: dict[str, nn.Module] = {
         name: module
@@ -54,25 +50,21 @@ def new_lora(
 ) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
     """Weights in float32 that change nothing yet: A at random, B zero.
 
-    Args:
-        model: the base.
-        rank: of every pair.
-        targets: last parts of layer names such as "q_proj"; all linear layers by default.
+    `targets` are last parts of layer names such as "q_proj"; all linear layers by default.
 
     Raises:
         AssistantError: if no layer has such a name.
     """
-    wanted = set(targets)
-    layers = {
-        name: layer
-        for name, layer in linear_layers(model).items()
-        if not wanted or name.rpartition(".")[2] in wanted
-    }
-    if not layers:
-        known = sorted({name.rpartition(".")[2] for name in linear_layers(model)})
-        raise AssistantError(f"no layer is called {', '.join(sorted(wanted))}; known: {known}")
+    known, wanted = linear_layers(model), set(targets)
+    short = {name: name.rpartition(".")[2] for name in known}
+    chosen = [name for name in known if not wanted or short[name] in wanted]
+    if not chosen:
+        raise AssistantError(
+            f"no layer is called {', '.join(sorted(wanted))}; known: {sorted(set(short.values()))}"
+        )
     lora = {}
-    for name, layer in layers.items():
+    for name in chosen:
+        layer = known[name]
         inputs, outputs = layer_sizes(layer)
         device = next(layer.parameters()).device
         down = nn.Parameter(torch.empty(rank, inputs, device=device))
@@ -89,11 +81,7 @@ def layer_sizes(layer: Any) -> tuple[int, int]:
 
 
 class GatedLora:
-    """Hooks for one set of weights.
-
-    Args:
-        weights: by layer name.
-    """
+    """Hooks for one set of weights, by layer name."""
 
     def __init__(self, weights: LoraWeights):
         self.weights = weights
@@ -101,11 +89,7 @@ class GatedLora:
         self._here = threading.local()
 
     def check(self, model: PreTrainedModel) -> None:
-        """Refuse a model that lacks a layer or has one of another size.
-
-        Raises:
-            AssistantError: names the layer and both sizes.
-        """
+        """Refuse a model that lacks a layer or has one of another size."""
         layers = dict(model.named_modules())
         for name, (down, up) in self.weights.items():
             if not _is_linear(layers.get(name)):

@@ -39,17 +39,10 @@ def truncated_draft(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
 
 
 def with_layers(model: PreTrainedModel, kept: range) -> PreTrainedModel:
-    """A model made of the layers `kept` of `model`; every module is shared, also those layers.
-
-    Raises:
-        OptionError: if the layers cannot be found.
-    """
+    """A model made of the layers `kept` of `model`; every module is shared, also those layers."""
     depth = model.config.get_text_config().num_hidden_layers
-    stacks = [
-        module
-        for module in model.modules()
-        if isinstance(module, nn.ModuleList) and len(module) == depth
-    ]
+    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
+    stacks = [layers for layers in lists if len(layers) == depth]
     if len(stacks) != 1:
         raise OptionError(
             f"{type(model).__name__} has {len(stacks)} lists of {depth} layers; "
@@ -68,11 +61,7 @@ def with_layers(model: PreTrainedModel, kept: range) -> PreTrainedModel:
 
 
 def own_copy(part: PreTrainedModel) -> PreTrainedModel:
-    """Give a cut model its own dense copy of all but embeddings and head; returns the model.
-
-    Raises:
-        UnsupportedError: if parts of it are offloaded or cut up among processes.
-    """
+    """Give a cut model its own dense copy of all but embeddings and head; returns the model."""
     table: Any = part.get_input_embeddings()
     shared = {id(table), id(part.get_output_embeddings())}
     weights = list(part.parameters())

@@ -10,46 +10,25 @@ from weakref import WeakKeyDictionary
 
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+import hf_spec.models.methods  # noqa: F401 - the methods become known
+from hf_spec.adapters.adapter import PEFT_TYPE, WEIGHTS_NAME
 from hf_spec.adapters.attached import active_adapters
-from hf_spec.adapters.folder import (
-    PEFT_TYPE,
-    WEIGHTS_NAME,
-    SpecAdapter,
-    is_adapter,
-    load_adapter,
-)
+from hf_spec.adapters.folder import SpecAdapter, is_adapter, load_adapter
 from hf_spec.adapters.hub import Place
 from hf_spec.data.hub import load_named
 from hf_spec.errors import AssistantError, HubError, OptionError, SpecError, UnsupportedError
 from hf_spec.execution.model_checks import check_model
 from hf_spec.execution.vocabulary import PADDED_ROWS, num_embeddings
-from hf_spec.models.adaptive_tokens import METHOD as SDSAT
-from hf_spec.models.adaptive_tokens import from_adapter as tokens_from_adapter
-from hf_spec.models.disco_classifier import METHOD as DISCO
-from hf_spec.models.disco_classifier import DiscoClassifier
-from hf_spec.models.draft_head import METHOD as DRAFT
 from hf_spec.models.falcon_head import METHOD as FALCON
 from hf_spec.models.falcon_head import FalconHead
+from hf_spec.models.trained_draft import METHOD as DRAFT
 
 Made = TypeVar("Made")
 
+# What code raises that was made for right options and weights and is given others.
+DAMAGE = (OptionError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
+
 _MADE: WeakKeyDictionary[PreTrainedModel, dict[Hashable, Any]] = WeakKeyDictionary()
-
-
-def _draft_model(adapter: SpecAdapter, target: PreTrainedModel) -> PreTrainedModel:
-    # Its LoRA needs PEFT, which takes long to import.
-    from hf_spec.models.trained_draft import draft_from_adapter
-
-    return draft_from_adapter(adapter, target)
-
-
-# Method -> what makes its module of an adapter and a target.
-BUILDERS: dict[str, Callable[[SpecAdapter, PreTrainedModel], Any]] = {
-    DRAFT: _draft_model,
-    DISCO: lambda adapter, target: DiscoClassifier.from_adapter(adapter),
-    FALCON: FalconHead.from_adapter,
-    SDSAT: lambda adapter, target: tokens_from_adapter(target, adapter),
-}
 
 
 def resolve_draft_model(
@@ -72,7 +51,8 @@ def resolve_draft_model(
             "id>, for instance hf_spec.truncated_draft(model, num_layers)"
         )
     if isinstance(assistant, (str, os.PathLike)):
-        assistant = _load(os.fspath(assistant), target)
+        name = os.fspath(assistant)
+        assistant = read_once(target, DRAFT, name, lambda: _load(name, target))
     elif isinstance(assistant, SpecAdapter):
         assistant = build(_of_method(assistant, DRAFT), target)
     unwrap = getattr(assistant, "get_base_model", None)
@@ -97,11 +77,7 @@ def resolve_draft_model(
 
 
 def resolve_falcon_head(assistant: object, target: PreTrainedModel) -> FalconHead:
-    """The Falcon head that `assistant` stands for, checked against the target.
-
-    Args:
-        assistant: a head, or a Falcon adapter, its folder or Hub id.
-        target: the model that generates.
+    """The head that `assistant` is, or that of a Falcon adapter, its folder or Hub id.
 
     Raises:
         AssistantError: if it is none, cannot be loaded, or belongs to another model.
@@ -126,13 +102,7 @@ def resolve_falcon_head(assistant: object, target: PreTrainedModel) -> FalconHea
 
 
 def made_once(target: PreTrainedModel, key: Hashable, make: Callable[[], Made]) -> Made:
-    """What `make` gives for `target`, kept as long as the target lives.
-
-    Args:
-        target: the model that generates.
-        key: what tells this thing from others of the same target.
-        make: called the first time.
-    """
+    """What `make` gives for `target` and `key`, kept as long as the target lives."""
     known = _MADE.setdefault(target, {})
     if key not in known:
         known[key] = make()
@@ -140,13 +110,9 @@ def made_once(target: PreTrainedModel, key: Hashable, make: Callable[[], Made]) 
 
 
 def read_once(target: PreTrainedModel, method: str, name: str, read: Callable[[], Made]) -> Made:
-    """What `read` gives for the adapter `name` of a method; read anew if its weights changed.
+    """What `read` gives for the adapter in a folder or repository, kept as by `made_once`.
 
-    Args:
-        target: the model that generates; for another device or dtype of it `read` is called anew.
-        method: of the adapter.
-        name: folder or Hub id.
-        read: called the first time.
+    It is read again if the weights in the folder, or the target's device or dtype, have changed.
     """
     weights = Path(name) / WEIGHTS_NAME
     stamp = weights.stat().st_mtime_ns if weights.is_file() else None
@@ -156,12 +122,7 @@ def read_once(target: PreTrainedModel, method: str, name: str, read: Callable[[]
 def adapter_module(
     assistant: str | os.PathLike[str] | SpecAdapter, method: str, target: PreTrainedModel
 ) -> Any:
-    """What an adapter of `method` adds to `target`, made once.
-
-    Args:
-        assistant: the adapter, its folder or Hub id.
-        method: what it must be of.
-        target: the model that generates.
+    """What an adapter of `method`, or the one in a folder or repository, adds to `target`.
 
     Raises:
         AssistantError: if it is of another method, is damaged, or belongs to another model.
@@ -175,7 +136,7 @@ def adapter_module(
 def build(adapter: SpecAdapter, target: PreTrainedModel) -> Any:
     """What `adapter` adds to `target`: a draft model, a classifier, a head or adaptive tokens.
 
-    Made once, and anew where the target has another device or dtype.
+    Made once, and again where the target has another device or dtype.
 
     Raises:
         AssistantError: if the adapter is damaged, or belongs to another model.
@@ -185,20 +146,20 @@ def build(adapter: SpecAdapter, target: PreTrainedModel) -> Any:
     return made_once(target, key, lambda: _build(adapter, target))
 
 
-def find_assistant(assistant: Any, target: PreTrainedModel, methods: Collection[str]) -> Any:
+def find_assistant(assistant: Any, target: PreTrainedModel, methods: Collection[str] | None) -> Any:
     """What a strategy is given for `assistant=`.
 
     Args:
         assistant: as it stands in the call.
         target: the model that generates.
-        methods: of the adapters that the strategy can use.
+        methods: of the adapters that the strategy can use; None for all.
 
     Returns:
-        The adapter of a PEFT model that carries one; for None the adapter that hangs on the target,
+        The adapter of a PEFT model that carries one; for None the one attached to the target,
         several as a list, or None; everything else as it is.
 
     Raises:
-        AssistantError: if several adapters hang on the target and the strategy uses one.
+        AssistantError: if several adapters are attached to the target and the strategy uses one.
     """
     if isinstance(assistant, (list, tuple)):
         return [None if one is None else find_assistant(one, target, methods) for one in assistant]
@@ -207,8 +168,8 @@ def find_assistant(assistant: Any, target: PreTrainedModel, methods: Collection[
         return next(iter(active_adapters(unwrap())), assistant)
     if assistant is not None:
         return assistant
-    fitting = [adapter for adapter in active_adapters(target) if adapter.method in methods]
-    if len(fitting) > 1 and len(methods) == 1:
+    fitting = [a for a in active_adapters(target) if methods is None or a.method in methods]
+    if len(fitting) > 1 and methods is not None and len(methods) == 1:
         raise AssistantError(
             f"{len(fitting)} adapters of method {fitting[0].method!r} are active on the model; "
             "choose one: model.set_adapter(name), or assistant="
@@ -217,22 +178,14 @@ def find_assistant(assistant: Any, target: PreTrainedModel, methods: Collection[
 
 
 def _build(adapter: SpecAdapter, target: PreTrainedModel) -> Any:
-    adapter.check_method()
+    method = adapter.record
     adapter.base.check(target)
     needs_gradient = [(weight, weight.requires_grad) for weight in target.parameters()]
-    # An adapter's options and weights go into code that expects right ones.
     try:
-        return BUILDERS[adapter.method](adapter, target)
+        return method.build(adapter, target)
     except (AssistantError, UnsupportedError):
         raise
-    except (
-        OptionError,
-        ArithmeticError,
-        LookupError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as error:
+    except DAMAGE as error:
         raise AssistantError(
             f"the {adapter.method} adapter {str(adapter.folder or '')!r} is damaged: {error}"
         ) from error
@@ -249,15 +202,8 @@ def _of_method(adapter: SpecAdapter, method: str) -> SpecAdapter:
 
 
 def _load(name: str, target: PreTrainedModel) -> PreTrainedModel:
-    def make() -> PreTrainedModel:
-        if is_adapter(name):
-            return _build(load_adapter(name, DRAFT), target)
-        return _model(name, target)
-
-    return read_once(target, DRAFT, name, make)
-
-
-def _model(name: str, target: PreTrainedModel) -> PreTrainedModel:
+    if is_adapter(name):
+        return _build(load_adapter(name, DRAFT), target)
     place = Place(name) if Path(name).exists() else Place.of(name)
     try:
         model = load_named(

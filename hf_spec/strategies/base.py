@@ -30,15 +30,15 @@ class StrategyConfig:
 
     Attributes:
         strategy: the registered name, set by `register`.
-        needs_assistant: whether `assistant=` must be given, or an adapter hang on the model.
-        adapter_methods: of the adapters that it can use.
+        needs_assistant: whether `assistant=` must be given, or an adapter attached to the model.
+        adapter_methods: of the adapters that it can use; None for all.
         batching: what is padded in a batch: "unpadded", which is nothing; for comparison
             "unpadded_kv", "unpadded_input" and "padded" (see `hf_spec.execution.row_work`).
     """
 
     strategy: ClassVar[str] = ""
     needs_assistant: ClassVar[bool] = False
-    adapter_methods: ClassVar[tuple[str, ...]] = ()
+    adapter_methods: ClassVar[tuple[str, ...] | None] = ()
 
     batching: str = field(default="unpadded", kw_only=True)
 

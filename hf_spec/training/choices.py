@@ -11,7 +11,9 @@ CSGD = {
     "feature_scale": ("raw", "dimension"),
 }
 
-# Of SDSAT, see `hf_spec.training.sdsat_student` and `hf_spec.training.windows`.
+# Of SDSAT, see `hf_spec.models.adaptive_tokens`, `hf_spec.training.sdsat_student` and
+# `hf_spec.training.windows`.
+MODES = ("gated", "embeddings", "lora", "full")
 LAYOUTS = ("branches", "replaced")
 LOSSES = ("improved", "basic")
 START_SHARE = 0.1

@@ -30,10 +30,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_spec.errors import OptionError
-from hf_spec.models.adaptive_modes import MODES
 from hf_spec.models.adaptive_tokens import AdaptiveShape, AdaptiveTokens
 from hf_spec.models.gated_lora import new_lora
-from hf_spec.training.choices import LAYOUTS, LOSSES, START_SHARE
+from hf_spec.training.choices import LAYOUTS, LOSSES, MODES, START_SHARE
 from hf_spec.training.infilling import Infilling
 from hf_spec.training.sdsat_chains import Text, run_chains
 from hf_spec.training.teacher import Example

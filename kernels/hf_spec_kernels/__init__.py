@@ -9,8 +9,9 @@
 =======================  =========================================================================
 
 Every op takes `impl="auto" | "triton" | "torch"`. "auto" is the kernel for tensors on a GPU and the
-reference elsewhere. Importing this package imports torch alone; Triton follows with the first
-kernel, and where it is not installed the references serve.
+reference elsewhere. What the kernel cannot read is a TypeError or a ValueError. Importing this
+package imports torch alone; Triton follows with the first kernel, and where it is not installed the
+references serve.
 """
 
 from hf_spec_kernels.dispatch import has_triton, launches, serves, using

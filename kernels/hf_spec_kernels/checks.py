@@ -15,14 +15,9 @@ def check_tensor(
     dtypes: torch.dtype | Sequence[torch.dtype],
     device: torch.device,
 ) -> None:
-    """Refuse a tensor that a kernel would misread.
+    """Refuse a tensor that a kernel would misread: its last dimension must have stride 1, too.
 
-    Args:
-        name: as the caller knows it.
-        tensor: any.
-        shape: expected sizes, None where any will do. The last dimension must have stride 1.
-        dtypes: allowed ones.
-        device: where it must be.
+    In `shape`, None stands for any size.
 
     Raises:
         TypeError: for another dtype.

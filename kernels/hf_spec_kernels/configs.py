@@ -1,4 +1,4 @@
-"""Tile sizes of a kernel by device and shape, chosen offline (see `hf_spec_kernels.tune`).
+"""Tile sizes of a kernel by device and shape, chosen offline.
 
 An op's folder holds `default.json`, safe on every GPU, and a file per GPU that was tuned, named
 after it. Each maps a shape key to the keyword arguments of a launch. Nothing is tuned while a user
@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 FOLDER = Path(__file__).parent
 _log = logging.getLogger(__name__)
@@ -23,17 +24,18 @@ _tried: dict[str, dict[str, int]] = {}
 
 
 def config(op: str, key: str, device: torch.device) -> dict[str, int]:
-    """Launch arguments of `op` for a shape key.
-
-    Args:
-        op: name of its folder.
-        key: a key of its `default.json`.
-        device: where the kernel will run.
-    """
+    """Launch arguments of `op`, the name of its folder, for a key of its `default.json`."""
     if op in _tried:
         return _tried[op]
     tuned = _read(op, device_name(device)).get(key) if device.type == "cuda" else None
     return tuned or _read(op, "default")[key]
+
+
+def vocabulary_config(op: str, rows: Tensor) -> dict[str, int]:
+    """Launch arguments of an op over (N, V) rows; a block is no larger than V needs."""
+    chosen = config(op, f"{8 * rows.element_size()}bit", rows.device)
+    widest = max(16, 1 << (rows.shape[1] - 1).bit_length())
+    return {**chosen, "BLOCK_V": min(chosen["BLOCK_V"], widest)}
 
 
 @contextmanager
@@ -70,8 +72,8 @@ def _read(op: str, name: str) -> dict[str, dict[str, int]]:
     file = config_file(op, name)
     if not file.is_file():
         _log.warning(
-            "%s has no tile sizes for %s and takes the default ones; to find better ones: "
-            "python -m hf_spec_kernels.tune",
+            "%s has no tile sizes for %s and takes the default ones; to find better ones, in a "
+            "checkout of hf-spec: python -m examples.studies.kernels.tune",
             op,
             name,
         )

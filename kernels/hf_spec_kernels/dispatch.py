@@ -46,9 +46,7 @@ def using(impl: str) -> Iterator[None]:
 def serves(tensor: Tensor, impl: str = "auto") -> bool:
     """Whether an op called with `impl` on tensors like this one runs its kernel.
 
-    Args:
-        tensor: decides by device and dtype; the kernels know float32, float16 and bfloat16.
-        impl: as given to the op.
+    Device and dtype decide; the kernels know float32, float16 and bfloat16.
 
     Raises:
         ValueError: for an unknown implementation, or a kernel asked for where none can run.

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from hf_spec.adapters.folder import BaseModel, SpecAdapter, save_adapter
+from hf_spec.adapters.adapter import BaseModel, known_methods, save_adapter
+from hf_spec.adapters.folder import SpecAdapter
 from hf_spec.models.disco_classifier import DiscoClassifier
 from hf_spec.models.trained_draft import TrainableDraft
 from tests.falcon_reference import random_head
 from tests.tiny_models import VOCAB, build, repetitive_prompt, sdsat_adapter
 
-METHODS = ("draft", "disco", "falcon", "sdsat")
+METHODS = known_methods()
 PROMPT = repetitive_prompt()
 GREEDY: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False}
 

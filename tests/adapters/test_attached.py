@@ -1,4 +1,4 @@
-"""The module that adapters hang on a model in."""
+"""The module with the adapters that are attached to a model."""
 
 from __future__ import annotations
 

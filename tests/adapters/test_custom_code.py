@@ -26,10 +26,9 @@ def test_the_code_imports_one_function_and_does_nothing_else() -> None:
     kinds = [type(node) for node in body]
     assert kinds == [ast.Expr, ast.ImportFrom, ast.Assign]
     assert isinstance(body[1], ast.ImportFrom)
-    assert (body[1].module, body[1].names[0].name) == (
-        "hf_spec.generation.custom_generate",
-        "generate",
-    )
+    names = body[1].names[0]
+    assert (body[1].module, names.name, names.asname) == ("hf_spec", "custom_generate", "generate")
+    assert callable(hf_spec.custom_generate)
 
 
 def test_this_version_is_one_that_is_asked_for() -> None:

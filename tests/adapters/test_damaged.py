@@ -207,7 +207,7 @@ COMMON: dict[str, Damage] = {
     "weights empty": write(WEIGHTS_NAME, b""),
     "weights cut": cut(WEIGHTS_NAME, 0.9),
     "weights cut in the header": cut(WEIGHTS_NAME, 0.01),
-    "weights with more behind": lambda folder: (
+    "weights with more after them": lambda folder: (
         (folder / WEIGHTS_NAME).open("ab").write(b"more") and None
     ),
     "weights a text": write(WEIGHTS_NAME, b"version https://git-lfs.github.com/spec/v1\n"),
@@ -271,7 +271,7 @@ COMMON: dict[str, Damage] = {
 
 
 def odd_options(path: tuple[str, ...], allowed: tuple[Any, ...] = ()) -> dict[str, Damage]:
-    """Every odd value at a place of the options, but for those that are of use there."""
+    """Every odd value at a place of the options, but for those that can be used there."""
     return {
         f"{'.'.join(path)} {value!r:.9}": put(value, "options", *path)
         for value in ODD

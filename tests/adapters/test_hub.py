@@ -46,11 +46,21 @@ def folder(tmp_path: Path) -> Path:
     return save_sample(tmp_path / "falcon", "falcon")
 
 
+def push(
+    folder: Path,
+    name: str,
+    token: str | None = TOKEN,
+    revision: str | None = None,
+    private: bool = False,
+) -> str:
+    return push_adapter(load_adapter(folder), Place(name, revision, token), private)
+
+
 class TestPush:
     def test_everything_that_belongs_to_it_arrives(self, hub: LocalHub, folder: Path) -> None:
         (folder / "README.md").write_text("---\nlicense: mit\n---\n# Mine\n")
         (folder / "notes.txt").write_text("mine alone")
-        url = push_adapter(folder, "org/falcon", token=TOKEN)
+        url = push(folder, "org/falcon")
         repository = hub.repositories["org/falcon"]
         head = repository.branches["main"]
         assert url == f"{hub.url}/org/falcon/commit/{head}"
@@ -78,39 +88,44 @@ class TestPush:
 
     def test_its_own_card_goes_along(self, hub: LocalHub, folder: Path) -> None:
         (folder / "README.md").write_text("---\nlicense: mit\n---\n# Mine\n")
+        (folder / "LICENSE").write_text("MIT")
+        (folder / "notes.txt").write_text("mine alone")
         SpecAdapter.from_pretrained(folder).push_to_hub("org/falcon", token=TOKEN)
         repository = hub.repositories["org/falcon"]
-        assert b"# Mine" in repository.commits[repository.branches["main"]]["README.md"]
+        files = repository.commits[repository.branches["main"]]
+        assert b"# Mine" in files["README.md"]
+        assert files["LICENSE"] == b"MIT"
+        assert "notes.txt" not in files
 
     def test_a_branch(self, hub: LocalHub, folder: Path) -> None:
-        push_adapter(folder, "org/falcon", token=TOKEN)
-        push_adapter(save_sample(folder, "disco"), "org/falcon", token=TOKEN, revision="next")
+        push(folder, "org/falcon")
+        push(save_sample(folder, "disco"), "org/falcon", revision="next")
         assert load_adapter("org/falcon").method == "falcon"
         assert load_adapter("org/falcon", revision="next").method == "disco"
 
     def test_without_a_right_token(self, hub: LocalHub, folder: Path) -> None:
         for token in (None, "hf_other"):
             with pytest.raises(AssistantError, match="cannot be pushed to 'org/falcon'"):
-                push_adapter(folder, "org/falcon", token=token)
+                push(folder, "org/falcon", token=token)
         assert hub.repositories == {}
 
     @pytest.mark.parametrize("name", ["", "a/b/c", "..", "org/", "org/na me"])
     def test_names_that_are_none(self, hub: LocalHub, folder: Path, name: str) -> None:
         with pytest.raises(AssistantError, match="cannot be pushed"):
-            push_adapter(folder, name, token=TOKEN)
+            push(folder, name)
 
     def test_what_is_no_whole_adapter(self, hub: LocalHub, folder: Path, tmp_path: Path) -> None:
-        with pytest.raises(AssistantError, match="is no folder"):
-            push_adapter(tmp_path / "nowhere", "org/falcon", token=TOKEN)
+        with pytest.raises(AssistantError, match="there is no folder"):
+            push(tmp_path / "nowhere", "org/falcon")
         secret = tmp_path / "secret"
         secret.write_text("mine")
         (folder / "README.md").symlink_to(secret)
         with pytest.raises(AssistantError, match="link out of its folder"):
-            push_adapter(folder, "org/falcon", token=TOKEN)
+            push(folder, "org/falcon")
         (folder / "README.md").unlink()
         (folder / WEIGHTS_NAME).write_bytes(b"")
         with pytest.raises(AssistantError, match="cannot be read"):
-            push_adapter(folder, "org/falcon", token=TOKEN)
+            push(folder, "org/falcon")
         assert hub.requests == []
 
 
@@ -120,7 +135,7 @@ class TestFetch:
         self, hub: LocalHub, tmp_path: Path, method: str
     ) -> None:
         name = f"org/{method}"
-        push_adapter(save_sample(tmp_path / method, method), name, token=TOKEN)
+        push(save_sample(tmp_path / method, method), name)
         found = SpecAdapter.from_pretrained(name)
         assert (found.method, found.options, found.repo_id) == (
             method,
@@ -136,8 +151,8 @@ class TestFetch:
         assert torch.equal(drafted(model, method), expected)
 
     def test_revisions(self, hub: LocalHub, folder: Path) -> None:
-        first = push_adapter(folder, "org/a", token=TOKEN).rpartition("/")[2]
-        push_adapter(save_sample(folder, "disco"), "org/a", token=TOKEN)
+        first = push(folder, "org/a").rpartition("/")[2]
+        push(save_sample(folder, "disco"), "org/a")
         assert load_adapter("org/a").method == "disco"
         assert load_adapter("org/a", revision=first).method == "falcon"
         assert load_adapter(f"org/a@{first}").method == "falcon"
@@ -157,7 +172,7 @@ class TestFetch:
         assert torch.equal(drafted(model, "falcon"), expected)
 
     def test_private_ones_need_the_token(self, hub: LocalHub, folder: Path) -> None:
-        push_adapter(folder, "org/secret", token=TOKEN, private=True)
+        push(folder, "org/secret", private=True)
         with pytest.raises(AssistantError, match="neither a folder nor"):
             load_adapter("org/secret")
         assert not is_adapter("org/secret")
@@ -167,7 +182,7 @@ class TestFetch:
         assert torch.equal(drafted(model, "falcon"), plain(model))
 
     def test_code_and_pickles_are_not_even_fetched(self, hub: LocalHub, folder: Path) -> None:
-        push_adapter(folder, "org/a", token=TOKEN)
+        push(folder, "org/a")
         hub.repositories["org/a"].commit("main", {"adapter_model.bin": b"x", "evil.py": b"x"})
         files = load_adapter("org/a").folder
         assert files is not None
@@ -175,7 +190,7 @@ class TestFetch:
 
     def test_a_model_is_no_adapter(self, hub: LocalHub, tmp_path: Path) -> None:
         build("llama").save_pretrained(tmp_path / "model")
-        push_adapter(save_sample(tmp_path / "a", "disco"), "org/model", token=TOKEN)
+        push(save_sample(tmp_path / "a", "disco"), "org/model")
         repository = hub.repositories["org/model"]
         files = {p.name: p.read_bytes() for p in (tmp_path / "model").iterdir()}
         repository.commits[repository.branches["main"]] = files
@@ -242,4 +257,14 @@ def test_a_place() -> None:
     assert Place.of("org/a") == Place("org/a")
     assert Place.of("org/a@v1", token="t") == Place("org/a", "v1", "t")
     assert Place.of("org/a", "v1") == Place("org/a", "v1")
-    assert set(PUSHED) >= {CONFIG_NAME, WEIGHTS_NAME}
+
+
+def test_two_revisions() -> None:
+    with pytest.raises(AssistantError, match="names a revision, and revision='v2' another one"):
+        Place.of("org/a@v1", "v2")
+
+
+@pytest.mark.parametrize("name", ["", "a/b/c", "..", "org/", "org/na me"])
+def test_names_that_are_none(name: str) -> None:
+    with pytest.raises(AssistantError, match="cannot be pushed to"):
+        Place(name).check()

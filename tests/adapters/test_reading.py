@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from hf_spec import AssistantError
 from hf_spec.adapters.reading import (
+    VOCABULARY,
     check_tensors,
     read_json,
     read_tensors,
@@ -76,15 +77,15 @@ def test_weights_that_do_not_fit(found: dict[str, torch.Tensor], message: str) -
 
 
 def test_vocabularies() -> None:
-    assert read_vocabulary("it", {}, "v", 9) is None
+    assert read_vocabulary("it", {}, 9) is None
     tokens = torch.tensor([0, 3, 8], dtype=torch.int32)
-    found = read_vocabulary("it", {"v": tokens}, "v", 9)
+    found = read_vocabulary("it", {VOCABULARY: tokens}, 9)
     assert found is not None
     assert found.dtype == torch.long
     assert found.tolist() == [0, 3, 8]
     for values in ([3, 3], [3, 2], [-1, 2], [2, 9]):
         with pytest.raises(AssistantError, match="tokens below 9 in ascending order"):
-            read_vocabulary("it", {"v": torch.tensor(values)}, "v", 9)
+            read_vocabulary("it", {VOCABULARY: torch.tensor(values)}, 9)
 
 
 def test_whole_numbers() -> None:

@@ -10,10 +10,10 @@ import torch
 from peft import PeftModel
 from transformers import dynamic_module_utils
 
+import hf_spec
 from hf_spec import AssistantError
 from hf_spec.adapters.custom_code import FILES, FOLDER
 from hf_spec.adapters.folder import WEIGHTS_NAME, load_adapter
-from hf_spec.generation import custom_generate
 from tests.adapters.samples import GREEDY, METHODS, PROMPT, fresh_model, plain, save_sample
 from tests.tiny_models import build, ragged_batch
 
@@ -103,7 +103,7 @@ def test_another_base(tmp_path: Path) -> None:
 
 def test_it_cannot_be_called_by_hand() -> None:
     with pytest.raises(AssistantError, match="is called by"):
-        custom_generate.generate(build("llama"), input_ids=PROMPT)
+        hf_spec.custom_generate(build("llama"), input_ids=PROMPT)
 
 
 @pytest.mark.parametrize("folder", sorted(EXAMPLES.iterdir()), ids=lambda path: path.name)

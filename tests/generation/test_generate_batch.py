@@ -373,11 +373,11 @@ class TestStreaming:
     def test_text(self) -> None:
         texts = dict.fromkeys(range(len(PROMPTS)), "")
 
-        def hear(row: int, text: str, ended: bool) -> None:
+        def take(row: int, text: str, ended: bool) -> None:
             texts[row] += text
 
         tokenizer = tiny_models.tokenizer()
-        outputs = together("llama", streamer=BatchTextStreamer(tokenizer, hear))
+        outputs = together("llama", streamer=BatchTextStreamer(tokenizer, take))
         for row, output in enumerate(outputs.values()):
             assert texts[row] == tokenizer.decode(output.generated_tokens)
 

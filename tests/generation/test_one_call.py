@@ -252,7 +252,7 @@ def test_a_reused_cache_is_not_computed_again(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["lookup", "tree"])
 @pytest.mark.parametrize("name", CACHED)
 def test_a_row_that_ends_early_leaves_the_cache_of_plain_generate(name: str, strategy: str) -> None:
-    """Plain generate() runs its last token, and padding behind it; a next turn attends to both."""
+    """Plain generate() runs its last token, and padding after it; a next turn attends to both."""
     model, prompt = tiny_models.build(name), tiny_models.prompts(name, "ragged")
     said = plain(name, **prompt)[:, -NEW_TOKENS:]
     for place in (1, 4):

@@ -11,7 +11,7 @@ from hf_spec_kernels import RaggedLayout
 from hf_spec_kernels.ragged_tree_attention import pack_bits
 from torch import Tensor
 
-# Committed tokens and parents of the nodes behind them, -1 for a root. A chain, a tree whose keys
+# Committed tokens and parents of the nodes after them, -1 for a root. A chain, a tree whose keys
 # fill several bytes of bits, a root alone at the very start, a finished row, a tree in disorder.
 ROWS: list[tuple[int, list[int]]] = [
     (5, [-1, 0, 1]),
@@ -62,8 +62,8 @@ def make_case(
         shape: of the heads.
         dtype: of queries, keys and values.
         device: of everything.
-        spare: places behind the longest row, which hold NaN like everything not in use.
-        first_known: how many committed keys of each row are told by bits instead of the prefix.
+        spare: places after the longest row, which hold NaN like everything not in use.
+        first_known: how many committed keys of each row are given by bits instead of the prefix.
     """
     shape = shape or Shape()
     torch.manual_seed(0)

@@ -138,7 +138,7 @@ def test_a_prefix_may_be_told_by_bits(device: torch.device) -> None:
 
 
 def test_many_queries_take_several_tiles(device: torch.device) -> None:
-    """A prompt: causal, all of it told by bits."""
+    """A prompt: causal, all of it given by bits."""
     prompt = (0, [-1, *range(20)])
     compare(make_case([prompt, ROWS[0]], device=device, first_known=99), Scoring())
 

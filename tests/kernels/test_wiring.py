@@ -84,7 +84,7 @@ def test_ragged_trees_launch_every_op_of_a_step(device: torch.device, kernels: N
 
 
 def test_end_of_sequence_inside_a_draft(device: torch.device, kernels: None) -> None:
-    """The walk on the device goes on behind it; the text does not."""
+    """The walk on the device goes on after it; the text does not."""
     model = tiny_models.build("llama")
     settled = tiny_models.settled_prompt("llama")
     end = int(model.generate(settled, max_new_tokens=3, do_sample=False)[0, -1])

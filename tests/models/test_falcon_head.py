@@ -33,7 +33,7 @@ def block_of(pair: int, size: int, grid: int) -> int:
 
 
 class TestLeakage:
-    """Output i foretells h_{i+k}; pair j holds h_j and t_{j+1}: i sees no j of a later block."""
+    """Output i predicts h_{i+k}; pair j holds h_j and t_{j+1}: i sees no j of a later block."""
 
     @pytest.mark.parametrize("recurrent", [False, True])
     @pytest.mark.parametrize("size", SIZES)
@@ -123,7 +123,7 @@ class TestMixers:
         assert not torch.allclose(double[:1, 2:], alone, atol=1e-3)
 
     def test_one_token_a_block_is_eagle(self) -> None:
-        """k = 1: a causal model over (token i + 1, feature i) that foretells feature i + 1."""
+        """k = 1: a causal model over (token i + 1, feature i) that predicts feature i + 1."""
         head = random_head("llama", 1)
         tokens, features = pairs()
         mixed, _ = head.mix(tokens, features)

@@ -8,7 +8,7 @@ import torch
 from hf_spec.models import falcon_ranks
 from hf_spec.models.falcon_head import FalconHead, FalconShape
 from hf_spec.models.falcon_ranks import ranks_along
-from tests.falcon_reference import block_ends, features_of, foretold, random_head
+from tests.falcon_reference import block_ends, features_of, predicted, random_head
 from tests.tiny_models import build, settled_prompt
 
 DEPTH = 6
@@ -33,7 +33,7 @@ def test_against_one_draft_at_a_time(
         ends = block_ends(start, size)
         for done in range(0, DEPTH, size):
             path = tokens[start + 1 : start + 1 + done]
-            outputs = foretold(head, tokens[: start + 1], features[:start], path, ends)
+            outputs = predicted(head, tokens[: start + 1], features[:start], path, ends)
             logits = head.head.known(outputs)
             for slot in range(min(size, DEPTH - done)):
                 true = tokens[start + 1 + done + slot]

@@ -21,8 +21,7 @@ from hf_spec.cli.train.common import (
     answer_files,
     conclude,
 )
-from hf_spec.models.adaptive_modes import MODES
-from hf_spec.training.choices import LAYOUTS, LOSSES, START_SHARE
+from hf_spec.training.choices import LAYOUTS, LOSSES, MODES, START_SHARE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -19,7 +19,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from hf_spec.adapters.folder import STRATEGIES, SpecAdapter, is_adapter, load_adapter
+from hf_spec.adapters.folder import SpecAdapter, is_adapter, load_adapter
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.state import GenerationState
 from hf_spec.errors import AssistantError, OptionError, UnsupportedError
@@ -54,7 +54,7 @@ class AutoConfig(StrategyConfig):
             seconds].
     """
 
-    adapter_methods = tuple(STRATEGIES)
+    adapter_methods = None
 
     max_draft_tokens: int = 16
     max_nodes: int = 40

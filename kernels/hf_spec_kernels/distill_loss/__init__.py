@@ -58,9 +58,6 @@ def distill_loss(
 
     Returns:
         () float32.
-
-    Raises:
-        TypeError, ValueError: if the kernel cannot read its arguments.
     """
     weights = weights or DistillWeights()
     if not serves(logits, impl):

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_spec_kernels.checks import check_tensor
-from hf_spec_kernels.configs import config
+from hf_spec_kernels.configs import vocabulary_config
 from hf_spec_kernels.dispatch import DTYPES, launches
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ class _DistillLoss(torch.autograd.Function):
                 float(weights.hard),
                 1.0 / weights.temperature,
                 KL=weights.divergence == "kl",
-                **_tile(logits),
+                **vocabulary_config(OP, logits),
             )
         return loss.sum()
 
@@ -173,7 +173,7 @@ class _DistillLoss(torch.autograd.Function):
         logits, teacher_logits, labels, sums = ctx.saved_tensors
         num_rows, vocab_size = logits.shape
         grad = logits.new_empty(num_rows, vocab_size)
-        tile = _tile(logits)
+        tile = vocabulary_config(OP, logits)
         if num_rows:
             backward_kernel[(num_rows, triton.cdiv(vocab_size, tile["BLOCK_V"]))](
                 logits,
@@ -205,10 +205,3 @@ def distill_loss(
         raise ValueError(f"logits has shape {tuple(logits.shape)}: an empty vocabulary")
     loss: Tensor = _DistillLoss.apply(logits, teacher_logits, labels, weights)
     return loss
-
-
-def _tile(logits: Tensor) -> dict[str, int]:
-    """Launch arguments; a block is no larger than the vocabulary needs."""
-    chosen = dict(config(OP, f"{8 * logits.element_size()}bit", logits.device))
-    widest = max(16, triton.next_power_of_2(logits.shape[1]))
-    return {**chosen, "BLOCK_V": min(chosen["BLOCK_V"], widest)}

@@ -21,9 +21,6 @@ def draft_features(draft_probs: Tensor, num_top: int = 10, impl: str = "auto") -
     Returns:
         (M, k + 1) float32: the k largest in descending order, the entropy in nats of the whole
         distribution (0 log 0 = 0).
-
-    Raises:
-        TypeError, ValueError: if the kernel cannot read its arguments.
     """
     if not 1 <= num_top <= 32:
         raise ValueError(f"num_top={num_top!r} must be between 1 and 32")

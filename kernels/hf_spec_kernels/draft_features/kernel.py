@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_spec_kernels.checks import check_tensor
-from hf_spec_kernels.configs import config
+from hf_spec_kernels.configs import vocabulary_config
 from hf_spec_kernels.dispatch import DTYPES, launches
 
 OP = "draft_features"
@@ -68,8 +68,6 @@ def draft_features(draft_probs: Tensor, num_top: int) -> Tensor:
     out = draft_probs.new_empty(num_rows, num_top + 1, dtype=torch.float32)
     if not num_rows:
         return out
-    chosen = dict(config(OP, f"{8 * draft_probs.element_size()}bit", draft_probs.device))
-    block_v = min(chosen.pop("BLOCK_V"), max(16, triton.next_power_of_2(vocab_size)))
     launches[OP] += 1
     draft_features_kernel[(num_rows,)](
         draft_probs,
@@ -78,7 +76,6 @@ def draft_features(draft_probs: Tensor, num_top: int) -> Tensor:
         vocab_size,
         NUM_TOP=num_top,
         BLOCK_K=triton.next_power_of_2(num_top),
-        BLOCK_V=block_v,
-        **chosen,
+        **vocabulary_config(OP, draft_probs),
     )
     return out

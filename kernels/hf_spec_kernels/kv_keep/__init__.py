@@ -40,9 +40,6 @@ def kv_keep(buffers: Sequence[Tensor], moves: Moves, impl: str = "auto") -> None
         buffers: keys and values of all layers, (S, H, C, D) each; H and D may differ. Changed.
         moves: the same for all of them.
         impl: see the package.
-
-    Raises:
-        TypeError, ValueError: if the kernel cannot read its arguments.
     """
     if not buffers:
         return

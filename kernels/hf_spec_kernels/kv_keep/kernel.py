@@ -1,7 +1,7 @@
 """Moving rows together in Triton, one launch for all layers whose buffers look alike.
 
 A program moves some elements of one head of one buffer. It holds the whole move at a time and
-writes behind a barrier, so it does not matter how sources and targets overlap.
+writes after a barrier, so it does not matter how sources and targets overlap.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # ruff: noqa: N803, PLR0913 - compile-time names are upper-case, pointers are many

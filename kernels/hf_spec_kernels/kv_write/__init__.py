@@ -19,8 +19,7 @@ def kv_write(
 ) -> None:
     """Write keys and values of packed tokens into a pool, in place.
 
-    It is a launch of its own: an attention launched behind it on the same stream reads what it
-    wrote.
+    It is a launch of its own: an attention launched later on the same stream reads what it wrote.
 
     Args:
         key: (T, H, D), any strides but the last, which is 1.
@@ -30,9 +29,6 @@ def kv_write(
         place: (2, T) int32, slot and place of each token. A token of slot -1 is left out; two
             tokens must not share a place.
         impl: see the package.
-
-    Raises:
-        TypeError, ValueError: if the kernel cannot read its arguments.
     """
     if not serves(key, impl):
         kv_write_ref(key, value, keys, values, place)

@@ -18,28 +18,11 @@ TILE = 4096
 
 
 @triton.jit
-def _copy(
-    source_ptr,
-    buffer_ptr,
-    row,
-    mask,
-    slot,
-    place,
-    stride_t,
-    stride_h,
-    stride_slot,
-    stride_head,
-    stride_place,
-    num_heads,
-    HEAD: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    offs_d = tl.arange(0, BLOCK_D)
-    token, head = row // num_heads, row % num_heads
-    both = mask[:, None] & (offs_d[None, :] < HEAD)
-    source = source_ptr + (token * stride_t + head * stride_h)[:, None] + offs_d[None, :]
-    target = slot * stride_slot + head * stride_head + place * stride_place
-    tl.store(buffer_ptr + target[:, None] + offs_d[None, :], tl.load(source, mask=both), mask=both)
+def _copy(source, target, mask, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Copy SIZE elements from and to each pair of pointers."""
+    step = tl.arange(0, BLOCK)[None, :]
+    both = mask[:, None] & (step < SIZE)
+    tl.store(target[:, None] + step, tl.load(source[:, None] + step, mask=both), mask=both)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -69,43 +52,17 @@ def kv_write_kernel(
 ):
     """A row is one head of one token."""
     row = (tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
-    token = row // num_heads
+    token, head = row // num_heads, row % num_heads
     inside = token < num_tokens
     slot = tl.load(place_ptr + token, mask=inside, other=-1).to(tl.int64)
     place = tl.load(place_ptr + num_tokens + token, mask=inside, other=0).to(tl.int64)
     mask = slot >= 0
-    _copy(
-        key_ptr,
-        keys_ptr,
-        row,
-        mask,
-        slot,
-        place,
-        stride_key_t,
-        stride_key_h,
-        stride_keys_s,
-        stride_keys_h,
-        stride_keys_c,
-        num_heads,
-        HEAD,
-        BLOCK_D,
-    )
-    _copy(
-        value_ptr,
-        values_ptr,
-        row,
-        mask,
-        slot,
-        place,
-        stride_value_t,
-        stride_value_h,
-        stride_values_s,
-        stride_values_h,
-        stride_values_c,
-        num_heads,
-        VALUE_HEAD,
-        BLOCK_V,
-    )
+    source = key_ptr + token * stride_key_t + head * stride_key_h
+    target = keys_ptr + slot * stride_keys_s + head * stride_keys_h + place * stride_keys_c
+    _copy(source, target, mask, HEAD, BLOCK_D)
+    source = value_ptr + token * stride_value_t + head * stride_value_h
+    target = values_ptr + slot * stride_values_s + head * stride_values_h + place * stride_values_c
+    _copy(source, target, mask, VALUE_HEAD, BLOCK_V)
 
 
 def kv_write(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, place: Tensor) -> None:

@@ -38,9 +38,6 @@ def ragged_tree_attention(
 
     Returns:
         (T, H, Dv) in the dtype of `query`, sums in float32; zeros for a query that sees nothing.
-
-    Raises:
-        TypeError, ValueError: if the kernel cannot read its arguments.
     """
     scoring = scoring or Scoring()
     if not serves(query, impl):

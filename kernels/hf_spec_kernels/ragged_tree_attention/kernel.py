@@ -6,7 +6,7 @@ queries on a long context, it writes what it found of its stretch and the logari
 and a second kernel adds the stretches up (as in Flash-Decoding; Dao et al. 2023).
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# ruff: noqa: N803, PLR0913, PLR0915 - upper-case names at compile time; much is passed and loaded
+# ruff: noqa: C901, N803, PLR0912, PLR0913, PLR0915 - names and branches of compile time; one program
 
 from __future__ import annotations
 
@@ -14,96 +14,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
-def _accumulate(
-    acc,
-    top,
-    total,
-    query,
-    key_ptr,
-    value_ptr,
-    stride_key,
-    stride_value,
-    begin,
-    end,
-    prefix,
-    bits_ptr,
-    position,
-    first_position,
-    key_position_ptr,
-    slope,
-    scale,
-    softcap,
-    window,
-    mask_m,
-    HEAD: tl.constexpr,
-    VALUE_HEAD: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    TAIL: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_SLOPES: tl.constexpr,
-):
-    """Add places [begin, end) to the running sums; TAIL asks the bits what is visible."""
-    offs_d = tl.arange(0, BLOCK_D)
-    offs_v = tl.arange(0, BLOCK_V)
-    for start in range(begin, end, BLOCK_N):
-        place = start + tl.arange(0, BLOCK_N)
-        mask_n = place < end
-        key = tl.load(
-            key_ptr + place[:, None].to(tl.int64) * stride_key + offs_d[None, :],
-            mask=mask_n[:, None] & (offs_d[None, :] < HEAD),
-            other=0.0,
-        )
-        # Products of float32 stay float32: TF32 would change what a model says.
-        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
-        if HAS_SOFTCAP:
-            # tanh by an exponential that cannot overflow.
-            shrunk = tl.exp(-2.0 * tl.abs(scores) / softcap)
-            capped = softcap * (1.0 - shrunk) / (1.0 + shrunk)
-            scores = tl.where(scores < 0, -capped, capped)
-        visible = mask_n[None, :]
-        if TAIL:
-            bit = tl.maximum(place - prefix, 0)
-            byte = tl.load(
-                bits_ptr[:, None] + (bit // 8)[None, :],
-                mask=mask_m[:, None] & (mask_n & (place >= prefix))[None, :],
-                other=0,
-            )
-            seen = ((byte.to(tl.int32) >> (bit % 8)[None, :]) & 1) != 0
-            visible = visible & (seen | (place < prefix)[None, :])
-        if HAS_WINDOW or HAS_SLOPES:
-            key_position = first_position + place
-            if TAIL:
-                behind = place >= prefix
-                told = tl.load(key_position_ptr + place - prefix, mask=mask_n & behind, other=0)
-                key_position = tl.where(behind, told, key_position)
-            distance = position[:, None] - key_position[None, :]
-            if HAS_SLOPES:
-                scores -= slope[:, None] * distance.to(tl.float32)
-            if HAS_WINDOW:
-                visible = visible & (distance < window)
-        scores = tl.where(visible, scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, axis=1))
-        # A row that has seen nothing yet has no finite maximum to subtract.
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp(scores - base[:, None])
-        shrink = tl.exp(top - base)
-        total = total * shrink + tl.sum(weights, axis=1)
-        value = tl.load(
-            value_ptr + place[:, None].to(tl.int64) * stride_value + offs_v[None, :],
-            mask=mask_n[:, None] & (offs_v[None, :] < VALUE_HEAD),
-            other=0.0,
-        )
-        acc = acc * shrink[:, None]
-        acc += tl.dot(weights.to(value.dtype), value, input_precision="ieee")
-        top = new_top
-    return acc, top, total
-
-
-# Whatever a kernel is specialised on has it compiled anew, so nothing that changes by step is.
+# A kernel is compiled again for whatever it is specialised on, so nothing that changes by step is.
 @triton.jit(
     do_not_specialize=["num_tokens", "num_bytes", "tiles_per_segment"],
     do_not_specialize_on_alignment=[
@@ -208,38 +119,63 @@ def ragged_tree_attention_kernel(
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     row_bits = bits_ptr + token * num_bytes
+    offs_v = tl.arange(0, BLOCK_V)
+    # First the blocks without bits, then those whose bits say what is visible.
     for tail in tl.static_range(2):
-        acc, top, total = _accumulate(
-            acc,
-            top,
-            total,
-            query,
-            key_ptr,
-            value_ptr,
-            stride_key_c,
-            stride_value_c,
-            middle if tail else begin,
-            end if tail else middle,
-            prefix,
-            row_bits,
-            position,
-            first_position,
-            key_position_ptr,
-            slope,
-            scale,
-            softcap,
-            window,
-            mask_m,
-            HEAD,
-            VALUE_HEAD,
-            BLOCK_N,
-            BLOCK_D,
-            BLOCK_V,
-            tail == 1,
-            HAS_WINDOW,
-            HAS_SOFTCAP,
-            HAS_SLOPES,
-        )
+        stop = end if tail else middle
+        for start in range(middle if tail else begin, stop, BLOCK_N):
+            place = start + tl.arange(0, BLOCK_N)
+            mask_n = place < stop
+            key = tl.load(
+                key_ptr + place[:, None].to(tl.int64) * stride_key_c + offs_d[None, :],
+                mask=mask_n[:, None] & (offs_d[None, :] < HEAD),
+                other=0.0,
+            )
+            # Products of float32 stay float32: TF32 would change what a model says.
+            scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+            if HAS_SOFTCAP:
+                # tanh by an exponential that cannot overflow.
+                shrunk = tl.exp(-2.0 * tl.abs(scores) / softcap)
+                capped = softcap * (1.0 - shrunk) / (1.0 + shrunk)
+                scores = tl.where(scores < 0, -capped, capped)
+            visible = mask_n[None, :]
+            if tail:
+                bit = tl.maximum(place - prefix, 0)
+                byte = tl.load(
+                    row_bits[:, None] + (bit // 8)[None, :],
+                    mask=mask_m[:, None] & (mask_n & (place >= prefix))[None, :],
+                    other=0,
+                )
+                seen = ((byte.to(tl.int32) >> (bit % 8)[None, :]) & 1) != 0
+                visible = visible & (seen | (place < prefix)[None, :])
+            if HAS_WINDOW or HAS_SLOPES:
+                key_position = first_position + place
+                if tail:
+                    after = place >= prefix
+                    listed = tl.load(
+                        key_position_ptr + place - prefix, mask=mask_n & after, other=0
+                    )
+                    key_position = tl.where(after, listed, key_position)
+                distance = position[:, None] - key_position[None, :]
+                if HAS_SLOPES:
+                    scores -= slope[:, None] * distance.to(tl.float32)
+                if HAS_WINDOW:
+                    visible = visible & (distance < window)
+            scores = tl.where(visible, scores, float("-inf"))
+            new_top = tl.maximum(top, tl.max(scores, axis=1))
+            # A row that has seen nothing yet has no finite maximum to subtract.
+            base = tl.where(new_top == float("-inf"), 0.0, new_top)
+            weights = tl.exp(scores - base[:, None])
+            shrink = tl.exp(top - base)
+            total = total * shrink + tl.sum(weights, axis=1)
+            value = tl.load(
+                value_ptr + place[:, None].to(tl.int64) * stride_value_c + offs_v[None, :],
+                mask=mask_n[:, None] & (offs_v[None, :] < VALUE_HEAD),
+                other=0.0,
+            )
+            acc = acc * shrink[:, None]
+            acc += tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+            top = new_top
     largest = top
     if HAS_SINKS and not SPLIT:
         sink = tl.load(sinks_ptr + head).to(tl.float32)
@@ -255,7 +191,6 @@ def ragged_tree_attention_kernel(
     if SPLIT:
         weight = tl.where(total == 0.0, float("-inf"), base + tl.log(divisor))
         tl.store(weight_ptr + row, weight, mask=mask_m)
-    offs_v = tl.arange(0, BLOCK_V)
     tl.store(
         out_ptr + row[:, None] * VALUE_HEAD + offs_v[None, :],
         out.to(out_ptr.dtype.element_ty),

@@ -30,13 +30,7 @@ def ragged_tree_attention(
 ) -> Tensor:
     """Launch the kernels; see the package's function.
 
-    Args:
-        query: see there, like the next four.
-        keys: see there.
-        values: see there.
-        layout: see there.
-        scoring: see there.
-        num_splits: stretches of keys, chosen by size and device if None.
+    The keys of a segment are cut into `num_splits` stretches, by size and device if None.
     """
     layout.check(query, keys, values)
     scoring.check(query)

@@ -31,7 +31,7 @@ class RaggedLayout:
         position: (T,) int32, the true position of each query.
         first_position: (G,) int32, the true position of place 0. Positions of a prefix are
             consecutive. This and the next are read for windows and ALiBi only.
-        key_position: flat int32, the true positions of the places behind the prefix of each
+        key_position: flat int32, the true positions of the places after the prefix of each
             segment; none is further from the first place by position than by place.
         key_start: (G,) int32, where a segment's positions begin there.
         max_queries, max_keys: most of any segment, on the host; bounds are fine.
@@ -50,12 +50,7 @@ class RaggedLayout:
     max_keys: int
 
     def check(self, query: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Refuse what the kernel would misread.
-
-        Args:
-            query: see `ragged_tree_attention`.
-            keys: see there.
-            values: see there.
+        """Refuse arguments of `ragged_tree_attention` that the kernel would misread.
 
         Raises:
             TypeError, ValueError: name the argument and what it should be.

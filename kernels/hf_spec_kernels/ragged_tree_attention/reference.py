@@ -43,7 +43,7 @@ def _scores(
         scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
     num_keys = key.shape[1]
     rows = slice(int(layout.query_start[segment]), int(layout.query_start[segment + 1]))
-    # How far each key lies behind the query; negative for keys of other branches only.
+    # How far each key lies before the query; negative for keys of other branches only.
     distance = layout.position[rows, None] - _key_positions(layout, segment, num_keys)
     if scoring.slopes is not None:
         scores = scores - scoring.slopes.to(scores.dtype)[:, None, None] * distance
@@ -54,11 +54,11 @@ def _scores(
 
 
 def _key_positions(layout: RaggedLayout, segment: int, num_keys: int) -> Tensor:
-    """(n,) true positions: consecutive in the prefix, as told behind it."""
+    """(n,) true positions: consecutive in the prefix, as listed after it."""
     prefix, start = int(layout.prefix[segment]), int(layout.key_start[segment])
     place = torch.arange(prefix, device=layout.position.device)
-    told = layout.key_position[start : start + num_keys - prefix]
-    return torch.cat([layout.first_position[segment] + place, told])
+    listed = layout.key_position[start : start + num_keys - prefix]
+    return torch.cat([layout.first_position[segment] + place, listed])
 
 
 def _visible(layout: RaggedLayout, segment: int, num_keys: int) -> Tensor:

@@ -17,9 +17,9 @@ class TreeVerdict:
 
     Attributes:
         accepted: (B, P) int64, the accepted nodes of each row in path order without the root, as
-            indices into the tree; -1 behind them. P is `max_nodes - 1`.
+            indices into the tree, then -1. P is `max_nodes - 1`.
         num_accepted: (B,) int64.
-        bonus: (B,) int64, the target's own token behind the last accepted one; -1 for a row without
+        bonus: (B,) int64, the target's own token after the last accepted one; -1 for a row without
             nodes and where there was nothing to draw.
     """
 
@@ -54,9 +54,6 @@ def verify_tree(  # noqa: PLR0913 - logits and the fields of a tree
         max_nodes: most nodes of any row, on the host; a bound is fine.
         uniforms: (N,) float32 in [0, 1), or None for the argmax.
         impl: see the package.
-
-    Raises:
-        TypeError, ValueError: if the kernel cannot read its arguments.
     """
     if not serves(logits, impl):
         found = verify_tree_ref(logits, token_ids, parent, row_start, max_nodes, uniforms)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_spec_kernels.checks import check_tensor
-from hf_spec_kernels.configs import config
+from hf_spec_kernels.configs import vocabulary_config
 from hf_spec_kernels.dispatch import DTYPES, launches
 
 OP = "verify_tree"
@@ -61,7 +61,7 @@ def chunk_kernel(
         tl.store(where_ptr + out, tl.sum(_weights(logits, top), axis=0))
         tl.store(top_ptr + out, top)
     else:
-        # Places outside the vocabulary lie behind all others, so ties never go to them.
+        # Places outside the vocabulary come after all others, so ties never go to them.
         top, where = _largest(logits, index, SENTINEL)
         tl.store(where_ptr + out, where)
         tl.store(top_ptr + out, top)
@@ -173,8 +173,8 @@ def verify_tree(
     num_accepted, bonus = row_start.new_empty(num_rows), row_start.new_empty(num_rows)
     if not num_rows:
         return accepted, num_accepted, bonus
-    chosen = dict(config(OP, f"{8 * logits.element_size()}bit", device))
-    chunk_size = min(chosen.pop("BLOCK_V"), max(16, triton.next_power_of_2(vocab_size)))
+    chosen = vocabulary_config(OP, logits)
+    chunk_size = chosen["BLOCK_V"]
     num_chunks = triton.cdiv(vocab_size, chunk_size)
     top = logits.new_empty(num_nodes, num_chunks, dtype=torch.float32)
     where = logits.new_empty(top.shape, dtype=torch.float32 if draw else torch.int32)
@@ -187,7 +187,6 @@ def verify_tree(
             where,
             logits.stride(0),
             vocab_size,
-            BLOCK_V=chunk_size,
             SENTINEL=sentinel,
             DRAW=draw,
             **chosen,

@@ -314,7 +314,7 @@ class TestAssistants:
         save_adapter(tmp_path, other)
         cases: list[tuple[Any, str]] = [
             ([], "names nothing"),
-            (tmp_path, "method 'medusa'; known methods: draft, disco, falcon, sdsat"),
+            (tmp_path, "method 'medusa'; known methods: disco, draft, falcon, sdsat"),
             (other, "method 'medusa'"),
             ([sdsat_adapter("llama")] * 2, "several SDSAT adapters"),
             (3, "no draft model"),

@@ -3,6 +3,6 @@
 Needs the package hf-spec (see requirements.txt), which does the work.
 """
 
-from hf_spec.generation.custom_generate import generate
+from hf_spec import custom_generate as generate
 
 __all__ = ["generate"]

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from hf_spec_kernels import configs, launches
-from hf_spec_kernels import tune as tuner
-from hf_spec_kernels.tune import (
+
+from examples.studies.kernels import tune as tuner
+from examples.studies.kernels.tune import (
     CANDIDATES,
     Call,
     attention_call,
@@ -18,6 +19,7 @@ from hf_spec_kernels.tune import (
     vocabulary_call,
     write,
 )
+from tests.kernels.conftest import device  # noqa: F401 - the fixture
 
 
 def test_every_op_with_configurations_is_tuned() -> None:
@@ -58,7 +60,10 @@ def test_the_fastest_that_fits_is_found(monkeypatch: pytest.MonkeyPatch) -> None
         tune("verify_tree", "32bit", lambda: None, never)
 
 
-def test_calls_launch_their_op(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_launch_their_op(
+    device: torch.device,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(tuner, "KV_HEADS", 1)
     keys = {op: json.loads(configs.config_file(op, "default").read_text()) for op in CANDIDATES}
     bits = "32bit" if device.type == "cpu" else "16bit"
@@ -76,7 +81,7 @@ def test_calls_launch_their_op(device: torch.device, monkeypatch: pytest.MonkeyP
 
 def test_what_is_written_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(configs, "FOLDER", tmp_path)
-    monkeypatch.setattr(configs, "device_name", lambda device: "some_gpu")
+    monkeypatch.setattr(configs, "device_name", lambda _: "some_gpu")
     (tmp_path / "op").mkdir()
     write(configs.config_file("op", "default"), {"small": {"BLOCK": 16}, "large": {"BLOCK": 32}})
     write(configs.config_file("op", "some_gpu"), {"large": {"BLOCK": 64}})
@@ -91,20 +96,6 @@ def test_what_is_written_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     configs._read.cache_clear()
 
 
-def test_an_untuned_gpu_is_mentioned_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(configs, "device_name", lambda device: "never_seen")
-    configs._read.cache_clear()
-    for _ in range(3):
-        found = configs.config("verify_tree", "16bit", torch.device("cuda", 0))
-    assert found == json.loads(configs.config_file("verify_tree", "default").read_text())["16bit"]
-    assert [record.message for record in caplog.records if "never_seen" in record.message] == [
-        "verify_tree has no tile sizes for never_seen and takes the default ones; to find better "
-        "ones: python -m hf_spec_kernels.tune"
-    ]
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what it says without a GPU")
 def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
@@ -114,7 +105,9 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.gpu
 def test_the_command_writes_a_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: torch.device
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    device: torch.device,  # noqa: F811
 ) -> None:
     if device.type == "cpu":
         pytest.skip("times on a GPU")

@@ -1,7 +1,7 @@
-"""Find tile sizes for the GPU at hand and write them beside the ops.
+"""Find tile sizes for this machine's GPU and write them beside the ops.
 
-Run once per kind of GPU as `python -m hf_spec_kernels.tune`; `--help` has the options. Per op and
-shape key every candidate is timed on one typical call and the fastest is kept.
+Run once per kind of GPU as `python -m examples.studies.kernels.tune`; `--help` has the options. Per
+op and shape key every candidate is timed on one typical call and the fastest is kept.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
-
 from hf_spec_kernels import distill_loss, draft_features, ragged_tree_attention, verify_tree
 from hf_spec_kernels.configs import config_file, device_name, trying
 from hf_spec_kernels.ragged_tree_attention import RaggedLayout
@@ -44,7 +43,7 @@ CANDIDATES: dict[str, dict[str, tuple[int, ...]]] = {
 
 
 def attention_call(key: str, device: torch.device, context: int = CONTEXT) -> Call:
-    """A decoding step of one row: nodes of a tree behind a context.
+    """A decoding step of one row: nodes of a tree after a context.
 
     Args:
         key: `head128_16bit_few` and the like.
@@ -125,7 +124,7 @@ def tune(op: str, key: str, call: Call, timer: Timer) -> dict[str, int]:
             best, shortest = candidate, seconds
     if best is None:
         raise RuntimeError(f"no tile sizes of {op} for {key} fit this GPU")
-    print(f"{op} {key}: {best}, {shortest * 1e6:.1f} us", file=sys.stderr)  # noqa: T201
+    print(f"{op} {key}: {best}, {shortest * 1e6:.1f} us", file=sys.stderr)
     return best
 
 
@@ -137,7 +136,9 @@ def write(file: Path, found: dict[str, dict[str, int]]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m hf_spec_kernels.tune", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.studies.kernels.tune", description=__doc__
+    )
     parser.add_argument("--op", action="append", choices=list(CANDIDATES), help="all by default")
     parser.add_argument("--key", action="append", help="shape keys; all by default")
     options = parser.parse_args(argv)

@@ -1,0 +1,145 @@
+"""What an adapter is: its method's record, and the base model that it knows again."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+
+from hf_spec import AssistantError, AutoConfig, SpecAdapter
+from hf_spec.adapters import adapter as adapters
+from hf_spec.adapters.adapter import (
+    AdapterMethod,
+    BaseModel,
+    known_methods,
+    register_method,
+    save_adapter,
+)
+from hf_spec.adapters.card import save_with_card
+from hf_spec.adapters.folder import load_adapter
+from hf_spec.strategies.assistants import adapter_module, build, find_assistant
+from tests import tiny_models
+from tests.adapters.samples import fresh_model, sample
+
+# All that a new method needs.
+THROWAWAY = """
+from hf_spec.adapters.adapter import AdapterMethod, register_method
+
+class Biases:
+    def __init__(self, adapter, target):
+        self.values = adapter.tensors["biases"].to(target.dtype)
+
+register_method(AdapterMethod("throwaway", "lookup", "Biases for {}", Biases))
+"""
+
+
+@pytest.fixture
+def throwaway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    monkeypatch.setattr(adapters, "_METHODS", dict(adapters._METHODS))
+    (tmp_path / "throwaway_method.py").write_text(THROWAWAY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield importlib.import_module("throwaway_method")
+    del sys.modules["throwaway_method"]
+
+
+class TestMethods:
+    def test_those_that_there_are(self) -> None:
+        assert known_methods() == ["disco", "draft", "falcon", "sdsat"]
+        assert {name: sample(name).strategy for name in known_methods()} == {
+            "disco": "disco",
+            "draft": "tree",
+            "falcon": "falcon",
+            "sdsat": "sdsat",
+        }
+
+    def test_an_unknown_one_is_answered_with_all(self) -> None:
+        other = replace(sample("draft"), method="medusa")
+        with pytest.raises(AssistantError, match="known methods: disco, draft, falcon, sdsat"):
+            other.strategy  # noqa: B018 - it is asked for its error
+
+    def test_a_name_is_taken_once(self) -> None:
+        with pytest.raises(ValueError, match="'falcon' already"):
+            register_method(AdapterMethod("falcon", "lookup", "{}", lambda adapter, target: None))
+
+    def test_a_new_one_needs_a_module_with_its_record(
+        self, tmp_path: Path, throwaway: ModuleType
+    ) -> None:
+        """It is saved, loaded, built, given a card, and found on a model."""
+        model: Any = fresh_model()
+        values = torch.arange(4.0)
+        new = SpecAdapter("throwaway", BaseModel.of(model), {"held_back": {"tau": 1.5}}, {})
+        new.tensors["biases"] = values
+        save_with_card(tmp_path / "mine", new)
+        card = ModelCard.load(tmp_path / "mine/README.md")
+        assert f"# Biases for {new.base.name}" in card.text
+        assert 'spec_strategy="lookup", assistant=adapter' in card.text
+        assert "| `tau` | 1.5 |" in card.text
+        assert card.data.tags == ["speculative-decoding", "throwaway"]
+        loaded = load_adapter(tmp_path / "mine", "throwaway")
+        assert loaded.strategy == "lookup"
+        built = build(loaded, model)
+        assert isinstance(built, throwaway.Biases)
+        assert torch.equal(built.values, values)
+        assert build(loaded, model) is built
+        by_name = adapter_module(tmp_path / "mine", "throwaway", model)
+        assert torch.equal(by_name.values, values)
+        model.load_adapter(str(tmp_path / "mine"))
+        attached = find_assistant(None, model, AutoConfig.adapter_methods)
+        assert attached.method == "throwaway"
+
+    def test_what_its_maker_stumbles_over_is_damage(self, throwaway: ModuleType) -> None:
+        lacking = SpecAdapter("throwaway", BaseModel.of(fresh_model()), {}, {})
+        with pytest.raises(AssistantError, match="throwaway adapter '' is damaged: 'biases'"):
+            build(lacking, fresh_model())
+
+
+def test_only_a_saved_adapter_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    save_adapter(tmp_path, sample("draft"))
+    loaded = load_adapter(tmp_path)
+    assert loaded.own_folder == tmp_path
+    for other in (sample("draft"), replace(loaded, repo_id="org/draft")):
+        with pytest.raises(AssistantError, match="save it to one first"):
+            other.own_folder  # noqa: B018 - it is asked for its error
+
+
+class TestBase:
+    def test_its_own_model_in_any_dtype(self) -> None:
+        model = tiny_models.build("llama")
+        base = BaseModel.of(model)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            base.check(copy.deepcopy(model).to(dtype))
+
+    def test_its_own_model_with_an_embedding_of_8_bits(self) -> None:
+        """As GGUF files store it: whole numbers up to 127 times a scale for every 32 weights."""
+        model = tiny_models.build("llama", seed=3)
+        weight = model.get_input_embeddings().weight
+        with torch.no_grad():
+            # In trained embeddings a few weights are much larger than the rest of their block.
+            weight[:, 3] = 6 * weight.std()
+        base = BaseModel.of(model)
+        stored = copy.deepcopy(model)
+        table = stored.get_input_embeddings().weight
+        scale = table.detach().reshape(-1, 32).abs().amax(dim=1, keepdim=True) / 127
+        with torch.no_grad():
+            # Half a step is the most that rounding can change.
+            table += (0.5 * scale).expand(-1, 32).reshape(table.shape)
+        base.check(stored)
+
+    def test_the_same_sizes_with_other_weights(self) -> None:
+        with pytest.raises(AssistantError, match="other weights"):
+            BaseModel.of(tiny_models.build("llama")).check(tiny_models.build("llama", seed=1))
+
+    def test_another_size(self) -> None:
+        model = tiny_models.build("llama")
+        base = replace(BaseModel.of(model), num_layers=30)
+        with pytest.raises(AssistantError, match=r"num_layers 30; .* has 3"):
+            base.check(model)
