@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from hf_spec.bench.runner import synchronize
+from hf_spec.bench.timing import synchronize
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.processors import NodeProcessors
 from hf_spec.decoding.state import GenerationState

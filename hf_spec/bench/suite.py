@@ -1,7 +1,7 @@
 """One benchmark: every contender on every prompt and batch size, in one process, and its results.
 
-Results are a JSON-ready dictionary; `hf_spec.bench.report` and `hf_spec.bench.result_plots` turn it
-into tables and plots.
+Results are a JSON-ready dictionary; `hf_spec.bench.report` and `hf_spec.bench.plots` turn it into
+tables and plots.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 from hf_spec.bench.contenders import Contender, PlainAnswers
 from hf_spec.bench.lineup import Entry, Suite, make_contenders
 from hf_spec.bench.profiling import profiled
-from hf_spec.bench.report import summary
-from hf_spec.bench.runner import Plan, Record, measure
+from hf_spec.bench.runner import Plan, Record, time_contenders
 from hf_spec.bench.step_cost import measure_step_cost
+from hf_spec.bench.summary import summary
 from hf_spec.data.machine import environment
 from hf_spec.data.prompts import Prompt, as_conversations, check_batch_size, make_batches
 
@@ -53,7 +53,7 @@ class Results:
             "summary": summary(self.records),
             "profiles": self.profiles,
             "step_cost": self.step_cost,
-            "records": [asdict(record) for record in self.records],
+            "records": [record.to_dict() for record in self.records],
         }
 
 
@@ -127,7 +127,7 @@ class Benchmark:
                 self.model.device,
             )
             contenders = self._of_size(size)
-            for newest in measure(contenders, self.prompts, self.tokenizer, plan, progress):
+            for newest in time_contenders(contenders, self.prompts, self.tokenizer, plan, progress):
                 results.records += newest
                 yield results
             if suite.profile:

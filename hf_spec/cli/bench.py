@@ -158,7 +158,7 @@ def run_and_write(
                 with written_whole(out) as part:
                     part.write_text(json.dumps(report, indent=1), encoding="utf-8")
     if plots is not None:
-        from hf_spec.bench.result_plots import draw
+        from hf_spec.bench.plots import draw
 
         draw(report, plots)
     return report
@@ -173,7 +173,8 @@ def show(report: Mapping[str, Any], as_markdown: bool = False) -> None:
     """
     from rich.console import Console
 
-    from hf_spec.bench.report import SYNTHETIC, markdown, notice, sections, text
+    from hf_spec.bench.report import SYNTHETIC, markdown, sections, text
+    from hf_spec.bench.summary import notice
 
     console = Console(highlight=False)
     if as_markdown or not console.is_terminal:

@@ -12,7 +12,7 @@ import torch
 import hf_spec
 from hf_spec.bench import contenders as ways
 from hf_spec.bench.oracle import OraclePolicy, oracle
-from hf_spec.bench.runner import Plan, measure
+from hf_spec.bench.runner import Plan, time_contenders
 from hf_spec.data.prompts import Prompt
 from hf_spec.drafting.length_policy import DraftedToken
 from tests.tiny_models import draft_model, repetitive_prompt, settled_prompt
@@ -93,7 +93,9 @@ def test_it_is_measured_without_the_time_of_its_recording(
 
     monkeypatch.setattr(type(model), "generate", watch)
     contenders = [oracle(model, draft_model("llama"))]
-    records = list(chain.from_iterable(measure(contenders, prompts, tokenizer, Plan(20, 2))))
+    records = list(
+        chain.from_iterable(time_contenders(contenders, prompts, tokenizer, Plan(20, 2)))
+    )
     # The warm-up and every prompt: recorded once each, before the runs that are timed.
     assert plain == [True, False] + 2 * [True, False, False]
     assert all(r.target_forwards and r.identical for r in records)

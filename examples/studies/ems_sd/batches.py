@@ -23,7 +23,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.studies.ems_sd.batch_report import markdown, plot, summary
-from hf_spec.bench.runner import synchronize
+from hf_spec.bench.timing import synchronize
 from hf_spec.data.machine import environment
 from hf_spec.data.prompts import Prompt, left_padded, load_prompts
 from hf_spec.execution.cpu_linear import MODES, set_cpu_packing

@@ -11,8 +11,8 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from hf_spec.bench.report import ALL, summary
 from hf_spec.bench.runner import Record
+from hf_spec.bench.summary import ALL, summary
 
 
 @dataclass(frozen=True)

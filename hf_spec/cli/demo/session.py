@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_spec.bench.contenders import Contender
 from hf_spec.bench.lineup import Entry, Suite, make_contenders
-from hf_spec.bench.runner import Plan, Record, measure
+from hf_spec.bench.runner import Plan, Record, time_contenders
 from hf_spec.cli.demo.machine import CpuWatch, slowest_to_fastest, warnings
 from hf_spec.cli.demo.prompts import copied_share
 from hf_spec.cli.demo.recording import Recorder, Recording
@@ -112,7 +112,7 @@ def _measured(
         progress.refresh()
 
     plan = Plan(subject.max_new_tokens, subject.repeats, device=subject.model.device)
-    measured = measure(contenders, subject.prompts, subject.tokenizer, plan, advance)
+    measured = time_contenders(contenders, subject.prompts, subject.tokenizer, plan, advance)
     for prompt in subject.prompts:
         console.rule(prompt.id, align="left")
         console.print(Text(prompt.turns[0], "dim"))

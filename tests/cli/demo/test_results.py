@@ -9,14 +9,16 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from hf_spec.bench.runner import Record, Row, StrategyStats
+from hf_spec.bench.runner import Record, Row
 from hf_spec.cli.demo.results import Answer, all_identical, prompts_table, strategies_table
+from hf_spec.outputs import RowStats, SpecStats
 
 SECONDS = {"plain": 8.0, "none": 4.0, "lookup": 2.0, "falcon": 2.0, "auto": 1.0}
 
 
 def record(prompt: str, contender: str, seconds: float, plain_seconds: float = 8.0) -> Record:
-    stats = StrategyStats(1.5, 10, 0, 0.0, seconds, 0.0, (6,), {}, (10,))
+    counts = RowStats(4, 10, 6, 10, [4], [4])
+    stats = SpecStats([counts], verify_seconds=seconds)
     rows = (Row(prompt, prompt, True),)
     own = None if contender == "plain" else stats
     return Record(prompt, prompt, contender, 0, seconds, plain_seconds, 100, 40, True, own, 1, rows)
