@@ -1,4 +1,4 @@
-"""How to install this package, said in one place.
+"""How to install this package, and which version it is, said in one place.
 
 It is on no package index yet. There its name could be anybody's, so no text of ours asks pip for
 it by name: pip is given the folder of a checkout.
@@ -6,6 +6,7 @@ it by name: pip is given the folder of a checkout.
 
 from __future__ import annotations
 
+VERSION = "0.1.0"
 WHERE = "in the folder of a checkout of hf-spec"
 
 

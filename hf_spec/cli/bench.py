@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hf_spec.cli.method_options import Assistants, PerTask, Prompts
 from hf_spec.cli.options import AUTO, ENTRY, Device, Dtype, ModelArgument, check_out
 from hf_spec.errors import OptionError
 from hf_spec.installing import how_to_install
@@ -29,21 +29,10 @@ def bench(  # noqa: PLR0913 - one parameter an option
             "truncated:N is the model's own first N layers."
         ),
     ] = None,
-    assistant: Annotated[
-        list[str] | None,
-        typer.Option(help="For strategies that name none; repeated, a list (for auto)."),
-    ] = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            exists=True,
-            dir_okay=False,
-            help="JSON lines with id, task and turns (.jsonl), or a text file with one prompt a "
-            "line; the package's own by default.",
-        ),
-    ] = None,
+    assistant: Assistants = None,
+    prompts: Prompts = None,
     whole: Annotated[bool, typer.Option("--whole", help="A text file is one prompt.")] = False,
-    per_task: Annotated[int, typer.Option(min=1, help="Prompts of each task.")] = 4,
+    per_task: PerTask = 4,
     task: Annotated[list[str] | None, typer.Option(help="Only this one; may be repeated.")] = None,
     multi_turn: Annotated[
         bool, typer.Option("--multi-turn", help="All turns of a prompt, as a conversation.")
@@ -94,19 +83,19 @@ def bench(  # noqa: PLR0913 - one parameter an option
 
         hf-spec bench MODEL --strategy lookup --strategy falcon@HEAD --out results.json
     """
-    from hf_spec.bench.contenders import parse_entry, with_assistants
+    from hf_spec.bench.entries import parse_entries
     from hf_spec.bench.lineup import Suite
     from hf_spec.bench.suite import Benchmark
     from hf_spec.cli.loading import load_target, load_tokenizer
     from hf_spec.data.prompts import load_prompts
 
     if temperature is not None and not sample:
-        raise OptionError(f"--temperature {temperature} is of no use without --sample")
+        raise OptionError(f"--temperature {temperature} needs --sample")
     check_out(out)
     if plots is not None and importlib.util.find_spec("matplotlib") is None:
         raise OptionError(f"--plots needs matplotlib: {how_to_install('bench')}")
     chosen = strategy or ([] if synthetic_acceptance is not None else ["lookup"])
-    entries = list(with_assistants([parse_entry(text) for text in chosen], assistant or []))
+    entries = parse_entries(chosen, assistant or [])
     suite = Suite(
         batch_sizes=tuple(dict.fromkeys(batch)),
         new_tokens=new_tokens,
@@ -148,15 +137,14 @@ def run_and_write(
     """
     from tqdm import tqdm
 
-    from hf_spec.files import written_whole
+    from hf_spec.files import write_json
 
     report: dict[str, Any] = {}
     with tqdm(total=benchmark.num_runs, unit="run", disable=None) as bar:
         for results in benchmark.run(bar.update):
             report = results.to_dict(**facts)
             if out is not None:
-                with written_whole(out) as part:
-                    part.write_text(json.dumps(report, indent=1), encoding="utf-8")
+                write_json(out, report)
     if plots is not None:
         from hf_spec.bench.plots import draw
 

@@ -117,7 +117,7 @@ def token_tree(
         words: per node, the root first.
         parents: per node, -1 for the root; parents precede children.
         accepted: the accepted nodes in order, without the root.
-        bonus: the target's own token behind them.
+        bonus: the target's own token after them.
     """
     kept = [0, *accepted]
     words, parents = list(words), list(parents)
@@ -218,7 +218,7 @@ def places(parents: Sequence[int]) -> list[tuple[float, float]]:
             children[above].append(node)
     leaves = [node for node in _depth_first(children) if not children[node]]
     lines: dict[int, float] = {leaf: line for line, leaf in enumerate(leaves)}
-    # Children stand behind their parents, so from the last node on their lines are known.
+    # Children come after their parents, so from the last node on their lines are known.
     for node in reversed(range(len(parents))):
         if children[node]:
             lines[node] = sum(lines[child] for child in children[node]) / len(children[node])

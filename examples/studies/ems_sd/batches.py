@@ -52,7 +52,7 @@ class BatchRecord:
         batch_size, batch, contender, repeat: which one; `batch` counts those of the same size.
         seconds: wall-clock time of the call, prompts included.
         plain_seconds: of plain generate on the same batch in the same repetition.
-        new_tokens: generated, all rows together, without the padding behind their ends.
+        new_tokens: generated, all rows together, without the padding after their ends.
         linear_tokens: that passed the target's linear layers, prompts and padding included.
         padding_tokens: how many of these were padding; None where it is not counted.
         identical: whether the output equals plain generate's.

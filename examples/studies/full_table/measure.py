@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from hf_spec.bench.contenders import parse_entry, with_assistants
-from hf_spec.bench.lineup import Entry, Suite
+from hf_spec.bench.entries import Entry, parse_entries
+from hf_spec.bench.lineup import Suite
 from hf_spec.bench.report import markdown
 from hf_spec.bench.suite import Benchmark
 from hf_spec.cli.bench import run_and_write
@@ -51,8 +51,8 @@ class Subject:
         draft = found.get("draft", self.draft)
         texts = ["none", "lookup", *(f"{entry}@{draft}" for entry in self.drafts)]
         texts += [f"{method}@{path}" for method, path in found.items() if method != "draft"]
-        at_hand = [found[method] for method in ("falcon", "draft") if method in found]
-        return list(with_assistants([parse_entry(text) for text in (*texts, "auto")], at_hand))
+        for_auto = [found[method] for method in ("falcon", "draft") if method in found]
+        return parse_entries([*texts, "auto"], for_auto)
 
 
 SUBJECTS = {

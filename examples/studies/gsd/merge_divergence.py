@@ -63,10 +63,10 @@ def merged_pairs(host: HostTree, context: Sequence[int], merge_length: int) -> l
         below = [child for node in level for child in host.children[node]]
         level = []
         for node in below:
-            father = places[host.parent[node]]
-            place = graph.add(father, host.tokens[node], 1.0)
+            parent = places[host.parent[node]]
+            place = graph.add(parent, host.tokens[node], 1.0)
             if place is None:
-                pairs.append((node, origins[graph.edges[father][-1][0]]))
+                pairs.append((node, origins[graph.edges[parent][-1][0]]))
             else:
                 places[node] = place
                 origins.append(node)
@@ -95,7 +95,7 @@ class UnmergedDrafter(GsdDrafter):
     Args:
         config: with `merge_length` None.
         model: the draft model.
-        study: hears of every tree.
+        study: called with every tree.
     """
 
     def __init__(self, config: GsdConfig, model: PreTrainedModel, study: Study):

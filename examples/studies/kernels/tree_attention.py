@@ -53,7 +53,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class Problem:
-    """One layer's attention to one tree behind a context.
+    """One layer's attention to one tree after a context.
 
     Attributes:
         query: (N, H, D).
@@ -88,7 +88,7 @@ def tree_of(nodes: int, tokens: Sequence[int]) -> DraftTree:
 
 
 def make_problem(nodes: int, context: int, shape: Heads, device: torch.device) -> Problem:
-    """Random states of a tree of `nodes` behind `context` committed tokens."""
+    """Random states of a tree of `nodes` after `context` committed tokens."""
     tree = tree_of(nodes, [0])
     every = list(range(nodes))
     (segment,) = pack([RowWork(0, context, [], every, every, nodes)], tree).segments

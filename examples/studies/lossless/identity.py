@@ -16,7 +16,8 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_spec.bench.contenders import Contender, parse_entry, plain, strategy
+from hf_spec.bench.contenders import Contender, plain, strategy
+from hf_spec.bench.entries import parse_entry
 from hf_spec.cli.options import ENTRY
 from hf_spec.data.machine import environment
 from hf_spec.data.prompts import Prompt, load_prompts

@@ -1,4 +1,4 @@
-"""The command behind docs/benchmarks.md: which strategies each model gets, and what is written."""
+"""The command of docs/benchmarks.md: which strategies each model gets, and what is written."""
 
 from __future__ import annotations
 
