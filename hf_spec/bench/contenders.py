@@ -178,20 +178,10 @@ def speculative(
     settings: Settings = GREEDY,
     **method: Any,
 ) -> Run:
-    """One generation by our engine.
-
-    Args:
-        model: the target.
-        ids: (B, L) int64.
-        new_tokens: most tokens generated.
-        mask: (B, L), 0 for padding; no padding by default.
-        settings: of `generate()`.
-        **method: what makes `generate()` speculate.
-    """
+    """One generation by our engine, which `method` makes `generate()` use; else as `Generate`."""
     given = {**settings, **method, "return_dict_in_generate": True}
     output = _generate(model, ids, new_tokens, mask, **given)
-    stats = output.spec_stats
-    return Run(output.sequences, stats.target_forwards, stats)
+    return Run(output.sequences, output.spec_stats.target_forwards, output.spec_stats)
 
 
 def _transformers(name: str, model: Any, given: Settings, batches: bool = True) -> Contender:

@@ -28,73 +28,57 @@ FORMS = {
     "auto": "hf_spec",
 }
 SPEED = "speed relative to plain generate()"
+SPREAD = "median and 20th to 80th percentile"
 
 
 def draw(results: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Draw what the results hold.
-
-    Args:
-        results: of a benchmark, as in its JSON file.
-        folder: made if need be; its plots are replaced.
+    """Draw what the results of a benchmark hold into a folder, which is made if need be.
 
     Returns:
         The files written: speed_by_task.png, speed_by_batch.png if there were several batch sizes,
         acceptance_by_position.png if something was drafted, verify_cost.png if it was measured.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    about = _about(results)
+    facts = [Path(str(results.get("model", "model"))).name, results.get("dtype"), notice(results)]
+    about = ", ".join(str(fact) for fact in facts if fact)
     rows = results["summary"]
-    smallest = min(row["batch_size"] for row in rows)
-    single = [row for row in rows if row["batch_size"] == smallest]
+    sizes = list(dict.fromkeys(row["batch_size"] for row in rows))
+    single = [row for row in rows if row["batch_size"] == min(sizes)]
+    about_single = f"{about}, batch size {min(sizes)}"
+    tasks = sorted({row["task"] for row in single} - {ALL, MIXED})
+    overall = [row for row in rows if row["task"] == ALL]
     written = [folder / "speed_by_task.png"]
-    spread_of = "median and 20th to 80th percentile"
-    ranges(_by_task(single), f"{SPEED}: {spread_of}", written[0], f"{about}, batch size {smallest}")
-    if len({row["batch_size"] for row in rows}) > 1:
+    panels = {
+        task: _ratios([row for row in single if row["task"] == task])
+        for task in ([ALL, *tasks] if len(tasks) > 1 else [ALL])
+    }
+    ranges(panels, f"{SPEED}: {SPREAD}", written[0], about_single)
+    if len(sizes) > 1:
         written.append(folder / "speed_by_batch.png")
-        ranges(_by_batch(rows), f"{SPEED} at this size: {spread_of}", written[-1], about)
-    if accepted := _by_position(single):
+        panels = {
+            f"batch size {size}": _ratios([row for row in overall if row["batch_size"] == size])
+            for size in sizes
+        }
+        ranges(panels, f"{SPEED} at this size: {SPREAD}", written[-1], about)
+    accepted = {
+        row["contender"]: (range(1, len(shares) + 1), shares)
+        for row in single
+        if row["task"] == ALL and (shares := row.get("acceptance_by_position"))
+    }
+    if accepted:
         labels = ("position in the draft", "accepted up to here, of drafts that reach it")
         written.append(folder / "acceptance_by_position.png")
-        lines(accepted, labels, written[-1], f"{about}, batch size {smallest}")
+        lines(accepted, labels, written[-1], about_single)
     if results.get("step_cost"):
         series, spreads = _step_cost(results["step_cost"])
         labels = ("nodes of one forward", "milliseconds")
         written.append(folder / "verify_cost.png")
-        lines(series, labels, written[-1], f"{about}\n{spread_of}", spreads)
+        lines(series, labels, written[-1], f"{about}\n{SPREAD}", spreads)
     return written
-
-
-def _about(results: Mapping[str, Any]) -> str:
-    facts = [Path(str(results.get("model", "model"))).name, results.get("dtype"), notice(results)]
-    return ", ".join(str(fact) for fact in facts if fact)
-
-
-def _by_task(rows: Sequence[Mapping[str, Any]]) -> dict[str, Ranges]:
-    tasks = sorted({row["task"] for row in rows} - {ALL, MIXED})
-    return {
-        task: _ratios([row for row in rows if row["task"] == task])
-        for task in ([ALL, *tasks] if len(tasks) > 1 else [ALL])
-    }
-
-
-def _by_batch(rows: Sequence[Mapping[str, Any]]) -> dict[str, Ranges]:
-    overall = [row for row in rows if row["task"] == ALL]
-    return {
-        f"batch size {size}": _ratios([row for row in overall if row["batch_size"] == size])
-        for size in dict.fromkeys(row["batch_size"] for row in overall)
-    }
 
 
 def _ratios(rows: Sequence[Mapping[str, Any]]) -> Ranges:
     return {row["contender"]: (row["ratio_p20"], row["ratio"], row["ratio_p80"]) for row in rows}
-
-
-def _by_position(rows: Sequence[Mapping[str, Any]]) -> Series:
-    return {
-        row["contender"]: (range(1, len(shares) + 1), shares)
-        for row in rows
-        if row["task"] == ALL and (shares := row.get("acceptance_by_position"))
-    }
 
 
 def _step_cost(

@@ -18,11 +18,7 @@ CHECKOUT = Path(__file__).parents[3]
 
 
 def find_head(roots: Sequence[Path] | None = None) -> Path | None:
-    """The folder of the shipped Falcon head, or None outside a checkout.
-
-    Args:
-        roots: where it is looked for; this folder and that of the package by default.
-    """
+    """The folder of the shipped Falcon head in one of `roots`, by default here and beside us."""
     for root in (Path.cwd(), CHECKOUT) if roots is None else roots:
         if (root / HEAD / CONFIG_NAME).is_file():
             return root / HEAD
@@ -36,33 +32,21 @@ def default_entries(model: PreTrainedModel, head: Path | None) -> tuple[list[Ent
         model: the target.
         head: folder of the shipped Falcon head, if there is one.
     """
-    missing = ""
-    if head is None:
-        missing = (
-            f"falcon is left out: its head, {HEAD}, is in the repository and not in the installed "
-            "package; start the demo in a checkout, or add --strategy falcon@FOLDER"
-        )
-    else:
+    missing = (
+        f"its head, {HEAD}, is in the repository and not in the installed package; start the demo "
+        "in a checkout, or add --strategy falcon@FOLDER"
+    )
+    if head is not None:
         try:
             load_adapter(head, "falcon").base.check(model)
+            return parse_entries([IDLE, "lookup", "falcon", "auto"], [str(head)]), ""
         except AssistantError as error:
-            head, missing = None, f"falcon is left out: {error}"
-    if head is None:
-        return parse_entries([IDLE, "lookup", "auto"]), missing
-    return parse_entries([IDLE, "lookup", "falcon", "auto"], [str(head)]), missing
+            missing = str(error)
+    return parse_entries([IDLE, "lookup", "auto"]), f"falcon is left out: {missing}"
 
 
 def chosen_entries(strategies: Sequence[str], assistants: Sequence[str]) -> list[Entry]:
-    """The engine alone, as a baseline, and the named strategies.
-
-    Args:
-        strategies: NAME[:OPTION=JSON,...][@ASSISTANT] each.
-        assistants: for strategies that name none.
-
-    Raises:
-        SpecError: if a strategy, an option or an assistant is unknown or missing.
-    """
+    """The engine alone, as a baseline, and the named strategies; see `parse_entries`."""
     named = parse_entries(strategies, assistants)
-    if any(entry.config.strategy == IDLE for entry in named):
-        return named
-    return [parse_entry(IDLE), *named]
+    has_baseline = any(entry.config.strategy == IDLE for entry in named)
+    return named if has_baseline else [parse_entry(IDLE), *named]

@@ -30,13 +30,7 @@ BORDER_HEIGHT = 2
 
 @dataclass(frozen=True)
 class Piece:
-    """Text that appeared at once.
-
-    Attributes:
-        seconds: since the generation began.
-        text: what appeared.
-        drafted: whether it was drafted and accepted.
-    """
+    """Text that appeared at once: when, and whether it was drafted and accepted."""
 
     seconds: float
     text: str
@@ -45,14 +39,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Lane:
-    """One of the texts.
-
-    Attributes:
-        title: above it.
-        pieces: of the text, as they came.
-        num_tokens: in all.
-        seconds: of the whole generation.
-    """
+    """One of the texts in a replay: its title, its pieces, its length and time in all."""
 
     title: str
     pieces: Sequence[Piece]
@@ -112,11 +99,7 @@ class Recording:
 
 
 class Recorder(BaseStreamer):
-    """A streamer that records every generation.
-
-    Attributes:
-        recordings: in order.
-    """
+    """A streamer that keeps `recordings` of all generations."""
 
     def __init__(self) -> None:
         self.recordings: list[Recording] = []
@@ -142,14 +125,7 @@ def replay(
     clock: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Show the lanes as they ran, all from the same moment on, until the slowest has ended.
-
-    Args:
-        console: a terminal.
-        lanes: from left to right.
-        clock: seconds from an arbitrary moment.
-        sleep: waits so many seconds.
-    """
+    """Show the lanes on a terminal as they ran, from the same moment, until the slowest ended."""
     # As high as the tallest panel once its text is whole, so that nothing jumps meanwhile.
     width = max(1, console.width // len(lanes) - BORDER_WIDTH)
     texts = (lane.text(lane.seconds) for lane in lanes)

@@ -16,13 +16,7 @@ from hf_spec.bench.summary import ALL, Summary, summary
 
 @dataclass(frozen=True)
 class Answer:
-    """What plain `generate()` answered to a prompt.
-
-    Attributes:
-        num_tokens: generated.
-        copied: share of them that stand in the prompt, 0 to 1.
-        ended: whether the model ended it by itself, before the limit.
-    """
+    """What plain `generate()` answered: tokens, share copied from the prompt, ended by itself."""
 
     num_tokens: int
     copied: float
@@ -68,12 +62,7 @@ def strategies_table(records: Sequence[Record]) -> Table:
 
 
 def prompts_table(records: Sequence[Record], answers: Mapping[str, Answer]) -> Table:
-    """One row per prompt with the ratio of each strategy to plain generate().
-
-    Args:
-        records: of the benchmark, plain generate() first.
-        answers: by the prompt's id.
-    """
+    """One row per prompt, with its answer and the ratio of each strategy to plain generate()."""
     ratios: dict[tuple[str, str], list[float]] = {}
     for record in records:
         ratios.setdefault((record.prompt, record.contender), []).append(record.ratio)

@@ -17,9 +17,9 @@ from examples.studies.gsd.merge_divergence import (
     CONTROL,
     MERGE_LENGTHS,
     UnmergedDrafter,
+    compare_merged,
     divergence,
     main,
-    measure,
     merged_pairs,
     summary,
     table,
@@ -71,10 +71,10 @@ def test_pairs_of_a_tree_made_by_hand() -> None:
     host = DraftTree.from_rows([(tokens, parents)]).host
     # Equal tokens: node 4 is merged into 3, and what lies below it is not drafted.
     assert merged_pairs(host, [7], 0) == [(4, 3)]
-    # Equal runs of two: only the 4 after the second 3.
+    # Equal runs of two: only the 4 behind the second 3.
     assert merged_pairs(host, [7], 1) == [(6, 5)]
     assert merged_pairs(host, [7], 2) == []
-    # Node 3 is merged into 2, so the graph counts the nodes after it in another way.
+    # Node 3 is merged into 2, so the graph counts the nodes behind it in another way.
     host = DraftTree.from_rows([([7, 1, 2, 2, 5, 6, 5], [-1, 0, 0, 1, 2, 2, 5])]).host
     assert merged_pairs(host, [7], 0) == [(3, 2), (6, 4)]
 
@@ -128,13 +128,13 @@ def test_divergence() -> None:
 
 def test_measure(model: Any, draft: Any, prompts: list[Prompt], tokenizer: Any) -> None:
     before = snapshot(model)
-    measured = measure(model, draft, prompts, tokenizer, 6, UNMERGED)
+    measured = compare_merged(model, draft, prompts, tokenizer, 6, UNMERGED)
     assert snapshot(model) == before
     pairs = measured["pairs"]
     assert list(pairs) == ["0", "1", "2", "3", CONTROL]
     assert measured["drafted"] > len(pairs["0"]) == len(pairs[CONTROL]) > 0
     assert all(pair["kl"] > -1e-6 for found in pairs.values() for pair in found)
-    assert measure(model, draft, prompts, tokenizer, 6, UNMERGED) == measured
+    assert compare_merged(model, draft, prompts, tokenizer, 6, UNMERGED) == measured
 
 
 def test_table() -> None:
