@@ -17,7 +17,7 @@ from hf_spec.errors import UnsupportedError
 from hf_spec.outputs import SpecStats
 from hf_spec.strategies import StrategyConfig
 
-# What generate() is told beside the prompt.
+# Arguments of generate() besides the prompt.
 Settings = Mapping[str, Any]
 GREEDY: Settings = MappingProxyType({"do_sample": False})
 
@@ -146,7 +146,7 @@ def economize_lookup(
         return Run(wrapped.generate(ids, max_new_tokens=new_tokens, do_sample=False))
 
     def count(ids: Tensor, new_tokens: int, mask: Tensor | None = None) -> int:
-        # Decoding that tells its calls does not stop where the sequence ends.
+        # Decoding that counts its calls does not stop where the sequence ends.
         length = run(ids, new_tokens).sequences.shape[1] - ids.shape[1]
         result = wrapped.decode(ids[0].to(model.device), length)
         return int(result.cost_summary()["exact_calls"])

@@ -82,7 +82,7 @@ def parse_entries(texts: Iterable[str], assistants: Sequence[str] = ()) -> list[
 
 
 def _split(text: str) -> list[str]:
-    """The parts between commas that stand in no brackets."""
+    """The parts between commas outside of brackets."""
     parts, depth = [""], 0
     for letter in text:
         depth += (letter in "[{") - (letter in "]}")

@@ -108,7 +108,7 @@ def oracle(model: Any, draft: PreTrainedModel) -> Contender:
 
 
 class SyntheticDrafter(Drafter):
-    """Chains of the right tokens, some of them spoiled.
+    """Chains of the right tokens, some of them made wrong.
 
     Args:
         answers: see `Answers`.
@@ -124,7 +124,7 @@ class SyntheticDrafter(Drafter):
         self.vocab_size = vocab_size
 
     def start(self, state: GenerationState) -> None:
-        """Spoil the same places of the same answers in every repetition."""
+        """Make the same places wrong of the same answers in every repetition."""
         self._random = random.Random(str(self.answers))  # noqa: S311 - no secret
 
     def draft(self, state: GenerationState) -> DraftTree:
@@ -133,11 +133,11 @@ class SyntheticDrafter(Drafter):
         for row in state.unfinished:
             begin = state.generated[row]
             end = begin + min(self.length, state.room(row) - 1)
-            chain = [self._spoiled(token) for token in self.answers[row][begin:end]]
+            chain = [self._right_or_wrong(token) for token in self.answers[row][begin:end]]
             rows[row] = [state.tokens[row][-1], *chain], list(range(-1, len(chain)))
         return DraftTree.from_rows(rows)
 
-    def _spoiled(self, token: int) -> int:
+    def _right_or_wrong(self, token: int) -> int:
         right = self._random.random() < self.acceptance
         return token if right else (token + 1) % self.vocab_size
 

@@ -38,7 +38,7 @@ class Suite:
         oracle: a draft model whose chains end where they must; None for none.
         synthetic: (acceptance, tokens of a chain) of drafts that need no drafter; None for none.
         multi_turn: whether all turns of a prompt are generated, not the first alone.
-        profile: whether a few more generations tell where the time goes.
+        profile: whether a few more generations show where the time goes.
         step_cost: whether forwards are timed by number of nodes.
     """
 

@@ -32,7 +32,7 @@ SPREAD = "median and 20th to 80th percentile"
 
 
 def draw(results: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Draw what the results of a benchmark hold into a folder, which is made if need be.
+    """Draw what the results of a benchmark hold into a folder, which may be new.
 
     Returns:
         The files written: speed_by_task.png, speed_by_batch.png if there were several batch sizes,
@@ -141,10 +141,10 @@ def lines(
 
 
 def ranges(panels: Mapping[str, Ranges], label: str, path: Path, title: str = "") -> None:
-    """Draw panels side by side, each with a dot and a bar per name; a grey line stands at 1.
+    """Draw panels side by side, each with a dot and a bar per name; a grey line is at 1.
 
     Args:
-        panels: title -> values; the names of the first panel stand at the left.
+        panels: title -> values; the names of the first panel are at the left.
         label: of the values, with units.
         path: file to write; its ending names the format.
         title: above all panels.

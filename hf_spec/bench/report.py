@@ -15,9 +15,9 @@ from typing import Any
 from hf_spec.bench import plots
 from hf_spec.bench.profiling import PARTS
 from hf_spec.bench.summary import ALL, IDLE, Summary, notice
-from hf_spec.bench.tables import Section, Table
+from hf_spec.bench.tables import Table
 
-# What follows `notice` where it stands above tables.
+# What follows `notice` above tables.
 SYNTHETIC = (
     ": the drafts of the contenders called synthetic are plain answers with errors, which no "
     "drafter made and whose drafting takes no time."
@@ -26,15 +26,15 @@ SYNTHETIC = (
 SHOWN_POSITIONS = 5
 
 
-def sections(results: Mapping[str, Any]) -> list[Section]:
-    """What `hf_spec.bench.suite` measured, by batch size: speeds, tasks, drafts, parts of steps."""
-    found = []
+def sections(results: Mapping[str, Any]) -> dict[str, list[Table]]:
+    """Tables by title, one for each batch size: speeds, tasks, drafts, parts of a step."""
+    found = {}
     for size in dict.fromkeys(row["batch_size"] for row in results["summary"]):
         rows = [row for row in results["summary"] if row["batch_size"] == size]
         overall = [row for row in rows if row["task"] == ALL]
         profiles = [p for p in results.get("profiles", []) if p["batch_size"] == size]
         tables = (_speeds(overall), _by_task(rows), _drafts(overall), _profile(profiles))
-        found.append(Section(f"batch size {size}", [table for table in tables if table.rows]))
+        found[f"batch size {size}"] = [table for table in tables if table.rows]
     return found
 
 
@@ -53,8 +53,8 @@ def _pages(
 ) -> str:
     said = notice(results)
     parts = [warning.format(said) + SYNTHETIC] if said else []
-    for section in sections(results):
-        parts += [title.format(section.title), *map(written, section.tables)]
+    for name, tables in sections(results).items():
+        parts += [title.format(name), *map(written, tables)]
     return "\n\n".join(parts)
 
 

@@ -63,7 +63,7 @@ def summary(records: Sequence[Record]) -> list[Summary]:
 
 
 def notice(results: Mapping[str, Any]) -> str:
-    """What stands above tables and plots of drafts that no drafter made; empty otherwise."""
+    """What is said above tables and plots of drafts that no drafter made; empty otherwise."""
     acceptance = results.get("synthetic_acceptance")
     return "" if acceptance is None else f"SYNTHETIC acceptance {acceptance:g}"
 
@@ -132,7 +132,7 @@ def _identical(group: Sequence[Record]) -> dict[str, tuple[int, int]] | None:
 
 
 def _drafting(stats: Sequence[SpecStats], seconds: float) -> Summary:
-    """What only our own strategies tell: acceptance, drafts, where the time went."""
+    """What only our own strategies count: acceptance, drafts, where the time went."""
     together, count = total(stats), len(stats)
     rounds = together.counters.get("rounds", 0)
     merged = together.counters.get("rounds_with_merged_accepted", 0)

@@ -38,11 +38,3 @@ class Table:
             "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])
             for line in (self.head, rule, *self.rows)
         )
-
-
-@dataclass(frozen=True)
-class Section:
-    """Tables under one title."""
-
-    title: str
-    tables: Sequence[Table]

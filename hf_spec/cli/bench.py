@@ -170,10 +170,9 @@ def show(report: Mapping[str, Any], as_markdown: bool = False) -> None:
         return
     if said := notice(report):
         console.print(said + SYNTHETIC, style="bold yellow", markup=False)
-    for section in sections(report):
-        console.rule(section.title)
-        for table in section.tables:
-            console.print(_drawn(table))
+    for title, tables in sections(report).items():
+        console.rule(title)
+        console.print(*map(_drawn, tables), sep="\n")
 
 
 def _drawn(table: Table) -> Any:

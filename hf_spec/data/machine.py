@@ -46,9 +46,9 @@ def _versions() -> dict[str, str]:
 
 
 def _processor() -> str:
-    """The processor's own name where Linux tells it."""
-    told = Path("/proc/cpuinfo")
-    named = re.search(r"model name\s*: (.+)", told.read_text()) if told.exists() else None
+    """The processor's own name where Linux knows it."""
+    file = Path("/proc/cpuinfo")
+    named = re.search(r"model name\s*: (.+)", file.read_text()) if file.exists() else None
     return named[1] if named else platform.processor() or platform.machine()
 
 

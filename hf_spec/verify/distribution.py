@@ -146,7 +146,7 @@ def chi_square(found: Iterable[tuple[float, int]], impossible: int = 0) -> Compa
 
 
 def merge_rare(cells: Iterable[tuple[float, int]]) -> list[tuple[float, int]]:
-    """Put (expected, observed) pairs that are expected too seldom together into one."""
+    """Put (expected, observed) pairs that are expected too rarely together into one."""
     ordered = sorted(cells, reverse=True)
     kept = [cell for cell in ordered if cell[0] >= MIN_EXPECTED]
     rare = ordered[len(kept) :]
@@ -200,7 +200,7 @@ def detectable_share(draws: int, freedom: int, significance: float, wanted: floa
         wanted: probability with which it is to be found.
 
     Returns:
-        At most 1, which stands for a test that finds nothing for certain.
+        At most 1, which means a test that finds nothing for certain.
     """
     if not draws or freedom <= 0:
         return 1.0

@@ -22,7 +22,7 @@ from hf_spec.data.prompts import Prompt
 from hf_spec.verify.mismatch import TIE, Difference, differences
 from hf_spec.verify.sampling import SamplingPlan, SamplingResult, check_sampling
 
-# Verdicts, the gravest first.
+# Verdicts, the worst first.
 VERDICTS = FAILED, UNPROVEN, PASSED = "failed", "unproven", "passed"
 
 

@@ -25,7 +25,7 @@ def chat(  # noqa: PLR0913 - one parameter an option
     strategy: Strategy = "auto",
     assistant: Assistants = None,
     system: Annotated[
-        str | None, typer.Option(help="What the model is told before the conversation.")
+        str | None, typer.Option(help="A system message before the conversation.")
     ] = None,
     max_new_tokens: MaxNewTokens = 512,
     sample: Sample = False,

@@ -27,7 +27,7 @@ class Conversation:
     Args:
         speaker: the model, with the strategy chosen.
         console: where everything is printed; lines are read from standard input.
-        system: a message that stands before the others.
+        system: a system message before the others.
     """
 
     def __init__(self, speaker: Speaker, console: Console, system: str | None = None):

@@ -19,8 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from hf_spec.bench.runner import Record
-from hf_spec.cli.answer.console_streamer import ACCEPTED_STYLE, printable
-from hf_spec.decoding.streaming import BatchTextStreamer
+from hf_spec.cli.answer.console_streamer import ACCEPTED_STYLE, DraftedTextStreamer, printable
 
 FRAME_SECONDS = 0.05
 # What a panel takes from its column: two borders with a space inside each.
@@ -81,21 +80,15 @@ class Recording:
 
     def lane(self, record: Record, tokenizer: PreTrainedTokenizerBase) -> Lane:
         """The text, piece by piece, with the time that `record` has of this generation."""
-        arrived: list[str] = []
-        streamer = BatchTextStreamer(
-            tokenizer, lambda row, text, ended: arrived.append(text), skip_special_tokens=True
-        )
         pieces: list[Piece] = []
-        for seconds, block in self.blocks:
-            for drafted, part in ((True, block[:-1]), (False, block[-1:])):
-                if part:
-                    streamer.put_row(0, part)
-                    pieces.append(Piece(seconds, "".join(arrived), drafted))
-                    arrived.clear()
+        seconds = 0.0
+        streamer = DraftedTextStreamer(
+            tokenizer, lambda text, drafted: pieces.append(Piece(seconds, text, drafted))
+        )
+        for seconds, block in self.blocks:  # noqa: B007 - each piece has the time of its block
+            streamer.put_row(0, block)
         streamer.end_row(0)
-        pieces.append(Piece(record.seconds, "".join(arrived), False))
-        shown = [piece for piece in pieces if piece.text]
-        return Lane(record.contender, shown, len(self.token_ids), record.seconds)
+        return Lane(record.contender, pieces, len(self.token_ids), record.seconds)
 
 
 class Recorder(BaseStreamer):
