@@ -11,11 +11,7 @@ WHERE = "in the folder of a checkout of hf-spec"
 
 
 def install_command(extra: str = "") -> str:
-    """The command that installs the package, to be run `WHERE`.
-
-    Args:
-        extra: of setup.cfg, such as "demo"; none by default.
-    """
+    """The command that installs the package with an extra of setup.cfg, to be run `WHERE`."""
     return f'pip install ".[{extra}]"' if extra else "pip install ."
 
 

@@ -47,7 +47,7 @@ COMMANDS = {
     "card": ("hf_spec.cli.card:card", "Write the model card of an adapter."),
     "push": ("hf_spec.cli.push:push", "Put an adapter on the Hugging Face Hub."),
     "demo": (
-        "hf_spec.cli.demo:demo",
+        "hf_spec.cli.demo.command:demo",
         "Answer four prompts plainly and speculatively with a small real model, and compare.",
     ),
 }

@@ -124,16 +124,13 @@ def bench(  # noqa: PLR0913 - one parameter an option
 def run_and_write(
     benchmark: Benchmark, facts: Mapping[str, Any], out: Path | None, plots: Path | None
 ) -> dict[str, Any]:
-    """Measure with a progress bar; what is measured is on disk from batch to batch.
+    """Measure with a progress bar, and return the results as in the file.
 
     Args:
         benchmark: what is measured.
         facts: put before everything else: the command and the model.
         out: JSON file, whole after every batch; None for none.
         plots: folder; None for none.
-
-    Returns:
-        The results, as in the file.
     """
     from tqdm import tqdm
 
@@ -153,12 +150,7 @@ def run_and_write(
 
 
 def show(report: Mapping[str, Any], as_markdown: bool = False) -> None:
-    """Print the tables: set for reading on a terminal, in columns of text into a pipe.
-
-    Args:
-        report: of `run_and_write`.
-        as_markdown: print Markdown, wherever to.
-    """
+    """Print the tables: drawn on a terminal, in columns of text into a pipe, or as Markdown."""
     from rich.console import Console
 
     from hf_spec.bench.report import SYNTHETIC, markdown, sections, text

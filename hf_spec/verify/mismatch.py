@@ -76,8 +76,8 @@ def differences(
     Args:
         model: the target.
         prompt: (1, L) int64.
-        expected: plain decoding's output, prompt included.
-        got: the output to be explained, prompt included.
+        expected: plain decoding's output, with the prompt.
+        got: the output to be explained, likewise.
         new_tokens: most tokens that either may have.
     """
     start = prompt.shape[1]
@@ -155,13 +155,7 @@ def _rounding(logits: Tensor, dtype: torch.dtype) -> float:
 def _packed_logits(
     model: PreTrainedModel, tokens: Sequence[int], following: Sequence[int]
 ) -> list[Tensor]:
-    """(V,) the engine's logits after `tokens`: in one forward, as a root, as the root of a chain.
-
-    Args:
-        model: the target.
-        tokens: the text.
-        following: makes up the chain.
-    """
+    """(V,) the engine's logits after `tokens`: in one forward, as a root, as that of a chain."""
     chain = [tokens[-1], *following]
     found = []
     for stored, nodes in ((False, chain[:1]), (True, chain[:1]), (True, chain)):

@@ -20,12 +20,7 @@ ACCEPTED_STYLE = "green"
 
 
 class DraftedTextStreamer(BatchTextStreamer):
-    """Hands on the text of one sequence, and of each piece whether it was drafted and accepted.
-
-    Args:
-        tokenizer: the model's.
-        on_piece: called with both.
-    """
+    """Calls `on_piece` with the text of one sequence, and whether it was drafted and accepted."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, on_piece: Callable[[str, bool], None]):
         super().__init__(tokenizer, self._hand_on, skip_special_tokens=True)
@@ -45,15 +40,12 @@ class DraftedTextStreamer(BatchTextStreamer):
 
 
 class ConsoleStreamer(DraftedTextStreamer):
-    """Prints the text of one sequence piece by piece.
+    """Prints the text of one sequence piece by piece; `text` is all that was generated so far.
 
     Args:
         tokenizer: the model's.
         console: where the text goes.
         accepted_style: of the accepted draft tokens, a style of rich; the others are plain.
-
-    Attributes:
-        text: all that was generated so far.
     """
 
     def __init__(

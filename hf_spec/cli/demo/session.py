@@ -35,15 +35,12 @@ def load() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 
 def run(benchmark: Benchmark, recorder: Recorder, console: Console) -> bool:
-    """Time, show and compare everything.
+    """Time, show and compare everything; whether every output is that of plain `generate()`.
 
     Args:
         benchmark: plain `generate()` and the strategies, of which the last one is shown beside it.
         recorder: its streamer.
         console: where it is shown; without a terminal as plain lines.
-
-    Returns:
-        Whether every output is that of plain `generate()`.
     """
     console.print(Text(_conditions(benchmark.model), "dim"))
     progress = _progress(console)
