@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from itertools import cycle
@@ -46,10 +46,15 @@ class Prompt:
         messages = [
             {"role": role, "content": text} for role, text in zip(roles, said, strict=False)
         ]
-        encoded = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-        return encoded["input_ids"]
+        return encode_chat(tokenizer, messages)
+
+
+def encode_chat(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> Tensor:
+    """(1, L) int64: a conversation in the model's chat template, open for its answer."""
+    encoded = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    return encoded["input_ids"]
 
 
 def load_prompts(

@@ -12,6 +12,7 @@ from torch import Tensor
 from hf_spec.bench.entries import Entry, parse_entries
 from hf_spec.cli.loading import load_target, load_tokenizer
 from hf_spec.cli.method_options import Sampling
+from hf_spec.data.prompts import encode_chat
 from hf_spec.errors import OptionError
 from hf_spec.outputs import SpecGenerateOutput
 
@@ -86,10 +87,7 @@ class Speaker:
                 f"{self.tokenizer.name_or_path} has no chat template, so it continues texts only: "
                 "hf-spec generate --raw"
             )
-        encoded = self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-        return encoded["input_ids"]
+        return encode_chat(self.tokenizer, messages)
 
     def generate(self, ids: Tensor, streamer: Any = None) -> SpecGenerateOutput:
         """Generate after (1, L) ids.
