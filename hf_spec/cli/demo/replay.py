@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -138,7 +139,7 @@ def _frame(lanes: Sequence[Lane], seconds: float, height: int) -> RenderableType
     for lane in lanes:
         frame.add_column(ratio=1)
         style = "green" if seconds >= lane.seconds else "dim"
-        about = {"title": Text(lane.title), "subtitle": lane.clock(seconds)}
+        about: dict[str, Any] = {"title": Text(lane.title), "subtitle": lane.clock(seconds)}
         panels.append(Panel(lane.text(seconds), height=height, border_style=style, **about))
     frame.add_row(*panels)
     return frame

@@ -80,8 +80,8 @@ def _number(value: float | None) -> str:
 
 
 def _table(title: str, headings: Iterable[str]) -> Table:
-    style = {"title_justify": "left", "title_style": "bold", "box": box.SIMPLE}
-    table = Table(title=title, collapse_padding=True, pad_edge=False, **style)
+    table = Table(title=title, box=box.SIMPLE, collapse_padding=True, pad_edge=False)
+    table.title_justify, table.title_style = "left", "bold"
     for heading in headings:
         table.add_column(heading, justify="right" if heading else "left")
     return table
