@@ -9,9 +9,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from hf_spec.installing import VERSION
 from hf_spec.process import started_as_command
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 if TYPE_CHECKING or not started_as_command():
     from hf_spec.public import *  # noqa: F403 - its `__all__` is the list of names

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
 @contextmanager
@@ -20,7 +22,7 @@ def written_whole(path: Path) -> Iterator[Path]:
         what lies at `path` stays.
     """
     part = path.with_name(f"{path.name}.part")
-    # A process that was killed leaves its part behind.
+    # A process that was killed leaves its part.
     _remove(part)
     try:
         yield part
@@ -30,6 +32,12 @@ def written_whole(path: Path) -> Iterator[Path]:
         part.replace(path)
     finally:
         _remove(part)
+
+
+def write_json(path: Path, content: Any, **settings: Any) -> None:
+    """Write JSON, whole or not at all; `settings` are those of `json.dumps`."""
+    with written_whole(path) as part:
+        part.write_text(json.dumps(content, **{"indent": 1, **settings}), encoding="utf-8")
 
 
 def _remove(path: Path) -> None:

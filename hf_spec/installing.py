@@ -1,4 +1,4 @@
-"""How to install this package, said in one place.
+"""How to install this package, and which version it is, said in one place.
 
 It is on no package index yet. There its name could be anybody's, so no text of ours asks pip for
 it by name: pip is given the folder of a checkout.
@@ -6,15 +6,12 @@ it by name: pip is given the folder of a checkout.
 
 from __future__ import annotations
 
+VERSION = "0.1.0"
 WHERE = "in the folder of a checkout of hf-spec"
 
 
 def install_command(extra: str = "") -> str:
-    """The command that installs the package, to be run `WHERE`.
-
-    Args:
-        extra: of setup.cfg, such as "demo"; none by default.
-    """
+    """The command that installs the package with an extra of setup.cfg, to be run `WHERE`."""
     return f'pip install ".[{extra}]"' if extra else "pip install ."
 
 

@@ -16,7 +16,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import hf_spec
-from hf_spec.cli.app import ENTRIES, load_command
+from hf_spec.cli.app import COMMANDS, load_command
 from hf_spec.strategies import base
 from tests import support_matrix, tiny_models
 
@@ -107,7 +107,7 @@ def unknown_words(words: list[str]) -> list[str]:
     """What of a call the command line does not know: sub-commands and options."""
     if words[0].startswith("-"):
         return []
-    if words[0] not in ENTRIES:
+    if words[0] not in COMMANDS:
         return words[:1]
     command, words = load_command(words[0]), words[1:]
     while words and hasattr(command, "commands") and words[0] != "...":

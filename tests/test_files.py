@@ -1,4 +1,4 @@
-"""What is written appears whole, replaces what was there, and leaves nothing behind on failure."""
+"""What is written appears whole, replaces what was there, and leaves nothing when it fails."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_spec.files import written_whole
+from hf_spec.files import write_json, written_whole
 
 Write = Callable[[Path, str], None]
 
@@ -66,3 +66,14 @@ def test_a_body_that_writes_nothing_fails(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError), written_whole(tmp_path / "result"):
         pass
     assert content(tmp_path / "result") == "old"
+
+
+def test_json_is_written_whole(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    write_json(path, {"a": "é"})
+    assert path.read_text() == '{\n "a": "\\u00e9"\n}'
+    write_json(path, ["é"], indent=None, ensure_ascii=False)
+    assert path.read_text(encoding="utf-8") == '["é"]'
+    with pytest.raises(TypeError):
+        write_json(path, object())
+    assert [found.name for found in tmp_path.iterdir()] == ["result.json"]

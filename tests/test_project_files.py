@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from hf_spec.cli.app import ENTRIES
+from hf_spec.cli.app import COMMANDS
 from tests.test_docs import unknown_words
 from tests.test_packaging import read_setup_cfg
 
@@ -163,7 +163,7 @@ class TestImage:
         assert 'pip install --no-cache-dir -c constraints.txt -e ".[demo]"' in self.arguments("RUN")
         [program], [command] = self.arguments("ENTRYPOINT"), self.arguments("CMD")
         assert (program, command) == ('["hf-spec"]', '["demo"]')
-        assert "demo" in ENTRIES
+        assert "demo" in COMMANDS
         [base] = self.arguments("FROM")
         assert base.removeprefix("python:").removesuffix("-slim") in supported_pythons()
 

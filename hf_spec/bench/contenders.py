@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -14,11 +13,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation import CompileConfig
 
-from hf_spec.errors import AssistantError, UnsupportedError
+from hf_spec.errors import UnsupportedError
 from hf_spec.outputs import SpecStats
-from hf_spec.strategies import StrategyConfig, parse_strategy
+from hf_spec.strategies import StrategyConfig
 
-# What generate() is told beside the prompt.
+# Arguments of generate() besides the prompt.
 Settings = Mapping[str, Any]
 GREEDY: Settings = MappingProxyType({"do_sample": False})
 
@@ -90,7 +89,7 @@ def compiled(model: PreTrainedModel, settings: Settings = GREEDY) -> Contender:
     given = {**settings, "cache_implementation": "static", "compile_config": config}
 
     def run(ids: Tensor, new_tokens: int, mask: Tensor | None = None) -> Run:
-        # Counting forwards by a hook would compile the model anew.
+        # Counting forwards by a hook would compile the model again.
         sequences = _generate(model, ids, new_tokens, mask, **given)
         return Run(sequences, sequences.shape[1] - ids.shape[1])
 
@@ -147,7 +146,7 @@ def economize_lookup(
         return Run(wrapped.generate(ids, max_new_tokens=new_tokens, do_sample=False))
 
     def count(ids: Tensor, new_tokens: int, mask: Tensor | None = None) -> int:
-        # Decoding that tells its calls does not stop where the sequence ends.
+        # Decoding that counts its calls does not stop where the sequence ends.
         length = run(ids, new_tokens).sequences.shape[1] - ids.shape[1]
         result = wrapped.decode(ids[0].to(model.device), length)
         return int(result.cost_summary()["exact_calls"])
@@ -179,98 +178,10 @@ def speculative(
     settings: Settings = GREEDY,
     **method: Any,
 ) -> Run:
-    """One generation by our engine.
-
-    Args:
-        model: the target.
-        ids: (B, L) int64.
-        new_tokens: most tokens generated.
-        mask: (B, L), 0 for padding; no padding by default.
-        settings: of `generate()`.
-        **method: what makes `generate()` speculate.
-    """
+    """One generation by our engine, which `method` makes `generate()` use; else as `Generate`."""
     given = {**settings, **method, "return_dict_in_generate": True}
     output = _generate(model, ids, new_tokens, mask, **given)
-    stats = output.spec_stats
-    return Run(output.sequences, stats.target_forwards, stats)
-
-
-class PlainAnswers:
-    """What plain greedy `generate()` says to a prompt, each recorded once.
-
-    Args:
-        model: the target.
-        settings: of `generate()`.
-    """
-
-    def __init__(self, model: PreTrainedModel, settings: Settings = GREEDY):
-        self._plain = plain(model, settings)
-        self._known: dict[tuple[tuple[int, ...], int], list[int]] = {}
-
-    def __call__(self, ids: Tensor, new_tokens: int, mask: Tensor | None = None) -> list[list[int]]:
-        """Per row of (B, L) ids the tokens that follow, each row run alone, without padding."""
-        mask = torch.ones_like(ids) if mask is None else mask
-        answers = []
-        for row, seen in zip(ids, mask.bool(), strict=True):
-            prompt = row[seen]
-            key = tuple(prompt.tolist()), new_tokens
-            if key not in self._known:
-                alone = prompt[None]
-                run = self._plain.run(alone, new_tokens, torch.ones_like(alone))
-                self._known[key] = run.sequence[len(prompt) :].tolist()
-            answers.append(self._known[key])
-        return answers
-
-
-def parse_entry(text: str) -> tuple[str, StrategyConfig, str | None]:
-    """Turn NAME[:OPTION=JSON,...][@ASSISTANT] into a name for tables, a config and an assistant.
-
-    Raises:
-        OptionError: for an unknown strategy or option.
-    """
-    head, _, assistant = text.partition("@")
-    name, _, given = head.partition(":")
-    options: dict[str, Any] = {"strategy": name}
-    for pair in filter(None, _split(given)):
-        key, _, value = pair.partition("=")
-        try:
-            options[key] = json.loads(value)
-        except ValueError:
-            options[key] = value
-    return text, parse_strategy(options), assistant or None
-
-
-def with_assistants(
-    entries: Sequence[tuple[str, StrategyConfig, str | None]], assistants: Sequence[str]
-) -> Iterator[tuple[str, StrategyConfig, Any]]:
-    """Give `assistants` to the strategies that name none and take some.
-
-    Args:
-        entries: of `parse_entry`.
-        assistants: one serves every strategy; several, as a list, "auto" alone.
-
-    Raises:
-        AssistantError: if a strategy lacks one.
-    """
-    given: Any = assistants[0] if len(assistants) == 1 else list(assistants) or None
-    for name, config, named in entries:
-        takes = config.needs_assistant or config.strategy == "auto"
-        own = named or (given if takes else None)
-        if config.needs_assistant and own is None:
-            raise AssistantError(f"--strategy {name} needs --assistant, a folder or a Hub id")
-        yield name, config, own
-
-
-def _split(text: str) -> list[str]:
-    """The parts between commas that stand in no brackets."""
-    parts, depth = [""], 0
-    for letter in text:
-        depth += (letter in "[{") - (letter in "]}")
-        if letter == "," and not depth:
-            parts.append("")
-        else:
-            parts[-1] += letter
-    return parts
+    return Run(output.sequences, output.spec_stats.target_forwards, output.spec_stats)
 
 
 def _transformers(name: str, model: Any, given: Settings, batches: bool = True) -> Contender:

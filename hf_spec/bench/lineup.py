@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import PurePath
-from typing import Any
 
 from transformers import PreTrainedModel
 
 from hf_spec.bench import contenders as ways
 from hf_spec.bench.contenders import Contender, Settings
-from hf_spec.bench.oracle import oracle
-from hf_spec.bench.synthetic import synthetic
+from hf_spec.bench.entries import Entry, assistant_finder
+from hf_spec.bench.known_answers import oracle, synthetic
 from hf_spec.errors import OptionError
 from hf_spec.execution.model_checks import check_model
 from hf_spec.execution.vocabulary import num_embeddings
 from hf_spec.models.trained_draft import METHOD as DRAFT
-from hf_spec.models.truncated import truncated_draft
-from hf_spec.strategies import StrategyConfig, make_drafter
+from hf_spec.strategies import make_drafter
 from hf_spec.strategies.assistants import resolve_draft_model
-
-# A strategy's name in tables, its config and its assistant.
-Entry = tuple[str, StrategyConfig, Any]
 
 
 @dataclass(frozen=True)
@@ -43,7 +36,7 @@ class Suite:
         oracle: a draft model whose chains end where they must; None for none.
         synthetic: (acceptance, tokens of a chain) of drafts that need no drafter; None for none.
         multi_turn: whether all turns of a prompt are generated, not the first alone.
-        profile: whether a few more generations tell where the time goes.
+        profile: whether a few more generations show where the time goes.
         step_cost: whether forwards are timed by number of nodes.
     """
 
@@ -80,11 +73,11 @@ def make_contenders(
         SpecError: if an assistant cannot be used, two entries are the same, or compiling fails.
     """
     check_model(model)
-    find = AssistantFinder(model)
-    ours = [(short_name(n), config, find(assistant)) for n, config, assistant in entries]
-    for _, config, assistant in ours:
+    find = assistant_finder(model)
+    ours = [Entry(one.short_name, one.config, find(one.assistant)) for one in entries]
+    for entry in ours:
         # An adapter that does not fit is refused here, not when its turn comes.
-        make_drafter(config, model, assistant)
+        make_drafter(entry.config, model, entry.assistant)
     found: list[Contender | None] = [ways.plain(model, settings)]
     if suite.compiled:
         found.append(ways.compiled(model, settings))
@@ -124,33 +117,3 @@ def _draft_models(model: PreTrainedModel, entries: Sequence[Entry]) -> dict[str,
         "transformers assistant" + (f" {number}" if number > 1 else ""): draft
         for number, draft in enumerate(found.values(), start=1)
     }
-
-
-class AssistantFinder:
-    """Turns `truncated:N` into the first N layers of a model, once; the rest stays as it is.
-
-    Args:
-        model: the target.
-    """
-
-    def __init__(self, model: PreTrainedModel):
-        self._model = model
-        self._cut: dict[int, PreTrainedModel] = {}
-
-    def __call__(self, given: Any) -> Any:
-        """The assistant that is given, or each of a list of them."""
-        if isinstance(given, list):
-            return [self(one) for one in given]
-        cut = re.fullmatch(r"truncated:(\d+)", given) if isinstance(given, str) else None
-        if cut is None:
-            return given
-        layers = int(cut[1])
-        if layers not in self._cut:
-            self._cut[layers] = truncated_draft(self._model, layers)
-        return self._cut[layers]
-
-
-def short_name(entry: str) -> str:
-    """An entry as tables show it: of a folder the last part alone."""
-    head, at, assistant = entry.partition("@")
-    return f"{head}{at}{PurePath(assistant).name}"

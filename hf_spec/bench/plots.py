@@ -1,16 +1,16 @@
-"""Plots of what the benchmarks and trainings recorded.
+"""The plots of a benchmark: speed by task and by batch, acceptance by position, cost of a forward.
 
-Run as `python -m hf_spec.bench.plots RECORDS.json --out plot.svg`, where the records hold trainings
-with their evaluations, as in `examples/studies/falcon/smollm2_falcon_training.json`.
+`draw` takes what `hf-spec bench --out` writes; `lines` and `ranges` draw anything.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from hf_spec.bench.summary import ALL, notice, spread
+from hf_spec.data.prompts import MIXED
 
 Series = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 # Per point of a series the lower and the upper end of its spread.
@@ -21,6 +21,78 @@ Ranges = Mapping[str, tuple[float, float, float]]
 # More lines than this have their legend beside the plot, not in it.
 LEGEND_INSIDE = 4
 MARKERS = "os^Dvp*Xh<>P"
+# What the forms of `measure_step_cost` are called in a plot.
+FORMS = {
+    "transformers": "transformers, DynamicCache",
+    "off": "hf_spec, packing off",
+    "auto": "hf_spec",
+}
+SPEED = "speed relative to plain generate()"
+SPREAD = "median and 20th to 80th percentile"
+
+
+def draw(results: Mapping[str, Any], folder: Path) -> list[Path]:
+    """Draw what the results of a benchmark hold into a folder, which may be new.
+
+    Returns:
+        The files written: speed_by_task.png, speed_by_batch.png if there were several batch sizes,
+        acceptance_by_position.png if something was drafted, verify_cost.png if it was measured.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    facts = [Path(str(results.get("model", "model"))).name, results.get("dtype"), notice(results)]
+    about = ", ".join(str(fact) for fact in facts if fact)
+    rows = results["summary"]
+    sizes = list(dict.fromkeys(row["batch_size"] for row in rows))
+    single = [row for row in rows if row["batch_size"] == min(sizes)]
+    about_single = f"{about}, batch size {min(sizes)}"
+    tasks = sorted({row["task"] for row in single} - {ALL, MIXED})
+    overall = [row for row in rows if row["task"] == ALL]
+    written = [folder / "speed_by_task.png"]
+    panels = {
+        task: _ratios([row for row in single if row["task"] == task])
+        for task in ([ALL, *tasks] if len(tasks) > 1 else [ALL])
+    }
+    ranges(panels, f"{SPEED}: {SPREAD}", written[0], about_single)
+    if len(sizes) > 1:
+        written.append(folder / "speed_by_batch.png")
+        panels = {
+            f"batch size {size}": _ratios([row for row in overall if row["batch_size"] == size])
+            for size in sizes
+        }
+        ranges(panels, f"{SPEED} at this size: {SPREAD}", written[-1], about)
+    accepted = {
+        row["contender"]: (range(1, len(shares) + 1), shares)
+        for row in single
+        if row["task"] == ALL and (shares := row.get("acceptance_by_position"))
+    }
+    if accepted:
+        labels = ("position in the draft", "accepted up to here, of drafts that reach it")
+        written.append(folder / "acceptance_by_position.png")
+        lines(accepted, labels, written[-1], about_single)
+    if results.get("step_cost"):
+        series, spreads = _step_cost(results["step_cost"])
+        labels = ("nodes of one forward", "milliseconds")
+        written.append(folder / "verify_cost.png")
+        lines(series, labels, written[-1], f"{about}\n{SPREAD}", spreads)
+    return written
+
+
+def _ratios(rows: Sequence[Mapping[str, Any]]) -> Ranges:
+    return {row["contender"]: (row["ratio_p20"], row["ratio"], row["ratio_p80"]) for row in rows}
+
+
+def _step_cost(
+    seconds: Mapping[str, Mapping[Any, Sequence[float]]],
+) -> tuple[Series, Spreads]:
+    series, spreads = {}, {}
+    for form, by_count in seconds.items():
+        # JSON has the numbers of nodes as texts.
+        counts = [int(count) for count in by_count]
+        found = [spread([1e3 * value for value in values]) for values in by_count.values()]
+        name = FORMS[form]
+        series[name] = counts, [middle for _, middle, _ in found]
+        spreads[name] = [low for low, _, _ in found], [high for _, _, high in found]
+    return series, spreads
 
 
 def lines(
@@ -69,10 +141,10 @@ def lines(
 
 
 def ranges(panels: Mapping[str, Ranges], label: str, path: Path, title: str = "") -> None:
-    """Draw panels side by side, each with a dot and a bar per name; a grey line stands at 1.
+    """Draw panels side by side, each with a dot and a bar per name; a grey line is at 1.
 
     Args:
-        panels: title -> values; the names of the first panel stand at the left.
+        panels: title -> values; the names of the first panel are at the left.
         label: of the values, with units.
         path: file to write; its ending names the format.
         title: above all panels.
@@ -97,37 +169,3 @@ def ranges(panels: Mapping[str, Ranges], label: str, path: Path, title: str = ""
     figure.supxlabel(label, fontsize="small")
     figure.suptitle(title, fontsize="medium")
     figure.savefig(path, dpi=150)
-
-
-def training_curves(records: Mapping[str, Any], figure: str) -> Series:
-    """Evaluations of every training in `records` over the answer tokens it had seen, in millions.
-
-    Args:
-        records: name -> a training with its "evaluations"; other entries are left out.
-        figure: which of the evaluated figures, such as "tau".
-    """
-    found = {}
-    for name, training in records.items():
-        evaluations = training.get("evaluations", []) if isinstance(training, Mapping) else []
-        if points := [one for one in evaluations if figure in one]:
-            seen = [one["answer_tokens"] / 1e6 for one in points]
-            found[name] = seen, [one[figure] for one in points]
-    return found
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("records", type=Path, help="JSON file with trainings")
-    parser.add_argument("--figure", default="tau", help="what is drawn over the tokens seen")
-    parser.add_argument("--title", default="")
-    parser.add_argument("--out", type=Path, required=True, help="file to write, .svg or .png")
-    options = parser.parse_args(argv)
-    series = training_curves(json.loads(options.records.read_text()), options.figure)
-    if not series:
-        parser.error(f"{options.records} has no training with {options.figure!r}")
-    lines(series, ("answer tokens seen, millions", options.figure), options.out, options.title)
-
-
-if __name__ == "__main__":
-    main()

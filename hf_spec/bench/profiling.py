@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from hf_spec.bench.runner import synchronize
+from hf_spec.bench.timing import synchronize
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.processors import NodeProcessors
 from hf_spec.decoding.state import GenerationState
@@ -50,29 +50,55 @@ _OF_A_DRAFT = {
 }
 
 
+# The methods at the seams of the engine, and those that every subclass may have of its own.
+_SEAMS = (
+    (ModelRunner, "_call", "verify: forward"),
+    (ModelRunner, "forward", "verify: layout"),
+    (FalconHead, "mix", "verify: forward"),
+    (FalconHead, "attend", "verify: forward"),
+    (HeadRunner, "lists", "verify: forward"),
+    (NodeProcessors, "__call__", "processors"),
+    (RowStorage, "keep", "KV moves"),
+    (GenerationState, "commit", "commit"),
+)
+_FAMILIES = (
+    (Drafter, "draft", _DRAFTING),
+    (Drafter, "observe", _OBSERVING),
+    (Verifier, "verify", "verification"),
+)
+
+
 class _Clock:
     """Charges the time since the last look to the innermost part."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
         self._open = ["rest"]
+        self.restart()
+
+    def restart(self) -> None:
+        synchronize()
         self._since = time.perf_counter()
 
-    def begin(self, part: str) -> None:
-        if any(outer in {_DRAFTING, _OBSERVING} for outer in self._open):
-            part = _OF_A_DRAFT.get(part, part)
-        self._charge()
-        self._open.append(part)
-
-    def end(self) -> None:
-        self._charge()
-        self._open.pop()
-
-    def _charge(self) -> None:
+    def charge(self) -> None:
         synchronize()
         now = time.perf_counter()
         self.seconds[self._open[-1]] += now - self._since
         self._since = now
+
+    def timed(self, method: Callable[..., Any], part: str) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            in_draft = _DRAFTING in self._open or _OBSERVING in self._open
+            self.charge()
+            self._open.append(_OF_A_DRAFT.get(part, part) if in_draft else part)
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self.charge()
+                self._open.pop()
+
+        return call
 
 
 @contextmanager
@@ -83,46 +109,19 @@ def profiled() -> Iterator[dict[str, float]]:
     try:
         for owner, name, part in _seams():
             replaced.append((owner, name, vars(owner)[name]))
-            setattr(owner, name, _timed(vars(owner)[name], part, clock))
-        synchronize()
-        clock._since = time.perf_counter()
+            setattr(owner, name, clock.timed(vars(owner)[name], part))
+        clock.restart()
         yield clock.seconds
-        clock._charge()
+        clock.charge()
     finally:
         for owner, name, original in reversed(replaced):
             setattr(owner, name, original)
 
 
-def _timed(method: Callable[..., Any], part: str, clock: _Clock) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        clock.begin(part)
-        try:
-            return method(*args, **kwargs)
-        finally:
-            clock.end()
-
-    return call
-
-
 def _seams() -> Iterator[tuple[type, str, str]]:
     """(class, method, part) of every method that is timed."""
-    fixed: list[tuple[type, str, str]] = [
-        (ModelRunner, "_call", "verify: forward"),
-        (ModelRunner, "forward", "verify: layout"),
-        (FalconHead, "mix", "verify: forward"),
-        (FalconHead, "attend", "verify: forward"),
-        (HeadRunner, "lists", "verify: forward"),
-        (NodeProcessors, "__call__", "processors"),
-        (RowStorage, "keep", "KV moves"),
-        (GenerationState, "commit", "commit"),
-    ]
-    yield from fixed
-    for base, name, part in (
-        (Drafter, "draft", _DRAFTING),
-        (Drafter, "observe", _OBSERVING),
-        (Verifier, "verify", "verification"),
-    ):
+    yield from _SEAMS
+    for base, name, part in _FAMILIES:
         for owner in _family(base):
             if name in vars(owner):
                 yield owner, name, part

@@ -2,43 +2,32 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from hf_spec.bench.contenders import Contender, Run
-from hf_spec.bench.memory import forget_peak, peak_bytes
+from hf_spec.bench.timing import peak_bytes, reset_peak, timed
 from hf_spec.data.prompts import Batch, Prompt, make_batches
 from hf_spec.outputs import SpecStats
 
 CPU = torch.device("cpu")
 WARM_UP_TOKENS = 16
-
-
-@dataclass(frozen=True)
-class StrategyStats:
-    """The statistics of one generation that a table needs; names as in `SpecStats`."""
-
-    tau: float
-    drafted_tokens: int
-    draft_forwards: int
-    draft_seconds: float
-    verify_seconds: float
-    other_seconds: float
-    accepted_by_position: tuple[int, ...]
-    counters: dict[str, int]
-    drafted_by_position: tuple[int, ...] = ()
-
-    @classmethod
-    def of(cls, stats: SpecStats) -> StrategyStats:
-        """The part of `stats` that is kept."""
-        kept = {field.name: getattr(stats, field.name) for field in fields(cls)}
-        for name in ("accepted_by_position", "drafted_by_position"):
-            kept[name] = tuple(kept[name])
-        return cls(**kept)
+# What a file keeps of the statistics of a generation.
+KEPT_STATS = (
+    "tau",
+    "drafted_tokens",
+    "draft_forwards",
+    "draft_seconds",
+    "verify_seconds",
+    "other_seconds",
+    "accepted_by_position",
+    "counters",
+    "drafted_by_position",
+)
 
 
 @dataclass(frozen=True)
@@ -67,13 +56,13 @@ class Record:
         seconds: wall-clock time of the call.
         plain_seconds: what plain generate took on the same batch in the same repetition, times the
             share of its tokens that this one made: 1 where outputs are equal.
-        new_tokens: generated, all rows together, without the padding behind their ends.
+        new_tokens: generated, all rows together, without the padding after their ends.
         target_forwards: None where they cannot be counted.
         identical: whether every output is what it should be; None if outputs are sampled.
         stats: those of our own strategies, None for others.
         batch_size: rows.
-        rows: what became of each.
-        peak_bytes: see `hf_spec.bench.memory`.
+        rows: the outputs one by one.
+        peak_bytes: see `hf_spec.bench.timing`.
     """
 
     prompt: str
@@ -85,7 +74,7 @@ class Record:
     new_tokens: int
     target_forwards: int | None
     identical: bool | None
-    stats: StrategyStats | None = None
+    stats: SpecStats | None = None
     batch_size: int = 1
     rows: tuple[Row, ...] = ()
     peak_bytes: int | None = None
@@ -105,6 +94,11 @@ class Record:
         """Accepted draft tokens per target forward, for our own strategies."""
         return None if self.stats is None else self.stats.tau
 
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values, with `KEPT_STATS` of the statistics."""
+        stats = self.stats and {name: getattr(self.stats, name) for name in KEPT_STATS}
+        return {**asdict(replace(self, stats=None)), "stats": stats}
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -115,7 +109,7 @@ class Plan:
         repeats: timed repetitions; the order of the contenders rotates from one to the next.
         batch_size: rows of a batch.
         seed: of sampled outputs, which are not compared; None for greedy ones.
-        ends: tokens that end a sequence; what is behind is padding.
+        ends: tokens that end a sequence; what follows is padding.
         device: whose memory is watched.
     """
 
@@ -127,7 +121,7 @@ class Plan:
     device: torch.device = CPU
 
 
-def measure(
+def time_contenders(
     contenders: Sequence[Contender],
     prompts: Sequence[Prompt],
     tokenizer: Any,
@@ -156,52 +150,44 @@ def measure(
     batches = make_batches(prompts, tokenizer, plan.batch_size)
     widest = max(batches, key=lambda batch: batch.ids.shape[1])
     for contender in contenders:
-        length = plan.new_tokens
-        contender.run(
-            widest.ids, length if contender.compiles else min(length, WARM_UP_TOKENS), widest.mask
-        )
+        tokens = plan.new_tokens if contender.compiles else min(plan.new_tokens, WARM_UP_TOKENS)
+        contender.run(widest.ids, tokens, widest.mask)
     for batch in batches:
         call = batch.ids, plan.new_tokens, batch.mask
         counts = {c.name: c.prepare(*call) for c in contenders if c.prepare is not None}
         alone = _alone(contenders[0], batch, plan) if plan.batch_size > 1 else None
         records: list[Record] = []
         for repeat in range(plan.repeats):
-            timed = _timed(contenders, repeat, batch, plan, progress)
-            reference = timed[contenders[0].name]
-            expected = alone or reference.outputs
-            for name, run in timed.items():
-                rows = tuple(
-                    Row(p.id, p.task, None if plan.seed is not None else output == right)
-                    for p, output, right in zip(batch.prompts, run.outputs, expected, strict=True)
+            runs = _in_turn(contenders, repeat, batch, plan, progress)
+            reference = runs[contenders[0].name]
+            for name, run in runs.items():
+                rows = _rows(batch, run.outputs, alone or reference.outputs, plan)
+                record = Record(
+                    batch.name,
+                    batch.task,
+                    name,
+                    repeat,
+                    run.seconds,
+                    reference.seconds * run.new_tokens / reference.new_tokens,
+                    run.new_tokens,
+                    counts.get(name) or run.run.target_forwards,
+                    None if plan.seed is not None else all(row.identical for row in rows),
+                    run.run.stats,
+                    plan.batch_size,
+                    rows,
+                    run.peak_bytes,
                 )
-                records.append(
-                    Record(
-                        batch.name,
-                        batch.task,
-                        name,
-                        repeat,
-                        run.seconds,
-                        reference.seconds * run.new_tokens / reference.new_tokens,
-                        run.new_tokens,
-                        counts.get(name) or run.target_forwards,
-                        None if plan.seed is not None else all(row.identical for row in rows),
-                        run.stats,
-                        plan.batch_size,
-                        rows,
-                        run.peak_bytes,
-                    )
-                )
+                records.append(record)
         yield records
 
 
 @dataclass(frozen=True)
 class _Timed:
-    """A run and what it took; `outputs` are the new tokens of each row."""
+    """A run, the new tokens of each row, and what it took."""
 
+    run: Run
     outputs: list[list[int]]
     seconds: float
-    target_forwards: int | None
-    stats: StrategyStats | None
     peak_bytes: int | None
 
     @property
@@ -209,7 +195,7 @@ class _Timed:
         return sum(map(len, self.outputs))
 
 
-def _timed(
+def _in_turn(
     contenders: Sequence[Contender],
     repeat: int,
     batch: Batch,
@@ -222,21 +208,21 @@ def _timed(
     for contender in [*contenders[turn:], *contenders[:turn]]:
         if plan.seed is not None:
             torch.manual_seed(plan.seed + repeat)
-        forget_peak(plan.device)
-        synchronize()
-        start = time.perf_counter()
-        run = contender.run(batch.ids, plan.new_tokens, batch.mask)
-        synchronize()
-        seconds = time.perf_counter() - start
-        found[contender.name] = _Timed(
-            _outputs(run, batch.ids.shape[1], plan.ends),
-            seconds,
-            run.target_forwards,
-            None if run.stats is None else StrategyStats.of(run.stats),
-            peak_bytes(plan.device),
-        )
+        reset_peak(plan.device)
+        run, seconds = timed(partial(contender.run, batch.ids, plan.new_tokens, batch.mask))
+        outputs = _outputs(run, batch.ids.shape[1], plan.ends)
+        found[contender.name] = _Timed(run, outputs, seconds, peak_bytes(plan.device))
         progress()
     return found
+
+
+def _rows(
+    batch: Batch, outputs: list[list[int]], expected: list[list[int]], plan: Plan
+) -> tuple[Row, ...]:
+    return tuple(
+        Row(prompt.id, prompt.task, None if plan.seed is not None else output == right)
+        for prompt, output, right in zip(batch.prompts, outputs, expected, strict=True)
+    )
 
 
 def _outputs(run: Run, width: int, ends: frozenset[int]) -> list[list[int]]:
@@ -258,9 +244,3 @@ def _alone(contender: Contender, batch: Batch, plan: Plan) -> list[list[int]]:
         run = contender.run(ids, plan.new_tokens, torch.ones_like(ids))
         outputs += _outputs(run, ids.shape[1], plan.ends)
     return outputs
-
-
-def synchronize() -> None:
-    """Wait for the GPU, if there is one, so that a clock sees its work."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

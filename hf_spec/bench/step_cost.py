@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections import defaultdict
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,7 +17,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-from hf_spec.bench.runner import synchronize
+from hf_spec.bench.tables import Table
+from hf_spec.bench.timing import timed
 from hf_spec.data.machine import environment
 from hf_spec.execution.cpu_linear import set_cpu_packing
 from hf_spec.execution.runner import ModelRunner
@@ -28,7 +30,7 @@ NODE_COUNTS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 def measure_step_cost(
     model: PreTrainedModel, context: list[int], repeats: int, counts: tuple[int, ...] = NODE_COUNTS
 ) -> dict[str, dict[int, list[float]]]:
-    """Time forwards of trees of different size behind the same context.
+    """Time forwards of trees of different size after the same context.
 
     Args:
         model: the target.
@@ -38,7 +40,7 @@ def measure_step_cost(
 
     Returns:
         form -> node count -> seconds of each repetition. Forms: "transformers" runs as many tokens
-        behind a `DynamicCache`, as `generate()` and its assisted decoding do; "off" and "auto" are
+        after a `DynamicCache`, as `generate()` and its assisted decoding do; "off" and "auto" are
         our tree forward without and with packed weights on the CPU (`set_cpu_packing`), where that
         makes a difference: elsewhere "auto" alone.
     """
@@ -56,48 +58,42 @@ def measure_step_cost(
     return {form: dict(by_count) for form, by_count in seconds.items()}
 
 
+def tree_of(nodes: int, tokens: Sequence[int]) -> DraftTree:
+    """A root with chains of up to eight tokens below it.
+
+    Args:
+        nodes: how many, the root included.
+        tokens: repeated over them, the first is the root's.
+    """
+    parents = [-1, *(0 if node % 8 == 0 else node for node in range(nodes - 1))]
+    return DraftTree.from_rows([([tokens[node % len(tokens)] for node in range(nodes)], parents)])
+
+
 def _tree_step(model: PreTrainedModel, context: list[int], count: int) -> float:
-    # A root with chains of up to eight tokens below it.
-    parents = [-1, *(0 if node % 8 == 0 else node for node in range(count - 1))]
-    tokens = [context[node % len(context)] for node in range(count)]
-    tree = DraftTree.from_rows([(tokens, parents)])
     runner = ModelRunner(model, 1)
     with runner.active():
-        runner.forward(DraftTree.from_rows([([context[-1]], [-1])]), [context])
+        runner.forward(tree_of(1, context[-1:]), [context])
         runner.keep([[]])
-        sequence = [*context, tokens[0]]
-        synchronize()
-        start = time.perf_counter()
-        runner.forward(tree, [sequence])
-        synchronize()
-        return time.perf_counter() - start
+        return timed(partial(runner.forward, tree_of(count, context), [[*context, context[0]]]))[1]
 
 
 def _plain_step(model: PreTrainedModel, context: list[int], count: int) -> float:
     cache = DynamicCache(config=model.config)
     prompt = torch.tensor([context], device=model.device)
     model(prompt, past_key_values=cache, use_cache=True)
-    tokens = prompt[:, :count]
-    synchronize()
-    start = time.perf_counter()
-    model(tokens, past_key_values=cache, use_cache=True)
-    synchronize()
-    return time.perf_counter() - start
+    return timed(partial(model, prompt[:, :count], past_key_values=cache, use_cache=True))[1]
 
 
 def table(seconds: dict[str, dict[int, list[float]]]) -> str:
     """Markdown: median milliseconds by node count, and cost relative to one node."""
     counts = sorted(seconds["auto"])
     middle = {form: {n: median(v) * 1e3 for n, v in rows.items()} for form, rows in seconds.items()}
-    one, plain = middle["auto"][1], middle["transformers"][1]
-    lines = ["| nodes | " + " | ".join(map(str, counts)) + " |", "|---|" + "---|" * len(counts)]
-    for form, rows in middle.items():
-        cells = [f"{rows[n]:.0f}" if n in rows else "" for n in counts]
-        lines.append(f"| {form}, ms | " + " | ".join(cells) + " |")
-    for name, unit in (("its own 1 node", one), ("transformers' 1 token", plain)):
-        cells = [f"{middle['auto'][n] / unit:.2f}" for n in counts]
-        lines.append(f"| auto, relative to {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    auto, plain = middle["auto"], middle["transformers"]
+    rows = [[f"{form}, ms", *(f"{ms[n]:.0f}" for n in counts)] for form, ms in middle.items()]
+    for name, unit in (("its own 1 node", auto[1]), ("transformers' 1 token", plain[1])):
+        cells = (f"{auto[n] / unit:.2f}" for n in counts)
+        rows.append([f"auto, relative to {name}", *cells])
+    return Table(["nodes", *map(str, counts)], rows).markdown()
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -1,13 +1,13 @@
 """One benchmark: every contender on every prompt and batch size, in one process, and its results.
 
-Results are a JSON-ready dictionary; `hf_spec.bench.report` and `hf_spec.bench.result_plots` turn it
-into tables and plots.
+Results are a JSON-ready dictionary; `hf_spec.bench.report` and `hf_spec.bench.plots` turn it into
+tables and plots.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -15,14 +15,17 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from hf_spec.bench.contenders import Contender, PlainAnswers
-from hf_spec.bench.lineup import Entry, Suite, make_contenders
+from hf_spec.bench.contenders import Contender, Settings
+from hf_spec.bench.entries import Entry
+from hf_spec.bench.known_answers import PlainAnswers
+from hf_spec.bench.lineup import Suite, make_contenders
 from hf_spec.bench.profiling import profiled
-from hf_spec.bench.report import summary
-from hf_spec.bench.runner import Plan, Record, measure
+from hf_spec.bench.runner import Plan, Record, time_contenders
 from hf_spec.bench.step_cost import measure_step_cost
+from hf_spec.bench.summary import summary
 from hf_spec.data.machine import environment
 from hf_spec.data.prompts import Prompt, as_conversations, check_batch_size, make_batches
+from hf_spec.training.responses import end_tokens
 
 # Tokens before the root where the cost of a forward is measured.
 STEP_COST_CONTEXT = 200
@@ -53,7 +56,7 @@ class Results:
             "summary": summary(self.records),
             "profiles": self.profiles,
             "step_cost": self.step_cost,
-            "records": [asdict(record) for record in self.records],
+            "records": [record.to_dict() for record in self.records],
         }
 
 
@@ -66,6 +69,7 @@ class Benchmark:
         prompts: what to generate from.
         entries: our strategies.
         suite: what is measured.
+        **settings: what else `generate()` is given.
 
     Attributes:
         prompts: one per output; of conversations one per turn.
@@ -82,6 +86,7 @@ class Benchmark:
         prompts: Sequence[Prompt],
         entries: Sequence[Entry],
         suite: Suite,
+        **settings: Any,
     ):
         self.model, self.tokenizer, self.suite = model, tokenizer, suite
         num_prompts = sum(len(p.turns) if suite.multi_turn else 1 for p in prompts)
@@ -89,14 +94,9 @@ class Benchmark:
         config: Any = model.generation_config
         if config.spec_strategy is not None:
             config.spec_strategy = None
-        settings = _settings(model, tokenizer, suite)
+        settings = {**self._settings(), **settings}
         self.contenders = make_contenders(model, entries, suite, settings)
-        self.prompts = list(prompts)
-        if suite.multi_turn:
-            answers = PlainAnswers(model, {**settings, "do_sample": False})
-            self.prompts = as_conversations(
-                prompts, tokenizer, lambda prompt: _answer(answers, prompt, tokenizer, suite)
-            )
+        self.prompts = self._turns(prompts, settings) if suite.multi_turn else list(prompts)
 
     @property
     def num_runs(self) -> int:
@@ -116,18 +116,13 @@ class Benchmark:
             The same results again and again, with every batch more of them.
         """
         suite = self.suite
-        results = Results(_facts(self.model, self.prompts, suite))
+        results = Results(self._facts())
         for size in sorted(suite.batch_sizes):
-            plan = Plan(
-                suite.new_tokens,
-                suite.repeats,
-                size,
-                None if suite.temperature is None else suite.seed,
-                _ends(self.model),
-                self.model.device,
-            )
+            seed = None if suite.temperature is None else suite.seed
+            ends, device = frozenset(end_tokens(self.model)), self.model.device
+            plan = Plan(suite.new_tokens, suite.repeats, size, seed, ends, device)
             contenders = self._of_size(size)
-            for newest in measure(contenders, self.prompts, self.tokenizer, plan, progress):
+            for newest in time_contenders(contenders, self.prompts, self.tokenizer, plan, progress):
                 results.records += newest
                 yield results
             if suite.profile:
@@ -144,50 +139,49 @@ class Benchmark:
 
     def _profile(self, contenders: Sequence[Contender], plan: Plan) -> list[dict[str, Any]]:
         """Seconds by part of a step, for each contender that runs in our engine."""
-        found: dict[str, Counter[str]] = {}
-        ours = [contender for contender in contenders if contender.ours]
-        batches = list(make_batches(self.prompts, self.tokenizer, plan.batch_size))
+        found: dict[str, Counter[str]] = defaultdict(Counter)
+        batches = make_batches(self.prompts, self.tokenizer, plan.batch_size)
         # Shares of a step settle soon: a few batches, spread over the tasks, are enough.
         for batch in batches[:: math.ceil(len(batches) / PROFILED_BATCHES)]:
-            for contender in ours:
-                if plan.seed is not None:
-                    torch.manual_seed(plan.seed)
-                with profiled() as seconds:
-                    contender.run(batch.ids, plan.new_tokens, batch.mask)
-                found.setdefault(contender.name, Counter()).update(seconds)
+            for contender in contenders:
+                if contender.ours:
+                    if plan.seed is not None:
+                        torch.manual_seed(plan.seed)
+                    with profiled() as seconds:
+                        contender.run(batch.ids, plan.new_tokens, batch.mask)
+                    found[contender.name].update(seconds)
         return [
             {"batch_size": plan.batch_size, "contender": name, "seconds": dict(parts)}
             for name, parts in found.items()
         ]
 
+    def _settings(self) -> dict[str, Any]:
+        settings: dict[str, Any] = {"do_sample": self.suite.temperature is not None}
+        if self.suite.temperature is not None:
+            settings["temperature"] = self.suite.temperature
+        pad = self.model.generation_config.pad_token_id
+        if pad is None:
+            pad = self.tokenizer.pad_token_id
+        # Without one generate() takes the end of a sequence, and warns at every call.
+        settings["pad_token_id"] = min(end_tokens(self.model), default=0) if pad is None else pad
+        return settings
 
-def _settings(model: PreTrainedModel, tokenizer: Any, suite: Suite) -> dict[str, Any]:
-    settings: dict[str, Any] = {"do_sample": suite.temperature is not None}
-    if suite.temperature is not None:
-        settings["temperature"] = suite.temperature
-    pad = model.generation_config.pad_token_id
-    if pad is None:
-        pad = tokenizer.pad_token_id
-    # Without one generate() takes the end of a sequence, and warns at every call.
-    settings["pad_token_id"] = min(_ends(model), default=0) if pad is None else pad
-    return settings
+    def _turns(self, prompts: Sequence[Prompt], settings: Settings) -> list[Prompt]:
+        """One prompt per turn, after the model's own greedy answers to the turns before."""
+        answers = PlainAnswers(self.model, {**settings, "do_sample": False})
 
+        def answer(prompt: Prompt) -> str:
+            output = answers(prompt.encode(self.tokenizer), self.suite.new_tokens)[0]
+            return str(self.tokenizer.decode(output, skip_special_tokens=True)).strip()
 
-def _ends(model: PreTrainedModel) -> frozenset[int]:
-    given = model.generation_config.eos_token_id
-    return frozenset([given] if isinstance(given, int) else given or [])
+        return as_conversations(prompts, self.tokenizer, answer)
 
-
-def _answer(answers: PlainAnswers, prompt: Prompt, tokenizer: Any, suite: Suite) -> str:
-    output = answers(prompt.encode(tokenizer), suite.new_tokens)[0]
-    return str(tokenizer.decode(output, skip_special_tokens=True)).strip()
-
-
-def _facts(model: PreTrainedModel, prompts: Sequence[Prompt], suite: Suite) -> dict[str, Any]:
-    return {
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "synthetic_acceptance": suite.synthetic[0] if suite.synthetic else None,
-        "prompts": len(prompts),
-        "suite": asdict(suite),
-        "environment": environment(model.device),
-    }
+    def _facts(self) -> dict[str, Any]:
+        synthetic = self.suite.synthetic
+        return {
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "synthetic_acceptance": synthetic[0] if synthetic else None,
+            "prompts": len(self.prompts),
+            "suite": asdict(self.suite),
+            "environment": environment(self.model.device),
+        }

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,11 @@ class Table:
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
+
+    @classmethod
+    def of(cls, columns: Mapping[str, Callable[[Any], str]], items: Iterable[Any]) -> Table:
+        """One row per item; `columns` has by heading what makes the cell of an item."""
+        return cls(list(columns), [[cell(item) for cell in columns.values()] for item in items])
 
     def markdown(self) -> str:
         """Lines of cells between bars."""
@@ -32,11 +38,3 @@ class Table:
             "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])
             for line in (self.head, rule, *self.rows)
         )
-
-
-@dataclass(frozen=True)
-class Section:
-    """Tables under one title."""
-
-    title: str
-    tables: Sequence[Table]

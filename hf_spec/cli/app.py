@@ -9,18 +9,18 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.metadata
+import pkgutil
 import platform
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
-from hf_spec import __version__
 from hf_spec.cli.config_file import add_config_option
 from hf_spec.cli.failures import DEBUG_VARIABLE, in_one_sentence
+from hf_spec.installing import VERSION
 
 # Beside our own version, those that a report of a problem needs.
 NAMED_WITH_VERSION: Final = ("torch", "transformers", "huggingface_hub", "peft")
@@ -29,43 +29,25 @@ NAMED_WITH_VERSION: Final = ("torch", "transformers", "huggingface_hub", "peft")
 MARKUP: Final = "markdown"
 
 
-@dataclass(frozen=True)
-class Entry:
-    """Where a sub-command is.
-
-    Attributes:
-        module: to import.
-        attribute: a function with typer's annotations, or a `typer.Typer` with several.
-        summary: the first line of its help, known without the import.
-    """
-
-    module: str
-    attribute: str
-    summary: str
-
-
-ENTRIES = {
-    "generate": Entry("hf_spec.cli.answer.generate", "generate", "Continue or answer a prompt."),
-    "chat": Entry("hf_spec.cli.answer.chat", "chat", "Talk with a model in the terminal."),
-    "train": Entry("hf_spec.cli.train.app", "train", "Train the parts that strategies need."),
-    "calibrate": Entry(
-        "hf_spec.cli.train.calibrate", "calibrate", "Choose options by measured speed."
-    ),
-    "verify": Entry(
-        "hf_spec.cli.verify",
-        "verify",
+# Name -> module and attribute, a function with typer's annotations or a `typer.Typer` with several,
+# and the first line of its help, known without the import.
+COMMANDS = {
+    "generate": ("hf_spec.cli.answer.generate:generate", "Continue or answer a prompt."),
+    "chat": ("hf_spec.cli.answer.chat:chat", "Talk with a model in the terminal."),
+    "train": ("hf_spec.cli.train.app:train", "Train the parts that strategies need."),
+    "calibrate": ("hf_spec.cli.train.calibrate:calibrate", "Choose options by measured speed."),
+    "verify": (
+        "hf_spec.cli.verify:verify",
         "Prove on your own model and prompts that a strategy leaves the output as it is.",
     ),
-    "bench": Entry(
-        "hf_spec.cli.bench",
-        "bench",
+    "bench": (
+        "hf_spec.cli.bench:bench",
         "Measure strategies against plain generate() and what others offer, on your own prompts.",
     ),
-    "card": Entry("hf_spec.cli.card", "card", "Write the model card of an adapter."),
-    "push": Entry("hf_spec.cli.push", "push", "Put an adapter on the Hugging Face Hub."),
-    "demo": Entry(
-        "hf_spec.cli.demo",
-        "demo",
+    "card": ("hf_spec.cli.card:card", "Write the model card of an adapter."),
+    "push": ("hf_spec.cli.push:push", "Put an adapter on the Hugging Face Hub."),
+    "demo": (
+        "hf_spec.cli.demo.command:demo",
         "Answer four prompts plainly and speculatively with a small real model, and compare.",
     ),
 }
@@ -105,8 +87,7 @@ def build_app() -> typer.Typer:
 
 def load_command(name: str) -> Any:
     """Import a sub-command; it takes `--config`, as does whatever is below it."""
-    entry = ENTRIES[name]
-    found = getattr(importlib.import_module(entry.module), entry.attribute)
+    found = pkgutil.resolve_name(COMMANDS[name][0])
     app = typer.Typer(add_completion=False, rich_markup_mode=MARKUP)
     if isinstance(found, typer.Typer):
         app.add_typer(found, name=name)
@@ -141,7 +122,7 @@ def _say_versions(asked: bool) -> None:
         return
     installed = {d.name for d in importlib.metadata.distributions()}
     found = [f"{n} {importlib.metadata.version(n)}" for n in NAMED_WITH_VERSION if n in installed]
-    typer.echo(f"hf-spec {__version__} ({', '.join(found)}, Python {platform.python_version()})")
+    typer.echo(f"hf-spec {VERSION} ({', '.join(found)}, Python {platform.python_version()})")
     raise typer.Exit
 
 
@@ -152,7 +133,7 @@ class _Unloaded(TyperCommand):
 class _RootGroup(TyperGroup):
     def __init__(self, **attributes: Any):
         super().__init__(**attributes)
-        self.commands = {name: _Unloaded(name, help=ENTRIES[name].summary) for name in ENTRIES}
+        self.commands = {name: _Unloaded(name, help=said) for name, (_, said) in COMMANDS.items()}
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, command, rest = super().resolve_command(ctx, args)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hf_spec.cli.method_options import Assistants, PerTask, Prompts
 from hf_spec.cli.options import AUTO, ENTRY, Device, Dtype, ModelArgument, check_out
 from hf_spec.errors import OptionError
 from hf_spec.installing import how_to_install
@@ -29,21 +29,10 @@ def bench(  # noqa: PLR0913 - one parameter an option
             "truncated:N is the model's own first N layers."
         ),
     ] = None,
-    assistant: Annotated[
-        list[str] | None,
-        typer.Option(help="For strategies that name none; repeated, a list (for auto)."),
-    ] = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            exists=True,
-            dir_okay=False,
-            help="JSON lines with id, task and turns (.jsonl), or a text file with one prompt a "
-            "line; the package's own by default.",
-        ),
-    ] = None,
+    assistant: Assistants = None,
+    prompts: Prompts = None,
     whole: Annotated[bool, typer.Option("--whole", help="A text file is one prompt.")] = False,
-    per_task: Annotated[int, typer.Option(min=1, help="Prompts of each task.")] = 4,
+    per_task: PerTask = 4,
     task: Annotated[list[str] | None, typer.Option(help="Only this one; may be repeated.")] = None,
     multi_turn: Annotated[
         bool, typer.Option("--multi-turn", help="All turns of a prompt, as a conversation.")
@@ -94,19 +83,19 @@ def bench(  # noqa: PLR0913 - one parameter an option
 
         hf-spec bench MODEL --strategy lookup --strategy falcon@HEAD --out results.json
     """
-    from hf_spec.bench.contenders import parse_entry, with_assistants
+    from hf_spec.bench.entries import parse_entries
     from hf_spec.bench.lineup import Suite
     from hf_spec.bench.suite import Benchmark
     from hf_spec.cli.loading import load_target, load_tokenizer
     from hf_spec.data.prompts import load_prompts
 
     if temperature is not None and not sample:
-        raise OptionError(f"--temperature {temperature} is of no use without --sample")
+        raise OptionError(f"--temperature {temperature} needs --sample")
     check_out(out)
     if plots is not None and importlib.util.find_spec("matplotlib") is None:
         raise OptionError(f"--plots needs matplotlib: {how_to_install('bench')}")
     chosen = strategy or ([] if synthetic_acceptance is not None else ["lookup"])
-    entries = list(with_assistants([parse_entry(text) for text in chosen], assistant or []))
+    entries = parse_entries(chosen, assistant or [])
     suite = Suite(
         batch_sizes=tuple(dict.fromkeys(batch)),
         new_tokens=new_tokens,
@@ -135,45 +124,37 @@ def bench(  # noqa: PLR0913 - one parameter an option
 def run_and_write(
     benchmark: Benchmark, facts: Mapping[str, Any], out: Path | None, plots: Path | None
 ) -> dict[str, Any]:
-    """Measure with a progress bar; what is measured is on disk from batch to batch.
+    """Measure with a progress bar, and return the results as in the file.
 
     Args:
         benchmark: what is measured.
         facts: put before everything else: the command and the model.
         out: JSON file, whole after every batch; None for none.
         plots: folder; None for none.
-
-    Returns:
-        The results, as in the file.
     """
     from tqdm import tqdm
 
-    from hf_spec.files import written_whole
+    from hf_spec.files import write_json
 
     report: dict[str, Any] = {}
     with tqdm(total=benchmark.num_runs, unit="run", disable=None) as bar:
         for results in benchmark.run(bar.update):
             report = results.to_dict(**facts)
             if out is not None:
-                with written_whole(out) as part:
-                    part.write_text(json.dumps(report, indent=1), encoding="utf-8")
+                write_json(out, report)
     if plots is not None:
-        from hf_spec.bench.result_plots import draw
+        from hf_spec.bench.plots import draw
 
         draw(report, plots)
     return report
 
 
 def show(report: Mapping[str, Any], as_markdown: bool = False) -> None:
-    """Print the tables: set for reading on a terminal, in columns of text into a pipe.
-
-    Args:
-        report: of `run_and_write`.
-        as_markdown: print Markdown, wherever to.
-    """
+    """Print the tables: drawn on a terminal, in columns of text into a pipe, or as Markdown."""
     from rich.console import Console
 
-    from hf_spec.bench.report import SYNTHETIC, markdown, notice, sections, text
+    from hf_spec.bench.report import SYNTHETIC, markdown, sections, text
+    from hf_spec.bench.summary import notice
 
     console = Console(highlight=False)
     if as_markdown or not console.is_terminal:
@@ -181,10 +162,9 @@ def show(report: Mapping[str, Any], as_markdown: bool = False) -> None:
         return
     if said := notice(report):
         console.print(said + SYNTHETIC, style="bold yellow", markup=False)
-    for section in sections(report):
-        console.rule(section.title)
-        for table in section.tables:
-            console.print(_drawn(table))
+    for title, tables in sections(report).items():
+        console.rule(title)
+        console.print(*map(_drawn, tables), sep="\n")
 
 
 def _drawn(table: Table) -> Any:

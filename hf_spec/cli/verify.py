@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hf_spec.cli.failures import FAILED, UNPROVEN
+from hf_spec.cli.method_options import Assistants, PerTask, Prompts
 from hf_spec.cli.options import AUTO, ENTRY, Device, Dtype, ModelArgument, check_out
 
 if TYPE_CHECKING:
@@ -26,15 +26,9 @@ STATUS = {"passed": 0, "failed": FAILED, "unproven": UNPROVEN}
 def verify(  # noqa: PLR0913 - one parameter an option
     model: ModelArgument,
     strategy: Annotated[list[str], typer.Option(help=f"{ENTRY}, without spaces; may be repeated.")],
-    assistant: Annotated[
-        list[str] | None,
-        typer.Option(help="For strategies that name none; repeated, a list (for auto)."),
-    ] = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(exists=True, help="JSON lines with `turns`; the package's own by default."),
-    ] = None,
-    per_task: Annotated[int, typer.Option(min=1, help="Prompts of each task.")] = 2,
+    assistant: Assistants = None,
+    prompts: Prompts = None,
+    per_task: PerTask = 2,
     new_tokens: Annotated[int, typer.Option(min=1, help="Of each greedy output.")] = 64,
     sampled_prompts: Annotated[
         int, typer.Option(min=0, help="Prompts sampled from, the shortest ones; 0 for none.")
@@ -59,24 +53,23 @@ def verify(  # noqa: PLR0913 - one parameter an option
     from rich.console import Console
     from tqdm import tqdm
 
-    from hf_spec.bench.contenders import parse_entry, with_assistants
+    from hf_spec.bench.entries import parse_entries
     from hf_spec.cli.loading import load_target, load_tokenizer
     from hf_spec.data.machine import environment
     from hf_spec.data.prompts import load_prompts
-    from hf_spec.files import written_whole
+    from hf_spec.files import write_json
     from hf_spec.verify import verify as checks
     from hf_spec.verify.sampling import SamplingPlan
 
     check_out(out)
-    entries = with_assistants([parse_entry(text) for text in strategy], assistant or [])
-    subjects = [checks.Subject(*entry) for entry in entries]
+    entries = parse_entries(strategy, assistant or [])
     texts = load_prompts(prompts, per_task)
     target, tokenizer = load_target(model, dtype, device), load_tokenizer(model)
     sampling = SamplingPlan(draws=draws, temperature=temperature, seed=seed)
     plan = checks.VerificationPlan(new_tokens, sampled_prompts, sampling)
-    runs = len(subjects) * (len(texts) + bool(sampled_prompts))
+    runs = len(entries) * (len(texts) + bool(sampled_prompts))
     with tqdm(total=runs, desc="checks", disable=None) as bar:
-        found = checks.verify(target, tokenizer, texts, subjects, plan, bar.update)
+        found = checks.verify(target, tokenizer, texts, entries, plan, bar.update)
     console = Console()
     for verification in found:
         _show(console, verification, tokenizer)
@@ -92,9 +85,7 @@ def verify(  # noqa: PLR0913 - one parameter an option
             "passed": verdict == checks.PASSED,
             "verdict": verdict,
         }
-        report = {**facts, "strategies": [one.to_dict() for one in found]}
-        with written_whole(out) as part:
-            part.write_text(json.dumps(report, indent=1), encoding="utf-8")
+        write_json(out, {**facts, "strategies": [one.to_dict() for one in found]})
     raise typer.Exit(STATUS[verdict])
 
 

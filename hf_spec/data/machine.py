@@ -6,6 +6,7 @@ import importlib.metadata
 import platform
 import re
 import subprocess
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,10 @@ import transformers
 
 
 def environment(device: torch.device | None = None) -> dict[str, Any]:
-    """What a reader needs to judge the numbers.
+    """Device, processor, threads, versions, and the commit if the package is in a git checkout.
 
     Args:
         device: that was measured; the GPU if there is one by default.
-
-    Returns:
-        Device, processor, threads, versions, and the commit, if the package lies in a git checkout.
     """
     on_gpu = torch.cuda.is_available() if device is None else device.type == "cuda"
     return {
@@ -39,20 +37,18 @@ def environment(device: torch.device | None = None) -> dict[str, Any]:
 
 def _versions() -> dict[str, str]:
     """Of what is installed as a distribution, ours and the peer's."""
-    names = {"hf_spec": "hf-spec", "economize": "economize"}
     found = {}
-    for name, distribution in names.items():
-        try:
-            found[name] = importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    for name in ("hf_spec", "economize"):
+        # Distributions are named alike with either kind of dash.
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
     return found
 
 
 def _processor() -> str:
-    """The processor's own name where Linux tells it."""
-    told = Path("/proc/cpuinfo")
-    named = re.search(r"model name\s*: (.+)", told.read_text()) if told.exists() else None
+    """The processor's own name where Linux knows it."""
+    file = Path("/proc/cpuinfo")
+    named = re.search(r"model name\s*: (.+)", file.read_text()) if file.exists() else None
     return named[1] if named else platform.processor() or platform.machine()
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from hf_spec.errors import OptionError, UnsupportedError
 
@@ -39,19 +41,20 @@ class Prompt:
         """(1, L) int64 ids, with the chat template if the tokenizer has one."""
         if tokenizer.chat_template is None:
             return torch.tensor([tokenizer(self.turns[0])["input_ids"]])
-        messages = []
-        for message, answer in self.history:
-            messages += [
-                {"role": "user", "content": message},
-                {"role": "assistant", "content": answer},
-            ]
-        encoded = tokenizer.apply_chat_template(
-            [*messages, {"role": "user", "content": self.turns[0]}],
-            add_generation_prompt=True,
-            return_tensors="pt",
-            return_dict=True,
-        )
-        return encoded["input_ids"]
+        said = [*(text for pair in self.history for text in pair), self.turns[0]]
+        roles = cycle(("user", "assistant"))
+        messages = [
+            {"role": role, "content": text} for role, text in zip(roles, said, strict=False)
+        ]
+        return encode_chat(tokenizer, messages)
+
+
+def encode_chat(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> Tensor:
+    """(1, L) int64: a conversation in the model's chat template, open for its answer."""
+    encoded = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    return encoded["input_ids"]
 
 
 def load_prompts(
@@ -86,11 +89,13 @@ def load_prompts(
             raise OptionError(
                 f"{source} has no prompts of task {task!r}; it has {', '.join(known)}"
             )
-    taken: list[Prompt] = []
-    for task in known:
-        mine = [prompt for prompt in found if prompt.task == task]
-        taken += mine[:per_task] if not tasks or task in tasks else []
-    return [prompt for prompt in found if prompt in taken]
+    seen: Counter[str] = Counter()
+    taken = []
+    for prompt in found:
+        seen[prompt.task] += 1
+        if (per_task is None or seen[prompt.task] <= per_task) and prompt.task in (tasks or known):
+            taken.append(prompt)
+    return taken
 
 
 def _from_text(text: str, whole: bool) -> Iterator[Prompt]:
@@ -114,19 +119,17 @@ def _from_json(source: str, text: str) -> Iterator[Prompt]:
 def as_conversations(
     prompts: Sequence[Prompt], tokenizer: Any, answer: Callable[[Prompt], str]
 ) -> list[Prompt]:
-    """One prompt per turn, each with the turns and answers before it.
+    """One prompt per turn in order, each with the turns and answers before it.
+
+    Turns of prompts with several are called "id/1", "id/2" and so on.
 
     Args:
         prompts: with one turn or more.
-        tokenizer: has a chat template, if any prompt has more than one turn.
-        answer: the model's answer to the first turn of a prompt; asked for turns that others
-            follow.
-
-    Returns:
-        The prompts in order; the turns of those with several are called "id/1", "id/2" and so on.
+        tokenizer: of the model.
+        answer: the model's answer to the first turn of a prompt.
 
     Raises:
-        UnsupportedError: if the tokenizer has no chat template.
+        UnsupportedError: if a prompt has several turns and the tokenizer no chat template.
     """
     found: list[Prompt] = []
     for prompt in prompts:
@@ -149,10 +152,11 @@ def as_conversations(
 
 def left_padded(rows: Sequence[Tensor]) -> dict[str, Tensor]:
     """`input_ids` and `attention_mask` of prompts (L,), padded on the left."""
-    width = max(len(row) for row in rows)
-    ids = torch.stack([F.pad(row, (width - len(row), 0)) for row in rows])
-    mask = torch.stack([F.pad(torch.ones_like(row), (width - len(row), 0)) for row in rows])
-    return {"input_ids": ids, "attention_mask": mask}
+    masks = [torch.ones_like(row) for row in rows]
+    return {
+        name: pad_sequence(texts, batch_first=True, padding_side="left")
+        for name, texts in (("input_ids", list(rows)), ("attention_mask", masks))
+    }
 
 
 @dataclass(frozen=True)

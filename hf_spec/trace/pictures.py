@@ -11,6 +11,8 @@ from xml.sax.saxutils import escape
 from hf_spec.drafting.graph import TokenGraph
 from hf_spec.execution.row_work import BATCHING
 
+Point = tuple[float, float]
+
 GROUND, INK, PALE = "#ffffff", "#1f2937", "#e5e7eb"
 ACCEPTED, REFUSED, PADDING = "#bbf7d0", "#f9fafb", "#fca5a5"
 ROWS = ("#bfdbfe", "#fde68a", "#ddd6fe", "#a5f3fc")
@@ -62,9 +64,7 @@ class Canvas:
             f'<rect width="{width}" height="{height}" fill="{GROUND}"/>',
         ]
 
-    def box(
-        self, x: float, y: float, size: tuple[float, float], fill: str, label: str = ""
-    ) -> None:
+    def box(self, x: float, y: float, size: Point, fill: str, label: str = "") -> None:
         """A rectangle with a centred label."""
         width, height = size
         self.parts.append(
@@ -80,7 +80,7 @@ class Canvas:
             f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}">{escape(words)}</text>'
         )
 
-    def arrow(self, start: tuple[float, float], end: tuple[float, float], dashed: bool) -> None:
+    def arrow(self, start: Point, end: Point, dashed: bool) -> None:
         """A line with a tip."""
         dash = ' stroke-dasharray="5 4"' if dashed else ""
         self.parts.append(
@@ -117,7 +117,7 @@ def token_tree(
         words: per node, the root first.
         parents: per node, -1 for the root; parents precede children.
         accepted: the accepted nodes in order, without the root.
-        bonus: the target's own token behind them.
+        bonus: the target's own token after them.
     """
     kept = [0, *accepted]
     words, parents = list(words), list(parents)
@@ -210,7 +210,7 @@ def _padded(row: int, counts: Sequence[int]) -> list[str]:
     return [*_line(row, [counts[row]]), *[PADDING] * (max(counts) - counts[row])]
 
 
-def places(parents: Sequence[int]) -> list[tuple[float, float]]:
+def places(parents: Sequence[int]) -> list[Point]:
     """Top left corners of nodes: columns by depth, leaves one below the other."""
     children: list[list[int]] = [[] for _ in parents]
     for node, above in enumerate(parents):
@@ -218,13 +218,16 @@ def places(parents: Sequence[int]) -> list[tuple[float, float]]:
             children[above].append(node)
     leaves = [node for node in _depth_first(children) if not children[node]]
     lines: dict[int, float] = {leaf: line for line, leaf in enumerate(leaves)}
-    # Children stand behind their parents, so from the last node on their lines are known.
+    # Children come after their parents, so from the last node on their lines are known.
     for node in reversed(range(len(parents))):
         if children[node]:
             lines[node] = sum(lines[child] for child in children[node]) / len(children[node])
+    depths: list[int] = []
+    for above in parents:
+        depths.append(depths[above] + 1 if above >= 0 else 0)
     return [
         (MARGIN + depth * (WIDTH + GAP_X), TOP + lines[node] * (HEIGHT + GAP_Y))
-        for node, depth in enumerate(_depths(parents))
+        for node, depth in enumerate(depths)
     ]
 
 
@@ -234,33 +237,22 @@ def _depth_first(children: Sequence[Sequence[int]], node: int = 0) -> Iterator[i
         yield from _depth_first(children, child)
 
 
-def _depths(parents: Sequence[int]) -> list[int]:
-    depths: list[int] = []
-    for above in parents:
-        depths.append(depths[above] + 1 if above >= 0 else 0)
-    return depths
-
-
-def connect(
-    canvas: Canvas, start: tuple[float, float], end: tuple[float, float], dashed: bool = False
-) -> None:
+def connect(canvas: Canvas, start: Point, end: Point, dashed: bool = False) -> None:
     """An arrow from one node to another: rightwards from side to side, else from top to bottom."""
-    if end[0] > start[0]:
-        ends = (start[0] + WIDTH, start[1] + HEIGHT / 2), (end[0], end[1] + HEIGHT / 2)
+    (x, y), (to_x, to_y) = start, end
+    if to_x > x:
+        canvas.arrow((x + WIDTH, y + HEIGHT / 2), (to_x, to_y + HEIGHT / 2), dashed)
     else:
-        down = end[1] > start[1]
-        ends = (
-            (start[0] + WIDTH / 2, start[1] + HEIGHT * down),
-            (end[0] + WIDTH / 2, end[1] + HEIGHT * (not down)),
-        )
-    canvas.arrow(*ends, dashed)
+        down = to_y > y
+        tip = to_x + WIDTH / 2, to_y + HEIGHT * (not down)
+        canvas.arrow((x + WIDTH / 2, y + HEIGHT * down), tip, dashed)
 
 
-def _fitting(spots: Sequence[tuple[float, float]], title: str) -> Canvas:
+def _fitting(spots: Sequence[Point], title: str) -> Canvas:
     """A canvas with room for nodes at `spots` and a line of text below them."""
     right, bottom = max(x for x, _ in spots) + WIDTH, max(y for _, y in spots) + HEIGHT
     return Canvas(int(max(right + MARGIN, 440)), int(bottom + GAP_Y + FOOT), title)
 
 
-def _foot(canvas: Canvas, spots: Sequence[tuple[float, float]], words: str) -> None:
+def _foot(canvas: Canvas, spots: Sequence[Point], words: str) -> None:
     canvas.text(MARGIN, max(y for _, y in spots) + HEIGHT + GAP_Y + FOOT - 14, words)

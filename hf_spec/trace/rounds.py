@@ -60,7 +60,7 @@ def record_rounds(
         inputs: `input_ids` and `attention_mask`.
         spec_strategy: a name or a config.
         assistant: what the strategy drafts with.
-        **settings: what else `generate()` takes.
+        **settings: what else it takes.
 
     Returns:
         What `generate()` returns, and the rounds in order.

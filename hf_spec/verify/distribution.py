@@ -114,12 +114,7 @@ def divide(
 
 
 def compare(cells: Cells, continuations: Iterable[Path]) -> Comparison:
-    """Chi-square of drawn continuations.
-
-    Args:
-        cells: of the distribution that they should follow.
-        continuations: each of `cells.steps` tokens, or fewer if the last one ends it.
-    """
+    """Chi-square of drawn continuations, each of `cells.steps` tokens or ended before."""
     counts: dict[Path, int] = {}
     draws = impossible = 0
     for continuation in continuations:
@@ -146,7 +141,7 @@ def chi_square(found: Iterable[tuple[float, int]], impossible: int = 0) -> Compa
 
 
 def merge_rare(cells: Iterable[tuple[float, int]]) -> list[tuple[float, int]]:
-    """Put (expected, observed) pairs that are expected too seldom together into one."""
+    """Put (expected, observed) pairs that are expected too rarely together into one."""
     ordered = sorted(cells, reverse=True)
     kept = [cell for cell in ordered if cell[0] >= MIN_EXPECTED]
     rare = ordered[len(kept) :]
@@ -171,13 +166,7 @@ def chi_square_limit(significance: float, freedom: float) -> float:
 
 
 def power(noncentrality: float, freedom: int, significance: float) -> float:
-    """Probability that a test at `significance` finds a bias.
-
-    Args:
-        noncentrality: n * sum((p' - p)**2 / p) of the bias p'.
-        freedom: degrees of freedom of the test.
-        significance: of the test.
-    """
+    """Probability that a test finds a bias p' of `noncentrality` n * sum((p' - p)**2 / p)."""
     limit = torch.tensor(chi_square_limit(significance, freedom) / 2, dtype=torch.float64)
     mean = noncentrality / 2
     # The noncentral distribution is a Poisson mixture of central ones.
@@ -193,14 +182,7 @@ def detectable_share(draws: int, freedom: int, significance: float, wanted: floa
     Moving a share d has a noncentrality of at least 4 * n * d**2 (Cauchy-Schwarz, reached where it
     goes from one half of the probability to the other).
 
-    Args:
-        draws: n.
-        freedom: degrees of freedom of the test.
-        significance: of the test.
-        wanted: probability with which it is to be found.
-
-    Returns:
-        At most 1, which stands for a test that finds nothing for certain.
+    It is found with the probability `wanted`; 1 means a test that finds nothing for certain.
     """
     if not draws or freedom <= 0:
         return 1.0

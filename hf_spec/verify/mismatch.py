@@ -19,7 +19,8 @@ from transformers import PreTrainedModel
 
 from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.tree import DraftTree
-from hf_spec.verify.sampling import end_tokens
+from hf_spec.training.responses import end_tokens
+from hf_spec.verify.sampling import continued
 
 TIE, BUG, UNSTABLE = "tie", "bug", "unstable"
 
@@ -37,7 +38,7 @@ class Difference:
 
     Attributes:
         position: of the differing token, counted from the first generated one.
-        plain_token, token: what plain decoding says there and what came; None behind an end.
+        plain_token, token: what plain decoding says there and what came; None after an end.
         margin: how much larger the plain score of `plain_token` is than that of `token`.
         error: largest difference between plain logits and the engine's at this place, among the
             likeliest tokens.
@@ -69,14 +70,14 @@ def differences(
 ) -> Iterator[Difference]:
     """Explain how `got` departs from plain decoding.
 
-    Behind a tie plain decoding is asked anew from the token that came, so that the rest of the
-    output is checked too. The first mistake is the last one looked at.
+    After a tie plain decoding goes on from the token that came, so that the rest of the output is
+    checked too. The first mistake is the last one looked at.
 
     Args:
         model: the target.
         prompt: (1, L) int64.
-        expected: plain decoding's output, prompt included.
-        got: the output to be explained, prompt included.
+        expected: plain decoding's output, with the prompt.
+        got: the output to be explained, likewise.
         new_tokens: most tokens that either may have.
     """
     start = prompt.shape[1]
@@ -91,7 +92,8 @@ def differences(
         if got[place] in end_tokens(model):
             expected = got[: place + 1]
         else:
-            expected = _plain(model, text, limit - place - 1).sequences[0].tolist()
+            again = continued(model, text, limit - place - 1, do_sample=False)
+            expected = again.sequences[0].tolist()
 
 
 def _explain(
@@ -105,7 +107,8 @@ def _explain(
         reason = f"the {shorter} output ends where the {longer} one goes on"
         return Difference(position, mine, theirs, float("inf"), 0.0, 0.0, BUG, reason)
     tokens = list(got[:place])
-    again = _plain(model, text, place - text.shape[1] + 1)
+    settings = {"do_sample": False, "output_logits": True, "output_scores": True}
+    again = continued(model, text, place - text.shape[1] + 1, **settings)
     if again.sequences[0, :place].tolist() != tokens:
         reason = "plain generate() gave another output the second time"
         return Difference(
@@ -152,13 +155,7 @@ def _rounding(logits: Tensor, dtype: torch.dtype) -> float:
 def _packed_logits(
     model: PreTrainedModel, tokens: Sequence[int], following: Sequence[int]
 ) -> list[Tensor]:
-    """(V,) the engine's logits behind `tokens`: in one forward, as a root, as the root of a chain.
-
-    Args:
-        model: the target.
-        tokens: the text.
-        following: makes up the chain.
-    """
+    """(V,) the engine's logits after `tokens`: in one forward, as a root, as that of a chain."""
     chain = [tokens[-1], *following]
     found = []
     for stored, nodes in ((False, chain[:1]), (True, chain[:1]), (True, chain)):
@@ -173,15 +170,3 @@ def _packed_logits(
 
 def _chain(nodes: Sequence[int]) -> DraftTree:
     return DraftTree.from_rows([(list(nodes), list(range(-1, len(nodes) - 1)))])
-
-
-def _plain(model: Any, text: Tensor, new_tokens: int) -> Any:
-    return model.generate(
-        text,
-        attention_mask=torch.ones_like(text),
-        max_new_tokens=new_tokens,
-        do_sample=False,
-        return_dict_in_generate=True,
-        output_logits=True,
-        output_scores=True,
-    )

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
+from hf_spec.training.responses import end_tokens
 from hf_spec.verify.distribution import (
     MIN_EXPECTED,
     Comparison,
@@ -61,7 +61,7 @@ class SamplingPlan:
 
 @dataclass(frozen=True)
 class SampledText:
-    """The draws behind one text.
+    """The draws after one text.
 
     Attributes:
         comparison: with the distribution of plain generate().
@@ -131,12 +131,11 @@ def check_sampling(
     found = []
     with torch.random.fork_rng(devices):
         torch.manual_seed(plan.seed)
+        ends = end_tokens(model)
         for prompt in prompts:
             text = unsure_text(model, prompt.to(model.device), plan.look_ahead)
-            ends = end_tokens(model)
-            cells = divide(
-                plain_probs(model, text, plan), plan.steps, MIN_EXPECTED / plan.draws, ends
-            )
+            probs = plain_probs(model, text, plan)
+            cells = divide(probs, plan.steps, MIN_EXPECTED / plan.draws, ends)
             drawn, drafted, accepted = draw(model, text, plan, ends, method)
             found.append(SampledText(compare(cells, drawn), drafted, accepted))
     return SamplingResult(tuple(found), plan.significance)
@@ -144,34 +143,20 @@ def check_sampling(
 
 def unsure_text(model: Any, prompt: Tensor, look_ahead: int) -> Tensor:
     """The prompt and the answer up to where the likeliest next token is nearest to one half."""
-    output = model.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        max_new_tokens=look_ahead,
-        do_sample=False,
-        return_dict_in_generate=True,
-        output_logits=True,
-    )
+    output = continued(model, prompt, look_ahead, do_sample=False, output_logits=True)
     best = torch.stack([step[0].float().softmax(dim=-1).max() for step in output.logits])
     place = int((best - 0.5).abs().argmin())
     return output.sequences[:, : prompt.shape[1] + place]
 
 
 def plain_probs(model: Any, text: Tensor, plan: SamplingPlan) -> NextProbs:
-    """What plain `generate()` draws from behind `text` and each path."""
+    """What plain `generate()` draws from after `text` and each path."""
 
     def next_probs(paths: Sequence[Path]) -> Tensor:
-        behind = torch.tensor(paths, dtype=torch.long, device=text.device)
-        prefixes = torch.cat([text.expand(len(paths), -1), behind.view(len(paths), -1)], dim=1)
+        following = torch.tensor(paths, dtype=torch.long, device=text.device).view(len(paths), -1)
+        prefixes = torch.cat([text.expand(len(paths), -1), following], dim=1)
         parts = [
-            model.generate(
-                part,
-                attention_mask=torch.ones_like(part),
-                max_new_tokens=1,
-                return_dict_in_generate=True,
-                output_scores=True,
-                **plan.options,
-            ).scores[0]
+            continued(model, part, 1, output_scores=True, **plan.options).scores[0]
             for part in prefixes.split(ROWS)
         ]
         return torch.cat(parts).double().softmax(dim=-1).cpu()
@@ -186,25 +171,24 @@ def draw(
     drawn: list[Path] = []
     drafted = accepted = 0
     while len(drawn) < plan.draws:
-        output = model.generate(
-            text,
-            attention_mask=torch.ones_like(text),
-            max_new_tokens=plan.steps,
-            num_return_sequences=min(plan.rows, plan.draws - len(drawn)),
-            return_dict_in_generate=True,
-            **plan.options,
-            **method,
-        )
+        rows = min(plan.rows, plan.draws - len(drawn))
+        settings = {**plan.options, **method, "num_return_sequences": rows}
+        output = continued(model, text, plan.steps, **settings)
         drafted += output.spec_stats.drafted_tokens
         accepted += output.spec_stats.accepted_tokens
         drawn += [_cut(row, ends) for row in output.sequences[:, text.shape[1] :].tolist()]
     return drawn, drafted, accepted
 
 
-def end_tokens(model: PreTrainedModel) -> set[int]:
-    """The tokens that end a sequence of `model`."""
-    ends = getattr(model.generation_config, "eos_token_id", None)
-    return set(ends if isinstance(ends, list) else [] if ends is None else [ends])
+def continued(model: Any, texts: Tensor, new_tokens: int, **settings: Any) -> Any:
+    """All that `generate()` returns for (B, L) texts without padding."""
+    return model.generate(
+        texts,
+        attention_mask=torch.ones_like(texts),
+        max_new_tokens=new_tokens,
+        return_dict_in_generate=True,
+        **settings,
+    )
 
 
 def _cut(tokens: list[int], ends: set[int]) -> Path:

@@ -14,16 +14,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_spec.bench.contenders import plain, speculative
+from hf_spec.bench.entries import Entry
 from hf_spec.data.prompts import Prompt
-from hf_spec.strategies import StrategyConfig
 from hf_spec.verify.mismatch import TIE, Difference, differences
 from hf_spec.verify.sampling import SamplingPlan, SamplingResult, check_sampling
 
-# Verdicts, the gravest first.
+# Verdicts, the worst first.
 VERDICTS = FAILED, UNPROVEN, PASSED = "failed", "unproven", "passed"
 
 
@@ -110,26 +109,6 @@ class Verification:
 
 
 @dataclass(frozen=True)
-class Subject:
-    """A strategy under test.
-
-    Attributes:
-        name: in the report.
-        config: of the strategy.
-        assistant: what it takes.
-    """
-
-    name: str
-    config: StrategyConfig
-    assistant: Any = None
-
-    @property
-    def method(self) -> dict[str, Any]:
-        """The arguments of generate() that make it speculate."""
-        return {"spec_strategy": self.config, "assistant": self.assistant}
-
-
-@dataclass(frozen=True)
 class VerificationPlan:
     """How much is compared.
 
@@ -148,7 +127,7 @@ def verify(
     model: PreTrainedModel,
     tokenizer: Any,
     prompts: Sequence[Prompt],
-    subjects: Sequence[Subject],
+    entries: Sequence[Entry],
     plan: VerificationPlan,
     progress: Callable[[], None] = lambda: None,
 ) -> list[Verification]:
@@ -158,51 +137,37 @@ def verify(
         model: the target, in evaluation mode.
         tokenizer: the model's.
         prompts: what to generate from.
-        subjects: the strategies.
+        entries: the strategies.
         plan: how much is compared.
         progress: called after every greedy output and every sampled strategy.
     """
     encoded = [prompt.encode(tokenizer).to(model.device) for prompt in prompts]
     shortest = sorted(encoded, key=lambda ids: ids.shape[1])[: plan.sampled_prompts]
-    greedy: dict[str, list[GreedyOutput]] = {subject.name: [] for subject in subjects}
+    greedy: dict[str, list[GreedyOutput]] = {entry.name: [] for entry in entries}
     sampled: dict[str, SamplingResult] = {}
     with _plain_by_default(model):
         for prompt, ids in zip(prompts, encoded, strict=True):
             expected = plain(model).run(ids, plan.new_tokens).sequence.tolist()
-            for subject in subjects:
-                output = _compare(model, prompt, ids, expected, subject, plan.new_tokens)
-                greedy[subject.name].append(output)
-                progress()
-        for subject in subjects:
-            if shortest:
-                sampled[subject.name] = check_sampling(
-                    model, shortest, plan.sampling, **subject.method
+            for entry in entries:
+                run = speculative(model, ids, plan.new_tokens, **entry.method)
+                assert run.stats is not None, "our own strategies count"
+                got = run.sequence.tolist()
+                output = GreedyOutput(
+                    prompt.id,
+                    prompt.task,
+                    len(got) - ids.shape[1],
+                    run.stats.tau,
+                    tuple(differences(model, ids, expected, got, plan.new_tokens)),
                 )
+                greedy[entry.name].append(output)
                 progress()
+        for entry in entries if shortest else ():
+            sampled[entry.name] = check_sampling(model, shortest, plan.sampling, **entry.method)
+            progress()
     return [
-        Verification(subject.name, tuple(greedy[subject.name]), sampled.get(subject.name))
-        for subject in subjects
+        Verification(entry.name, tuple(greedy[entry.name]), sampled.get(entry.name))
+        for entry in entries
     ]
-
-
-def _compare(
-    model: PreTrainedModel,
-    prompt: Prompt,
-    ids: Tensor,
-    expected: Sequence[int],
-    subject: Subject,
-    new_tokens: int,
-) -> GreedyOutput:
-    run = speculative(model, ids, new_tokens, **subject.method)
-    assert run.stats is not None, "our own strategies count"
-    found = differences(model, ids, expected, run.sequence.tolist(), new_tokens)
-    return GreedyOutput(
-        prompt.id,
-        prompt.task,
-        run.sequence.shape[0] - ids.shape[1],
-        run.stats.tau,
-        tuple(found),
-    )
 
 
 @contextmanager

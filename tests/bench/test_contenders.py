@@ -10,16 +10,12 @@ import pytest
 import torch
 
 from hf_spec import (
-    AssistantError,
-    FalconConfig,
-    GsdConfig,
     LookupConfig,
-    OptionError,
-    StrategyConfig,
     TreeConfig,
     UnsupportedError,
 )
 from hf_spec.bench import contenders as ways
+from hf_spec.bench.known_answers import PlainAnswers
 from tests.model_watch import count_forwards
 from tests.tiny_models import draft_model, ragged_batch, settled_prompt
 
@@ -90,38 +86,10 @@ def test_economize(model: Any) -> None:
     assert 0 < (contender.prepare(ids, NEW_TOKENS, None) or 0) <= NEW_TOKENS
 
 
-@pytest.mark.parametrize(
-    ("text", "config", "assistant"),
-    [
-        ("lookup", LookupConfig(), None),
-        (
-            "tree:children=2,length_policy=heuristic@a/b",
-            TreeConfig(children=2, length_policy="heuristic"),
-            "a/b",
-        ),
-        ("gsd:merge_length=null@x", GsdConfig(merge_length=None), "x"),
-        (
-            "falcon:tree=[[0],[0,0],[1]],max_nodes=2@x",
-            FalconConfig(tree=[[0], [0, 0], [1]], max_nodes=2),
-            "x",
-        ),
-    ],
-)
-def test_an_entry(text: str, config: StrategyConfig, assistant: str | None) -> None:
-    assert ways.parse_entry(text) == (text, config, assistant)
-
-
-def test_an_unknown_strategy_or_option() -> None:
-    with pytest.raises(OptionError, match="unknown spec_strategy 'no'"):
-        ways.parse_entry("no@x")
-    with pytest.raises(OptionError, match="no option depth"):
-        ways.parse_entry("tree:depth=2@x")
-
-
 def test_padded_rows_are_generated_as_if_alone(model: Any) -> None:
     batch = ragged_batch((9, 5, 7))
     ids, mask = batch["input_ids"], batch["attention_mask"]
-    expected = ways.PlainAnswers(model)(ids, NEW_TOKENS, mask)
+    expected = PlainAnswers(model)(ids, NEW_TOKENS, mask)
     for contender in (
         ways.plain(model),
         ways.strategy(model, LookupConfig()),
@@ -180,17 +148,3 @@ class TestCompiled:
         monkeypatch.setattr(torch, "compile", broken)
         with pytest.raises(UnsupportedError, match=r"cannot be compiled here.*no C\+\+ compiler"):
             ways.compiled(copy.deepcopy(model))
-
-
-class TestAssistants:
-    def test_they_go_to_strategies_that_take_one_and_name_none(self) -> None:
-        entries = [ways.parse_entry(text) for text in ("lookup", "draft", "tree@x", "auto")]
-        given = [assistant for *_, assistant in ways.with_assistants(entries, ["d"])]
-        assert given == [None, "d", "x", "d"]
-        entries = [ways.parse_entry(text) for text in ("none", "auto")]
-        assert [a for *_, a in ways.with_assistants(entries, ["d", "f"])] == [None, ["d", "f"]]
-        assert [a for *_, a in ways.with_assistants(entries, [])] == [None, None]
-
-    def test_one_that_is_missing(self) -> None:
-        with pytest.raises(AssistantError, match="--strategy gsd needs --assistant"):
-            list(ways.with_assistants([ways.parse_entry("gsd")], []))

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from hf_spec import AssistantError, LookupConfig, OptionError, TreeConfig
-from hf_spec.bench.contenders import GREEDY, parse_entry
-from hf_spec.bench.lineup import AssistantFinder, Suite, make_contenders, short_name
+from hf_spec.bench.contenders import GREEDY
+from hf_spec.bench.entries import Entry, parse_entry
+from hf_spec.bench.lineup import Suite, make_contenders
 from tests.model_watch import count_forwards
 from tests.tiny_models import VOCAB, build, draft_model, padded, save_disco_adapter
 
@@ -40,7 +41,7 @@ class TestContenders:
         ]
 
     def test_transformers_takes_drafts_of_its_own_width_alone(self, model: Any) -> None:
-        entries = [("padded", TreeConfig(), padded(draft_model("llama"), VOCAB + 3))]
+        entries = [Entry("padded", TreeConfig(), padded(draft_model("llama"), VOCAB + 3))]
         assert names(model, entries, Suite())[-1] == "padded"
         assert "transformers assistant" not in names(model, entries, Suite())
 
@@ -56,7 +57,7 @@ class TestRefusals:
 
     def test_the_same_entry_twice(self, model: Any) -> None:
         with pytest.raises(OptionError, match="--strategy a is given 2 times"):
-            names(model, [("a", LookupConfig(), None)] * 2, Suite())
+            names(model, [Entry("a", LookupConfig())] * 2, Suite())
 
     def test_an_adapter_of_another_model(self, tmp_path: Path, model: Any) -> None:
         save_disco_adapter(tmp_path, build("gpt2"))
@@ -64,24 +65,3 @@ class TestRefusals:
         with count_forwards(model) as calls, pytest.raises(AssistantError):
             names(model, entries, Suite())
         assert not calls
-
-
-def test_a_cut_model_is_made_once(model: Any) -> None:
-    find = AssistantFinder(model)
-    cut, *others = find(["truncated:2", "truncated:2", "some/folder"])
-    assert cut.config.num_hidden_layers == 2
-    assert others[0] is cut
-    assert others[1] == "some/folder"
-    assert find(None) is None
-
-
-@pytest.mark.parametrize(
-    ("entry", "name"),
-    [
-        ("lookup", "lookup"),
-        ("tree:max_nodes=5@a/b/small", "tree:max_nodes=5@small"),
-        ("draft@truncated:2", "draft@truncated:2"),
-    ],
-)
-def test_names_in_tables_are_short(entry: str, name: str) -> None:
-    assert short_name(entry) == name

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, replace
 from itertools import chain
 from typing import Any
 
@@ -14,8 +13,9 @@ from torch import Tensor
 
 from hf_spec import LookupConfig
 from hf_spec.bench.contenders import Contender, Run, plain, strategy
-from hf_spec.bench.runner import Plan, Record, measure
+from hf_spec.bench.runner import Plan, Record, Row, time_contenders
 from hf_spec.data.prompts import Prompt
+from hf_spec.outputs import RowStats, SpecStats
 
 NEW_TOKENS = 6
 
@@ -40,7 +40,9 @@ def measured(
     plan: Plan,
     *progress: Any,
 ) -> list[Record]:
-    return list(chain.from_iterable(measure(contenders, prompts, tokenizer, plan, *progress)))
+    return list(
+        chain.from_iterable(time_contenders(contenders, prompts, tokenizer, plan, *progress))
+    )
 
 
 def names(calls: Sequence[Any]) -> str:
@@ -101,7 +103,9 @@ class TestRecords:
         self, prompts: list[Prompt], tokenizer: Any
     ) -> None:
         calls: list[Any] = []
-        told = measure([named(n, calls) for n in "ab"], prompts, tokenizer, Plan(NEW_TOKENS, 2))
+        told = time_contenders(
+            [named(n, calls) for n in "ab"], prompts, tokenizer, Plan(NEW_TOKENS, 2)
+        )
         assert [(r.prompt, r.repeat) for r in next(told)] == 2 * [("count-1", 0)] + 2 * [
             ("count-1", 1)
         ]
@@ -146,9 +150,7 @@ class TestBatches:
         assert {r.new_tokens for r in records} == {2 * NEW_TOKENS}
         assert records[0].target_forwards == NEW_TOKENS
 
-    def test_padding_behind_an_end_is_no_output(
-        self, prompts: list[Prompt], tokenizer: Any
-    ) -> None:
+    def test_padding_after_an_end_is_no_output(self, prompts: list[Prompt], tokenizer: Any) -> None:
         plan = Plan(NEW_TOKENS, 1, batch_size=2, ends=frozenset([5]))
         (record,) = measured([named("a", [])], prompts, tokenizer, plan)
         assert record.new_tokens == 2
@@ -193,7 +195,34 @@ def test_the_longest_prompt_warms_up(prompts: list[Prompt], tokenizer: Any) -> N
     assert [length for _, length, _ in calls] == [7, 6, 7]
 
 
-def test_a_record_survives_json() -> None:
-    record = Record("p", "t", "a", 0, 1.0, 2.0, 3, None, True)
-    assert replace(Record(**json.loads(json.dumps(asdict(record)))), rows=()) == record
-    assert (record.ratio, record.tokens_per_second) == (2.0, 3.0)
+def test_a_record_as_json() -> None:
+    counted = RowStats(4, 6, 2, 6, [3, 3], [1, 1])
+    stats = SpecStats([counted], draft_seconds=0.25, verify_seconds=0.5, counters={"rounds": 4})
+    record = Record("p", "t", "a", 0, 1.0, 2.0, 3, 4, True, stats, 1, (Row("p", "t", True),))
+    assert (record.ratio, record.tokens_per_second, record.tau) == (2.0, 3.0, 0.5)
+    assert json.loads(json.dumps(record.to_dict())) == {
+        "prompt": "p",
+        "task": "t",
+        "contender": "a",
+        "repeat": 0,
+        "seconds": 1.0,
+        "plain_seconds": 2.0,
+        "new_tokens": 3,
+        "target_forwards": 4,
+        "identical": True,
+        "stats": {
+            "tau": 0.5,
+            "drafted_tokens": 6,
+            "draft_forwards": 0,
+            "draft_seconds": 0.25,
+            "verify_seconds": 0.5,
+            "other_seconds": 0.0,
+            "accepted_by_position": [1, 1],
+            "counters": {"rounds": 4},
+            "drafted_by_position": [3, 3],
+        },
+        "batch_size": 1,
+        "rows": [{"prompt": "p", "task": "t", "identical": True}],
+        "peak_bytes": None,
+    }
+    assert Record("p", "t", "a", 0, 1.0, 2.0, 3, None, True).to_dict()["stats"] is None

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hf_spec import OptionError, UnsupportedError
-from hf_spec.bench.contenders import parse_entry
+from hf_spec.bench.entries import parse_entry
 from hf_spec.bench.lineup import Suite
 from hf_spec.bench.suite import Benchmark
 from hf_spec.data.prompts import Prompt

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import hf_spec
 import hf_spec.cli
-from hf_spec.cli.app import ENTRIES, build_app, load_command
+from hf_spec.cli.app import COMMANDS, build_app, load_command
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "command-line.md"
@@ -27,9 +27,9 @@ def leaves(command: Any, name: str) -> dict[str, Any]:
     return {key: one for group in found for key, one in group.items()}
 
 
-LEAVES = {key: one for name in ENTRIES for key, one in leaves(load_command(name), name).items()}
+LEAVES = {key: one for name in COMMANDS for key, one in leaves(load_command(name), name).items()}
 
-MODULES = {entry.module for entry in ENTRIES.values()} | {"matplotlib"}
+MODULES = {place.split(":")[0] for place, _ in COMMANDS.values()} | {"matplotlib"}
 
 
 def run_python(code: str) -> str:
@@ -100,10 +100,10 @@ def test_the_versions() -> None:
     assert "transformers" in result.stdout
 
 
-@pytest.mark.parametrize("name", ENTRIES)
+@pytest.mark.parametrize("name", COMMANDS)
 def test_summaries_are_the_first_lines_of_the_helps(name: str) -> None:
     paragraph = (load_command(name).help or "").split("\n\n")[0]
-    assert " ".join(paragraph.split()) == ENTRIES[name].summary
+    assert " ".join(paragraph.split()) == COMMANDS[name][1]
 
 
 @pytest.mark.parametrize("name", LEAVES)

@@ -132,7 +132,7 @@ def test_an_interrupted_run_leaves_what_it_has(
         (["--task", "math"], "no prompts of task 'math'; it has count, letters"),
         (["--batch", "3"], "a batch of 3 rows needs as many prompts, and there are 2"),
         (["--device", "cuda"], "--device cuda"),
-        (["--temperature", "0.5"], "--temperature 0.5 is of no use without --sample"),
+        (["--temperature", "0.5"], "--temperature 0.5 needs --sample"),
         (["--out", "/no/such/folder/results.json"], "there is no folder"),
         (["--sample", "--synthetic-acceptance", "0.5"], "choose greedy decoding"),
     ],

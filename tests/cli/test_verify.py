@@ -94,9 +94,7 @@ class TestNothingAccepted:
         report = json.loads(out.read_text())
         assert (report["passed"], report["verdict"]) == (False, "unproven")
 
-    def test_the_gravest_verdict_counts(
-        self, command: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_the_worst_verdict_counts(self, command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         both = ["--strategy", "none", "--strategy", "lookup", "--sampled-prompts", "0"]
         assert command(*both).exit_code == 3
         monkeypatch.setattr(drafter, "NodeDraw", OneTooMany)

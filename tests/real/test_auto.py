@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from hf_spec import AutoConfig
+from hf_spec.bench.entries import Entry
 from hf_spec.data.prompts import load_prompts
 from hf_spec.verify.sampling import SamplingPlan
-from hf_spec.verify.verify import Subject, VerificationPlan, verify
+from hf_spec.verify.verify import VerificationPlan, verify
 from tests.tiny_models import left_padded
 
 pytestmark = pytest.mark.real
@@ -26,7 +27,7 @@ TIMINGS = {
     "verify": [[1, 0.028], [8, 0.034], [16, 0.038], [32, 0.052]],
     "draft": {"falcon": [[1, 0.003], [4, 0.008]], "tree": [[1, 0.0035], [5, 0.018]]},
 }
-SUBJECT = Subject("auto", AutoConfig(timings=TIMINGS), ADAPTERS)
+SUBJECT = Entry("auto", AutoConfig(timings=TIMINGS), ADAPTERS)
 
 
 def test_it_proves_itself(smollm2: Any) -> None:

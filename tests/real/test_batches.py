@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from examples.studies.ems_sd.batches import left_padded
 from hf_spec import BatchTextStreamer, DraftConfig, LookupConfig
-from hf_spec.data.prompts import load_prompts
+from hf_spec.data.prompts import left_padded, load_prompts
 
 pytestmark = pytest.mark.real
 

@@ -78,7 +78,7 @@ def test_ties_of_bfloat16_are_ties_and_what_follows_is_checked(twins: PreTrained
     assert found[0].token == twin(found[0].plain_token or 0)
 
 
-def test_a_mistake_behind_a_tie_is_found(twins: PreTrainedModel) -> None:
+def test_a_mistake_after_a_tie_is_found(twins: PreTrainedModel) -> None:
     prompt = repetitive_prompt()
     got = follow(twins, prompt, {2: twin, 5: wrong, 8: wrong})
     found = explained(twins, prompt, got)

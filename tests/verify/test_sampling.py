@@ -17,7 +17,6 @@ from hf_spec.verify.sampling import (
     SamplingPlan,
     SamplingResult,
     check_sampling,
-    end_tokens,
     plain_probs,
     unsure_text,
 )
@@ -110,18 +109,3 @@ class TestResult:
 
     def test_nothing_drawn(self) -> None:
         assert self.result().passed
-
-
-def test_end_tokens(model: PreTrainedModel) -> None:
-    class Config:
-        eos_token_id: Any = None
-
-    class Model:
-        generation_config = Config()
-
-    ends: Any = Model()
-    assert end_tokens(ends) == set()
-    ends.generation_config.eos_token_id = 7
-    assert end_tokens(ends) == {7}
-    ends.generation_config.eos_token_id = [7, 9]
-    assert end_tokens(ends) == {7, 9}

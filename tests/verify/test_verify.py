@@ -11,11 +11,12 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_spec import DraftConfig, LookupConfig, TreeConfig
+from hf_spec.bench.entries import Entry
 from hf_spec.data.prompts import Prompt
 from hf_spec.decoding import drafter
 from hf_spec.verify.mismatch import BUG
 from hf_spec.verify.sampling import SamplingPlan
-from hf_spec.verify.verify import PASSED, UNPROVEN, Subject, Verification, VerificationPlan, verify
+from hf_spec.verify.verify import PASSED, UNPROVEN, Verification, VerificationPlan, verify
 from tests.biased_rules import NoResidual, OneTooMany
 from tests.tiny_models import draft_model
 
@@ -23,25 +24,25 @@ PLAN = VerificationPlan(12, 1, SamplingPlan(draws=300, rows=150, look_ahead=8))
 GREEDY = VerificationPlan(12, 0)
 
 
-def subjects() -> list[Subject]:
+def entries() -> list[Entry]:
     draft = draft_model("llama")
     return [
-        Subject("lookup", LookupConfig()),
-        Subject("draft", DraftConfig(max_draft_tokens=2), draft),
-        Subject("tree", TreeConfig(max_draft_tokens=2), draft),
+        Entry("lookup", LookupConfig()),
+        Entry("draft", DraftConfig(max_draft_tokens=2), draft),
+        Entry("tree", TreeConfig(max_draft_tokens=2), draft),
     ]
 
 
 @pytest.fixture
 def run(model: PreTrainedModel, tokenizer: Any, prompts: list[Prompt]) -> Any:
-    def check(plan: VerificationPlan, *chosen: Subject, target: Any = model) -> list[Verification]:
+    def check(plan: VerificationPlan, *chosen: Entry, target: Any = model) -> list[Verification]:
         return verify(target, tokenizer, prompts, chosen, plan)
 
     return check
 
 
 def test_the_real_strategies_pass(run: Any) -> None:
-    found = run(PLAN, *subjects())
+    found = run(PLAN, *entries())
     assert [one.name for one in found] == ["lookup", "draft", "tree"]
     for one in found:
         assert one.verdict == (UNPROVEN if one.unproven else PASSED), one
@@ -57,7 +58,7 @@ def test_a_verifier_that_accepts_one_token_too_many(
     run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(drafter, "NodeDraw", OneTooMany)
-    for one in run(GREEDY, *subjects()):
+    for one in run(GREEDY, *entries()):
         assert not one.passed
         mistakes = [found for output in one.greedy for found in output.mistakes]
         assert mistakes
@@ -67,7 +68,7 @@ def test_a_verifier_that_accepts_one_token_too_many(
 def test_a_biased_residual(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafter, "ResidualRejection", NoResidual)
     sampling = SamplingPlan(draws=400, rows=200, look_ahead=12)
-    (found,) = run(VerificationPlan(4, 2, sampling), subjects()[1])
+    (found,) = run(VerificationPlan(4, 2, sampling), entries()[1])
     assert not any(output.differences for output in found.greedy)
     assert not found.sampling.passed
     assert not found.passed
@@ -82,7 +83,7 @@ def test_half_precision_differs_by_ties_alone(run: Any, model: PreTrainedModel) 
         half = rows.shape[0] // 2
         signs = torch.randn(half, rows.shape[1], generator=torch.Generator().manual_seed(0)).sign()
         rows[half : 2 * half] = rows[:half] * (1 + signs * 2**-7)
-    found = run(VerificationPlan(24, 0), *subjects(), target=target)
+    found = run(VerificationPlan(24, 0), *entries(), target=target)
     kinds = [d.kind for one in found for output in one.greedy for d in output.differences]
     assert set(kinds) == {"tie"}
     assert all(one.passed for one in found)
@@ -94,14 +95,14 @@ def test_a_strategy_stored_with_the_model_does_not_prove_itself(
     monkeypatch.setattr(drafter, "NodeDraw", OneTooMany)
     # In the instance, and gone afterwards: the model is shared.
     monkeypatch.setitem(vars(model.generation_config), "spec_strategy", "lookup")
-    (found,) = run(GREEDY, subjects()[0])
+    (found,) = run(GREEDY, entries()[0])
     assert model.generation_config.spec_strategy == "lookup"
     assert not found.passed
 
 
 def test_the_report_is_json(run: Any) -> None:
     for plan in (PLAN, GREEDY):
-        (found,) = run(plan, subjects()[1])
+        (found,) = run(plan, entries()[1])
         report = json.loads(json.dumps(found.to_dict()))
         assert report["passed"] is True
         assert len(report["greedy"]) == 2
@@ -110,5 +111,5 @@ def test_the_report_is_json(run: Any) -> None:
 
 def test_progress(model: PreTrainedModel, tokenizer: Any, prompts: list[Prompt]) -> None:
     calls: list[None] = []
-    verify(model, tokenizer, prompts, subjects()[:2], GREEDY, progress=lambda: calls.append(None))
+    verify(model, tokenizer, prompts, entries()[:2], GREEDY, progress=lambda: calls.append(None))
     assert len(calls) == 4

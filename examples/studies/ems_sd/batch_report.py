@@ -7,12 +7,13 @@ alike.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 from examples.studies.ems_sd.padding import accuracy_for, padding_ratio
+from hf_spec.bench.tables import Table
 
 MODES = ("padded", "unpadded_input", "unpadded_kv", "unpadded")
 
@@ -77,40 +78,32 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
     parts = []
     for method in dict.fromkeys(row["method"] for row in rows):
         mine = [row for row in rows if row["method"] == method]
-        parts += [f"### {method}", "", *_speeds(mine), "", *_padding(mine), ""]
-    return "\n".join(parts)
+        tables = (Table.of(columns, mine).markdown() for columns in (SPEEDS, PADDING))
+        parts += [f"### {method}", *tables]
+    return "\n\n".join(parts) + "\n"
 
 
-def _speeds(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    lines = [
-        "| batch | plain, tokens/s | padded | unpadded_input | unpadded_kv | unpadded | "
-        "unpadded to padded | identical |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        ratios = (f"{row['ratio'][mode]:.2f}" for mode in MODES)
-        lines.append(
-            f"| {row['batch_size']} | {row['tokens_per_second']['plain']:.1f} | "
-            f"{' | '.join(ratios)} | {row['unpadded_to_padded']:.2f} | "
-            f"{row['identical']} of {row['outputs']} |"
-        )
-    return lines
+def _figure(name: str, part: str = "", form: str = ".2f") -> Callable[[Mapping[str, Any]], str]:
+    return lambda row: format(row[name][part] if part else row[name], form)
 
 
-def _padding(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    lines = [
-        "| batch | tokens run per new token: plain | padded | unpadded | accepted length, mean | "
-        "least | padding ratio, measured | padding ratio, model of Appendix B |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        run = (f"{row['linear_tokens'][name]:.2f}" for name in ("plain", "padded", "unpadded"))
-        lines.append(
-            f"| {row['batch_size']} | {' | '.join(run)} | {row['accepted_length_mean']:.2f} | "
-            f"{row['accepted_length_min']:.2f} | {row['padding_ratio']:.1%} | "
-            f"{row['padding_ratio_model']:.1%} |"
-        )
-    return lines
+SPEEDS = {
+    "batch": _figure("batch_size", form=""),
+    "plain, tokens/s": _figure("tokens_per_second", "plain", ".1f"),
+    **{mode: _figure("ratio", mode) for mode in MODES},
+    "unpadded to padded": _figure("unpadded_to_padded"),
+    "identical": lambda row: f"{row['identical']} of {row['outputs']}",
+}
+PADDING = {
+    "batch": _figure("batch_size", form=""),
+    "tokens run per new token: plain": _figure("linear_tokens", "plain"),
+    "padded": _figure("linear_tokens", "padded"),
+    "unpadded": _figure("linear_tokens", "unpadded"),
+    "accepted length, mean": _figure("accepted_length_mean"),
+    "least": _figure("accepted_length_min"),
+    "padding ratio, measured": _figure("padding_ratio", form=".1%"),
+    "padding ratio, model of Appendix B": _figure("padding_ratio_model", form=".1%"),
+}
 
 
 def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:

@@ -9,11 +9,10 @@ tokens and copies 7, and Table 4, a draft model that drafts 4. Each batch is gen
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +22,11 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.studies.ems_sd.batch_report import markdown, plot, summary
-from hf_spec.bench.runner import synchronize
+from hf_spec.bench.timing import timed
 from hf_spec.data.machine import environment
 from hf_spec.data.prompts import Prompt, left_padded, load_prompts
 from hf_spec.execution.cpu_linear import MODES, set_cpu_packing
-from hf_spec.files import written_whole
+from hf_spec.files import write_json
 from hf_spec.outputs import SpecStats
 from hf_spec.strategies import DraftConfig, LookupConfig, StrategyConfig
 
@@ -52,7 +51,7 @@ class BatchRecord:
         batch_size, batch, contender, repeat: which one; `batch` counts those of the same size.
         seconds: wall-clock time of the call, prompts included.
         plain_seconds: of plain generate on the same batch in the same repetition.
-        new_tokens: generated, all rows together, without the padding behind their ends.
+        new_tokens: generated, all rows together, without the padding after their ends.
         linear_tokens: that passed the target's linear layers, prompts and padding included.
         padding_tokens: how many of these were padding; None where it is not counted.
         identical: whether the output equals plain generate's.
@@ -114,7 +113,7 @@ class _Run:
     stats: SpecStats | None
 
 
-def measure(
+def time_batches(
     model: Any,
     tokenizer: Any,
     methods: Sequence[Method],
@@ -170,14 +169,10 @@ def _run(
         config = replace(method.config, batching=contender)
         call |= {"spec_strategy": config, "assistant": method.assistant}
     # Plain generate counts nothing itself; every token that it runs is embedded first. (A draft
-    # model may share the target's embedding, so this is of no use for the others.)
+    # model may share the target's embedding, so this cannot count for the others.)
     handle = model.get_input_embeddings().register_forward_pre_hook(count)
     try:
-        synchronize()
-        start = time.perf_counter()
-        output = model.generate(**call, return_dict_in_generate=True)
-        synchronize()
-        seconds = time.perf_counter() - start
+        output, seconds = timed(partial(model.generate, **call, return_dict_in_generate=True))
     finally:
         handle.remove()
     stats = getattr(output, "spec_stats", None)
@@ -254,7 +249,7 @@ def main(argv: list[str] | None = None) -> None:
     tokenizer, prompts = AutoTokenizer.from_pretrained(options.model), load_prompts(options.prompts)
     records: list[BatchRecord] = []
     with tqdm(total=extent.num_runs(methods), disable=None) as bar:
-        for newest in measure(model, tokenizer, methods, prompts, extent, bar.update):
+        for newest in time_batches(model, tokenizer, methods, prompts, extent, bar.update):
             records += newest
             if options.out:
                 _write(options.out, records, facts)
@@ -267,8 +262,7 @@ def main(argv: list[str] | None = None) -> None:
 def _write(path: Path, records: Sequence[BatchRecord], facts: dict[str, Any]) -> None:
     raw = [asdict(record) for record in records]
     content = {**facts, "summary": summary(raw, CAPS), "records": raw}
-    with written_whole(path) as part:
-        part.write_text(json.dumps(content, indent=1), encoding="utf-8")
+    write_json(path, content)
 
 
 if __name__ == "__main__":

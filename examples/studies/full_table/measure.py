@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from hf_spec.bench.contenders import parse_entry, with_assistants
-from hf_spec.bench.lineup import Entry, Suite
+from hf_spec.bench.entries import Entry, parse_entries
+from hf_spec.bench.lineup import Suite
 from hf_spec.bench.report import markdown
 from hf_spec.bench.suite import Benchmark
 from hf_spec.cli.bench import run_and_write
@@ -27,7 +27,7 @@ DRAFTS = ("draft", "tree", "gsd")
 
 
 @dataclass(frozen=True)
-class Subject:
+class TestedModel:
     """A model and what is measured on it.
 
     Attributes:
@@ -51,26 +51,26 @@ class Subject:
         draft = found.get("draft", self.draft)
         texts = ["none", "lookup", *(f"{entry}@{draft}" for entry in self.drafts)]
         texts += [f"{method}@{path}" for method, path in found.items() if method != "draft"]
-        at_hand = [found[method] for method in ("falcon", "draft") if method in found]
-        return list(with_assistants([parse_entry(text) for text in (*texts, "auto")], at_hand))
+        for_auto = [found[method] for method in ("falcon", "draft") if method in found]
+        return parse_entries([*texts, "auto"], for_auto)
 
 
-SUBJECTS = {
-    "smollm2": Subject(
+MODELS = {
+    "smollm2": TestedModel(
         "SmolLM2-135M-Instruct",
         smollm2_135m_instruct,
         "truncated:2",
         DRAFTS,
         {method: f"smollm2-135m-{method}" for method in ("draft", "disco", "falcon", "sdsat")},
     ),
-    "gemma3": Subject("Gemma-3-270M", gemma3_270m, "truncated:4", DRAFTS, {}),
+    "gemma3": TestedModel("Gemma-3-270M", gemma3_270m, "truncated:4", DRAFTS, {}),
 }
 
 
 def main(argv: list[str] | None = None) -> None:
     """Command line; prints the tables of each model and writes its files."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", nargs="+", choices=SUBJECTS, default=list(SUBJECTS))
+    parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--adapters", type=Path, default=Path("examples/adapters"))
     parser.add_argument("--out", type=Path, required=True, help="folder, made if need be")
     parser.add_argument("--per-task", type=int, help="prompts of each task; all by default")
@@ -93,21 +93,21 @@ def main(argv: list[str] | None = None) -> None:
     )
     options.out.mkdir(parents=True, exist_ok=True)
     for name in options.model:
-        subject = SUBJECTS[name]
-        folder = subject.folder()
+        tested = MODELS[name]
+        folder = tested.folder()
         benchmark = Benchmark(
             load_target(str(folder), options.dtype, options.device),
             load_tokenizer(str(folder)),
             load_prompts(per_task=options.per_task, tasks=options.task),
-            subject.entries(options.adapters),
+            tested.entries(options.adapters),
             suite,
         )
         command = f"python -m examples.studies.full_table.measure {' '.join(given)}"
-        facts = {"command": command, "model": subject.name}
+        facts = {"command": command, "model": tested.name}
         report = run_and_write(
             benchmark, facts, options.out / f"{name}.json", options.out / f"{name}_plots"
         )
-        print(f"## {subject.name}\n\n{markdown(report)}")
+        print(f"## {tested.name}\n\n{markdown(report)}")
 
 
 if __name__ == "__main__":

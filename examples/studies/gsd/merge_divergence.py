@@ -23,6 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from hf_spec.bench.tables import Table
 from hf_spec.data.machine import environment
 from hf_spec.data.prompts import Prompt, load_prompts
 from hf_spec.decoding.state import GenerationState
@@ -95,7 +96,7 @@ class UnmergedDrafter(GsdDrafter):
     Args:
         config: with `merge_length` None.
         model: the draft model.
-        study: hears of every tree.
+        study: called with every tree.
     """
 
     def __init__(self, config: GsdConfig, model: PreTrainedModel, study: Study):
@@ -113,7 +114,7 @@ class UnmergedDrafter(GsdDrafter):
         return tree
 
 
-def measure(
+def compare_merged(
     model: Any,
     draft: PreTrainedModel,
     prompts: Sequence[Prompt],
@@ -183,22 +184,19 @@ def summary(measured: dict[str, Any]) -> list[dict[str, Any]]:
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Markdown of a summary."""
-    lines = [
-        "| merge_length | merged nodes | of drafted nodes | mean KL, nats | median KL | "
-        "same likeliest token |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        cells = [row["merge_length"], str(row["count"])]
-        for name, form in (
-            ("share_of_nodes", ".1%"),
-            ("mean_kl", ".3g"),
-            ("median_kl", ".3g"),
-            ("same_argmax", ".1%"),
-        ):
-            cells.append("-" if row[name] is None else format(row[name], form))
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+
+    def figure(name: str, form: str) -> Callable[[dict[str, Any]], str]:
+        return lambda row: "-" if row[name] is None else format(row[name], form)
+
+    columns = {
+        "merge_length": figure("merge_length", ""),
+        "merged nodes": figure("count", ""),
+        "of drafted nodes": figure("share_of_nodes", ".1%"),
+        "mean KL, nats": figure("mean_kl", ".3g"),
+        "median KL": figure("median_kl", ".3g"),
+        "same likeliest token": figure("same_argmax", ".1%"),
+    }
+    return Table.of(columns, rows).markdown()
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -228,7 +226,7 @@ def main(argv: list[str] | None = None) -> None:
         max_draft_nodes=options.max_draft_nodes,
     )
     prompts = load_prompts(per_task=options.per_task)
-    measured = measure(model, draft, prompts, tokenizer, options.new_tokens, config)
+    measured = compare_merged(model, draft, prompts, tokenizer, options.new_tokens, config)
     rows = summary(measured)
     print(table(rows))
     if options.out:

@@ -10,9 +10,7 @@ command out.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from importlib.metadata import version
@@ -24,7 +22,9 @@ from hf_spec_kernels import has_triton
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from examples.studies.kernels.tree_attention import spread, until_done
+from examples.studies.kernels.tree_attention import summary
+from hf_spec.bench.tables import Table
+from hf_spec.bench.timing import timed
 from hf_spec.data.machine import environment
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.stopping import StopRules
@@ -32,7 +32,7 @@ from hf_spec.decoding.verification import NodeDraw
 from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.step_graphs import WARM_UPS, cuda_graphs, padded_steps
 from hf_spec.execution.tree import DraftTree
-from hf_spec.files import written_whole
+from hf_spec.files import write_json
 
 ROWS = (1, 4, 16)
 NODES = (1, 4, 8, 16, 32)
@@ -64,18 +64,21 @@ class Steps:
         tree = DraftTree.from_rows(
             [([text[-1], *text[: self._nodes - 1]], parents) for text in self._texts]
         )
-        start = time.perf_counter()
-        logits = self.runner.forward(tree, self._texts).logits
-        self._verifier.verify(tree, logits, self._state)
-        # Both forms go on with the same text, whatever the model says.
-        self.runner.keep([[] for _ in self._texts])
-        seconds = until_done(start)
+
+        def step() -> Tensor:
+            logits = self.runner.forward(tree, self._texts).logits
+            self._verifier.verify(tree, logits, self._state)
+            # Both forms go on with the same text, whatever the model says.
+            self.runner.keep([[] for _ in self._texts])
+            return logits
+
+        logits, seconds = timed(step)
         for text in self._texts:
             text.append(text[len(text) % 7])
         return seconds, logits.clone()
 
 
-def measure(
+def time_steps(
     model: PreTrainedModel,
     rows: Sequence[int],
     nodes: Sequence[int],
@@ -115,7 +118,7 @@ def measure(
                 "rows": num_rows,
                 "nodes": count,
                 "context": context,
-                "seconds": {name: spread(found) for name, found in seconds.items()},
+                "seconds": {name: summary(found) for name, found in seconds.items()},
             }
 
 
@@ -133,14 +136,12 @@ def check(expected: Tensor, found: Tensor) -> None:
 def table(records: Sequence[dict[str, Any]]) -> str:
     """Markdown, a line per record: milliseconds of both forms, and their ratio."""
     eager, other = records[0]["seconds"]
-    lines = [f"| rows | nodes | {eager}, ms | {other}, ms | ratio |", "|---|---|---|---|---|"]
+    rows = []
     for record in records:
         first, second = (record["seconds"][name]["median"] * 1e3 for name in (eager, other))
-        lines.append(
-            f"| {record['rows']} | {record['nodes']} | {first:.2f} | {second:.2f} "
-            f"| {first / second:.2f} |"
-        )
-    return "\n".join(lines)
+        figures = (f"{value:.2f}" for value in (first, second, first / second))
+        rows.append([str(record["rows"]), str(record["nodes"]), *figures])
+    return Table(["rows", "nodes", f"{eager}, ms", f"{other}, ms", "ratio"], rows).markdown()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -163,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype)
     model = model.eval().to(options.device)
     sizes = options.rows, options.nodes, options.context
-    records = list(measure(model, *sizes, options.repeats))
+    records = list(time_steps(model, *sizes, options.repeats))
     print(table(records))
     if options.out:
         found = {
@@ -172,8 +173,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             "environment": {**environment(), "triton": version("triton") if has_triton() else None},
             "steps": records,
         }
-        with written_whole(options.out) as part:
-            part.write_text(json.dumps(found, indent=1))
+        write_json(options.out, found)
 
 
 if __name__ == "__main__":

@@ -10,14 +10,12 @@ PyTorch alone.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
 import torch
@@ -26,6 +24,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from hf_spec.bench.step_cost import tree_of
+from hf_spec.bench.summary import spread
+from hf_spec.bench.tables import Table
+from hf_spec.bench.timing import timed
 from hf_spec.data.machine import environment
 from hf_spec.execution.packing import RowWork, pack
 from hf_spec.execution.ragged_layout import ragged_layout, tensors_of, with_tensors
@@ -33,7 +35,7 @@ from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.step_graphs import cuda_graphs
 from hf_spec.execution.transfer import send
 from hf_spec.execution.tree import DraftTree
-from hf_spec.files import written_whole
+from hf_spec.files import write_json
 
 NODES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CONTEXTS = (128, 512, 2048, 8192, 32768)
@@ -53,7 +55,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class Problem:
-    """One layer's attention to one tree behind a context.
+    """One layer's attention to one tree after a context.
 
     Attributes:
         query: (N, H, D).
@@ -75,20 +77,8 @@ class Problem:
         return sum(tensor.nelement() * tensor.element_size() for tensor in tensors)
 
 
-def tree_of(nodes: int, tokens: Sequence[int]) -> DraftTree:
-    """A root with chains of up to eight tokens below it.
-
-    Args:
-        nodes: how many, the root included.
-        tokens: repeated over them, the first is the root's.
-    """
-    parents = [-1, *(0 if node % 8 == 0 else node for node in range(nodes - 1))]
-    row = [tokens[node % len(tokens)] for node in range(nodes)], parents
-    return DraftTree.from_rows([row])
-
-
 def make_problem(nodes: int, context: int, shape: Heads, device: torch.device) -> Problem:
-    """Random states of a tree of `nodes` behind `context` committed tokens."""
+    """Random states of a tree of `nodes` after `context` committed tokens."""
     tree = tree_of(nodes, [0])
     every = list(range(nodes))
     (segment,) = pack([RowWork(0, context, [], every, every, nodes)], tree).segments
@@ -151,7 +141,7 @@ def seconds_of(call: Callable[[], object], repeats: int, device: torch.device) -
     """Seconds of each repetition; on a GPU those of its own clock, with caches flushed before."""
     call()
     if device.type != "cuda":
-        return [_host_seconds(call) for _ in range(repeats)]
+        return [timed(call)[1] for _ in range(repeats)]
     flush = torch.empty(256 * 2**20, dtype=torch.int8, device=device)
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
     for start, end in events:
@@ -186,7 +176,7 @@ def measure_attention(
                 "bytes": problem.num_bytes,
                 "floor_seconds": problem.num_bytes / fastest,
                 "seconds": {
-                    name: spread(seconds_of(call, repeats, device)) for name, call in calls.items()
+                    name: summary(seconds_of(call, repeats, device)) for name, call in calls.items()
                 },
             }
 
@@ -210,7 +200,7 @@ def measure_steps(
             seconds = {}
             for name, impl in (("kernels", "auto"), ("torch", "torch")):
                 with using(impl), cuda_graphs("off"), torch.no_grad():
-                    seconds[name] = spread(_steps(model, text, count, repeats))
+                    seconds[name] = summary(_steps(model, text, count, repeats))
             yield {"nodes": count, "context": context, "seconds": seconds}
 
 
@@ -220,46 +210,32 @@ def _steps(model: PreTrainedModel, text: list[int], count: int, repeats: int) ->
         # The first step runs the context, the second compiles and warms up.
         for _ in range(repeats + 2):
             tree = tree_of(count, [sequence[-1], *text])
-            start = time.perf_counter()
-            runner.forward(tree, [sequence])
-            runner.keep([[]])
-            found.append(until_done(start))
+
+            def step(tree: DraftTree = tree) -> None:
+                runner.forward(tree, [sequence])
+                runner.keep([[]])
+
+            found.append(timed(step)[1])
             sequence.append(text[0])
     return found[2:]
 
 
-def _host_seconds(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return until_done(start)
-
-
-def until_done(start: float) -> float:
-    """Seconds since `start` once the device has finished."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
-def spread(seconds: Sequence[float]) -> dict[str, float]:
+def summary(seconds: Sequence[float]) -> dict[str, float]:
     """Median and the outer fifths, in seconds."""
-    fifths = quantiles(seconds, n=5) if len(seconds) > 1 else [*seconds] * 4
-    return {"median": median(seconds), "p20": fifths[0], "p80": fifths[3]}
+    return dict(zip(("p20", "median", "p80"), spread(seconds), strict=True))
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:
     """Markdown, a line per record: microseconds by contender, and of the floor if it is known."""
     names = list(records[0]["seconds"])
-    head = ["context", "nodes", *(f"{name}, us" for name in names)]
-    with_floor = "floor_seconds" in records[0]
-    lines = ["| " + " | ".join([*head, "floor, us"] if with_floor else head) + " |"]
-    lines.append("|---" * (len(head) + with_floor) + "|")
+    with_floor = ["floor, us"] if "floor_seconds" in records[0] else []
+    rows = []
     for record in records:
-        cells = [str(record["context"]), str(record["nodes"])]
-        cells += [f"{record['seconds'][name]['median'] * 1e6:.1f}" for name in names]
-        cells += [f"{record['floor_seconds'] * 1e6:.1f}"] if with_floor else []
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        seconds = [record["seconds"][name]["median"] for name in names]
+        seconds += [record["floor_seconds"]] if with_floor else []
+        sizes = str(record["context"]), str(record["nodes"])
+        rows.append([*sizes, *(f"{value * 1e6:.1f}" for value in seconds)])
+    return Table(["context", "nodes", *(f"{n}, us" for n in names), *with_floor], rows).markdown()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -297,8 +273,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         found["steps"] = list(measure_steps(model, *sizes, options.repeats))
         print(table(found["steps"]))
     if options.out:
-        with written_whole(options.out) as part:
-            part.write_text(json.dumps(found, indent=1))
+        write_json(options.out, found)
 
 
 if __name__ == "__main__":

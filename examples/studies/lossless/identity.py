@@ -16,12 +16,14 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_spec.bench.contenders import Contender, parse_entry, plain, strategy
+from hf_spec.bench.contenders import Contender, plain, strategy
+from hf_spec.bench.entries import parse_entry
 from hf_spec.cli.options import ENTRY
 from hf_spec.data.machine import environment
 from hf_spec.data.prompts import Prompt, load_prompts
 from hf_spec.models.truncated import truncated_draft
 from hf_spec.strategies import DraftConfig, GsdConfig, LookupConfig, TreeConfig
+from hf_spec.verify.mismatch import first_difference
 
 
 def compare(
@@ -43,10 +45,7 @@ def compare(
         for contender in contenders:
             run = contender.run(ids, new_tokens)
             got = run.sequence.tolist()
-            differs = next(
-                (i for i, (a, b) in enumerate(zip(expected, got, strict=False)) if a != b),
-                None if len(expected) == len(got) else min(len(expected), len(got)),
-            )
+            differs = first_difference(expected, got)
             rows.append(
                 {
                     "prompt": prompt.id,

@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 from hf_spec.adapters.card import save_with_card
 from hf_spec.adapters.folder import SpecAdapter, load_adapter
 from hf_spec.bench.contenders import Contender, strategy
-from hf_spec.bench.report import per_prompt, spread
-from hf_spec.bench.runner import Plan, Record, measure
+from hf_spec.bench.runner import Plan, Record, time_contenders
+from hf_spec.bench.summary import per_prompt, spread
 from hf_spec.data.machine import environment
 from hf_spec.data.prompts import Prompt, load_prompts
 from hf_spec.errors import OptionError
@@ -111,7 +111,7 @@ def calibrate_disco(  # noqa: PLR0913 - what is measured, on what, and how
         for name, config in {"reference": reference, **static, **ways}.items()
     ]
     plan = Plan(settings.new_tokens, settings.repeats)
-    records = measure(contenders, prompts, tokenizer, plan, progress)
+    records = time_contenders(contenders, prompts, tokenizer, plan, progress)
     table = tabulate(list(chain.from_iterable(records)))
     best = ways[fastest(table, ways)]
     calibration = {

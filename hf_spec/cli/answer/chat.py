@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from hf_spec.cli.answer.options import (
+from hf_spec.cli.method_options import (
     Assistants,
     MaxNewTokens,
     Sample,
@@ -25,7 +25,7 @@ def chat(  # noqa: PLR0913 - one parameter an option
     strategy: Strategy = "auto",
     assistant: Assistants = None,
     system: Annotated[
-        str | None, typer.Option(help="What the model is told before the conversation.")
+        str | None, typer.Option(help="A system message before the conversation.")
     ] = None,
     max_new_tokens: MaxNewTokens = 512,
     sample: Sample = False,
@@ -47,18 +47,11 @@ def chat(  # noqa: PLR0913 - one parameter an option
     from rich.console import Console
 
     from hf_spec.cli.answer.conversation import Conversation
-    from hf_spec.cli.answer.speaker import Speaker, parse_choice
+    from hf_spec.cli.answer.speaker import Speaker
 
-    parse_choice(strategy, assistant or ())
-    speaker = Speaker.load(
-        model,
-        dtype,
-        device,
-        max_new_tokens=max_new_tokens,
-        sampling=Sampling(sample, temperature, top_p, seed),
-        assistants=tuple(assistant or ()),
-    )
-    speaker.choose(strategy)
+    sampling = Sampling(sample, temperature, top_p, seed)
+    chosen = {"max_new_tokens": max_new_tokens, "sampling": sampling}
+    speaker = Speaker.load(model, dtype, device, strategy, assistant, **chosen)
     if importlib.util.find_spec("readline") is not None:
         # Its import lets input() edit lines and remember them.
         importlib.import_module("readline")

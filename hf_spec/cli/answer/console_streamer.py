@@ -8,6 +8,7 @@ the text, which is not shown, for drafts leave room for the target's token under
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Callable
 
 from rich.console import Console
 from rich.text import Text
@@ -18,37 +19,47 @@ from hf_spec.decoding.streaming import BatchTextStreamer
 ACCEPTED_STYLE = "green"
 
 
-class ConsoleStreamer(BatchTextStreamer):
-    """Prints the text of one sequence piece by piece.
+class DraftedTextStreamer(BatchTextStreamer):
+    """Calls `on_piece` with the text of one sequence, and whether it was drafted and accepted."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, on_piece: Callable[[str, bool], None]):
+        super().__init__(tokenizer, self._hand_on, skip_special_tokens=True)
+        self._on_piece = on_piece
+        self._drafted = False
+
+    def put_row(self, row: int, token_ids: list[int]) -> None:
+        """Take the tokens of a round: all but the last are accepted draft tokens."""
+        for drafted, part in ((True, token_ids[:-1]), (False, token_ids[-1:])):
+            self._drafted = drafted
+            if part:
+                super().put_row(row, part)
+
+    def _hand_on(self, row: int, text: str, ended: bool) -> None:
+        if text:
+            self._on_piece(text, self._drafted)
+
+
+class ConsoleStreamer(DraftedTextStreamer):
+    """Prints the text of one sequence piece by piece; `text` is all that was generated so far.
 
     Args:
         tokenizer: the model's.
         console: where the text goes.
         accepted_style: of the accepted draft tokens, a style of rich; the others are plain.
-
-    Attributes:
-        text: all that was generated so far.
     """
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, console: Console, accepted_style: str = ""
     ):
-        super().__init__(tokenizer, self._show, skip_special_tokens=True)
+        super().__init__(tokenizer, self._print)
         self.console = console
         self.text = ""
         self._accepted_style = accepted_style
-        self._style = ""
 
-    def put_row(self, row: int, token_ids: list[int]) -> None:
-        """Print the tokens of a round: all but the last are accepted draft tokens."""
-        for style, part in ((self._accepted_style, token_ids[:-1]), ("", token_ids[-1:])):
-            self._style = style
-            if part:
-                super().put_row(row, part)
-
-    def _show(self, row: int, text: str, ended: bool) -> None:
+    def _print(self, text: str, drafted: bool) -> None:
         self.text += text
-        self.console.print(Text(printable(text), self._style), end="", soft_wrap=True)
+        shown = Text(printable(text), self._accepted_style if drafted else "")
+        self.console.print(shown, end="", soft_wrap=True)
 
 
 def printable(text: str) -> str:

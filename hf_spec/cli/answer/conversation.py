@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 
+from hf_spec.bench.summary import total
 from hf_spec.cli.answer.console_streamer import ACCEPTED_STYLE, ConsoleStreamer
-from hf_spec.cli.answer.figures import Figures, figures_table
+from hf_spec.cli.answer.figures import figures_table
 from hf_spec.cli.answer.speaker import Speaker
 from hf_spec.errors import SpecError
-from hf_spec.files import written_whole
+from hf_spec.files import write_json
+from hf_spec.outputs import SpecStats
 
 PROMPT = "[bold]>[/] "
 
@@ -25,7 +27,7 @@ class Conversation:
     Args:
         speaker: the model, with the strategy chosen.
         console: where everything is printed; lines are read from standard input.
-        system: a message that stands before the others.
+        system: a system message before the others.
     """
 
     def __init__(self, speaker: Speaker, console: Console, system: str | None = None):
@@ -33,7 +35,7 @@ class Conversation:
         self.console = console
         self._start = [] if system is None else [{"role": "system", "content": system}]
         self.messages = list(self._start)
-        self._last = self._total = Figures()
+        self._answers: list[SpecStats] = []
         self._going = True
         self.commands: dict[str, Callable[[str], None]] = {
             "/stats": self.show_stats,
@@ -51,7 +53,9 @@ class Conversation:
             OptionError: if the model has no chat template.
         """
         self.speaker.encode([*self._start, {"role": "user", "content": "hello"}])
-        self.console.print(f"{escape(self.speaker.name)}; /help lists the commands", style="dim")
+        self.console.print(
+            f"{escape(self.speaker.entry.name)}; /help lists the commands", style="dim"
+        )
         while self._going:
             try:
                 line = self.console.input(PROMPT).strip()
@@ -59,9 +63,9 @@ class Conversation:
                 self.console.print()
                 return
             if line:
-                self._hear(line)
+                self._obey_or_answer(line)
 
-    def _hear(self, line: str) -> None:
+    def _obey_or_answer(self, line: str) -> None:
         name, _, argument = line.partition(" ")
         try:
             if not line.startswith("/"):
@@ -84,32 +88,32 @@ class Conversation:
         ids = self.speaker.encode(messages)
         streamer = ConsoleStreamer(self.speaker.tokenizer, self.console, ACCEPTED_STYLE)
         try:
-            output = self.speaker.generate(ids, streamer)
+            output: Any = self.speaker.generate(ids, streamer)
         except KeyboardInterrupt:
             self.console.print(" [dim](stopped)", end="")
         else:
-            self._last = Figures.of(output.spec_stats)  # type: ignore[arg-type]
-            self._total += self._last
+            self._answers.append(output.spec_stats)
         self.console.print()
         self.messages = [*messages, {"role": "assistant", "content": streamer.text}]
 
     def show_stats(self, _: str) -> None:
         """What speculation brought to the last answer and to all."""
-        if not self._total.new_tokens:
+        if not self._answers:
             self.console.print("nothing has been answered yet")
             return
-        self.console.print(figures_table({"last answer": self._last, "all": self._total}))
+        columns = {"last answer": self._answers[-1], "all": total(self._answers)}
+        self.console.print(figures_table(columns))
 
     def choose(self, entry: str) -> None:
         """NAME[@ASSISTANT]: draft in another way from now on."""
         if entry:
             self.speaker.choose(entry)
-        self.console.print(f"strategy {escape(self.speaker.name)}", style="dim")
+        self.console.print(f"strategy {escape(self.speaker.entry.name)}", style="dim")
 
     def reset(self, _: str) -> None:
         """Forget the conversation and its statistics."""
         self.messages = list(self._start)
-        self._last = self._total = Figures()
+        self._answers.clear()
         self.console.print("forgotten", style="dim")
 
     def save(self, path: str) -> None:
@@ -118,8 +122,7 @@ class Conversation:
         if not path or file.is_dir():
             self.console.print("/save needs the name of a file")
             return
-        with written_whole(file) as part:
-            part.write_text(json.dumps(self.messages, indent=1, ensure_ascii=False), "utf-8")
+        write_json(file, self.messages, ensure_ascii=False)
         self.console.print(f"{len(self.messages)} messages in {escape(path)}", style="dim")
 
     def help(self, _: str) -> None:

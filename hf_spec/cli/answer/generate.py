@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from hf_spec.cli.answer.options import (
+from hf_spec.cli.method_options import (
     Assistants,
     MaxNewTokens,
     Sample,
@@ -73,28 +73,20 @@ def generate(  # noqa: PLR0913 - one parameter an option
         hf-spec generate MODEL "A story." --sample --temperature 0.8 --seed 1 --json
     """
     from hf_spec.cli.answer.console_streamer import ConsoleStreamer
-    from hf_spec.cli.answer.figures import Figures, figures_table
-    from hf_spec.cli.answer.speaker import Speaker, parse_choice
+    from hf_spec.cli.answer.figures import figures, figures_table
+    from hf_spec.cli.answer.speaker import Speaker
 
     text = _prompt(prompt, prompt_file)
-    # Loading the model takes longer than finding a wrong name.
-    parse_choice(strategy, assistant or ())
-    speaker = Speaker.load(
-        model,
-        dtype,
-        device,
-        max_new_tokens=max_new_tokens,
-        sampling=Sampling(sample, temperature, top_p, seed),
-        assistants=tuple(assistant or ()),
-    )
-    speaker.choose(strategy)
+    sampling = Sampling(sample, temperature, top_p, seed)
+    chosen = {"max_new_tokens": max_new_tokens, "sampling": sampling}
+    speaker = Speaker.load(model, dtype, device, strategy, assistant, **chosen)
     ids = _encode(speaker, text, chat_template)
     console = Console(highlight=False)
     live = console.is_terminal and not as_json
     streamer = ConsoleStreamer(speaker.tokenizer, console) if live else None
     output: Any = speaker.generate(ids, streamer)
     new = output.sequences[0, ids.shape[1] :].tolist()
-    figures = Figures.of(output.spec_stats)
+    spec_stats = output.spec_stats
     answer = speaker.tokenizer.decode(new, skip_special_tokens=True)
     if as_json:
         facts = {
@@ -104,15 +96,15 @@ def generate(  # noqa: PLR0913 - one parameter an option
             "text": answer,
             "token_ids": new,
             "stats": {
-                **figures.to_dict(),
-                "accepted_by_position": output.spec_stats.accepted_by_position,
+                **figures(spec_stats),
+                "accepted_by_position": spec_stats.accepted_by_position,
             },
         }
         typer.echo(json.dumps(facts))
     else:
         typer.echo("" if live else answer)
     if stats:
-        Console(stderr=True).print(figures_table({speaker.name: figures}))
+        Console(stderr=True).print(figures_table({speaker.entry.name: spec_stats}))
 
 
 def _prompt(prompt: str | None, file: Path | None) -> str:

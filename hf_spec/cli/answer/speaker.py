@@ -9,29 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_spec.bench.contenders import parse_entry, with_assistants
-from hf_spec.cli.answer.options import Sampling
+from hf_spec.bench.entries import Entry, parse_entries
 from hf_spec.cli.loading import load_target, load_tokenizer
+from hf_spec.cli.method_options import Sampling
+from hf_spec.data.prompts import encode_chat
 from hf_spec.errors import OptionError
 from hf_spec.outputs import SpecGenerateOutput
-from hf_spec.strategies import StrategyConfig
-
-
-def parse_choice(
-    entry: str, assistants: Sequence[str]
-) -> tuple[str, StrategyConfig, str | list[str] | None]:
-    """Name, config and assistant of a strategy that is written as on the command line.
-
-    Args:
-        entry: NAME[:OPTION=JSON,...][@ASSISTANT].
-        assistants: for strategies that name none.
-
-    Raises:
-        OptionError: for an unknown strategy or option.
-        AssistantError: if it lacks its assistant.
-    """
-    [choice] = with_assistants([parse_entry(entry)], assistants)
-    return choice
 
 
 @dataclass
@@ -43,43 +26,55 @@ class Speaker:
         max_new_tokens: longest output.
         sampling: how tokens are chosen.
         assistants: for strategies that name none.
-        strategy: the one in use, with its assistant.
+        entry: the strategy in use, with its assistant.
     """
 
     model: Any
     tokenizer: Any
     max_new_tokens: int
     sampling: Sampling = field(default_factory=Sampling)
-    assistants: tuple[str, ...] = ()
-    name: str = field(init=False)
-    strategy: StrategyConfig = field(init=False)
-    assistant: Any = field(init=False)
+    assistants: Sequence[str] = ()
+    entry: Entry = field(init=False)
 
     @classmethod
-    def load(cls, name: str, dtype: str, device: str | None, **settings: Any) -> Speaker:
-        """Load model and tokenizer.
+    def load(
+        cls,
+        name: str,
+        dtype: str,
+        device: str | None,
+        strategy: str,
+        assistants: Sequence[str] | None,
+        **settings: Any,
+    ) -> Speaker:
+        """Load model and tokenizer, once strategy and assistants have been checked.
 
         Args:
             name: folder or Hub id.
             dtype: "auto" or a name of torch.
             device: of torch; None chooses.
+            strategy: the one to begin with, as on the command line.
+            assistants: for strategies that name none.
             **settings: the other attributes.
+
+        Raises:
+            SpecError: as `choose`, and if there is no such model.
         """
-        model = load_target(name, dtype, device)
-        tokenizer = load_tokenizer(name)
-        speaker = cls(model, tokenizer, **settings)
+        parse_entries([strategy], assistants or ())
+        model, tokenizer = load_target(name, dtype, device), load_tokenizer(name)
+        speaker = cls(model, tokenizer, assistants=assistants or (), **settings)
         if speaker.sampling.seed is not None:
             torch.manual_seed(speaker.sampling.seed)
+        speaker.choose(strategy)
         return speaker
 
-    def choose(self, entry: str) -> None:
+    def choose(self, strategy: str) -> None:
         """Use another strategy, written as on the command line.
 
         Raises:
             OptionError: for an unknown strategy or option.
             AssistantError: if it lacks its assistant.
         """
-        self.name, self.strategy, self.assistant = parse_choice(entry, self.assistants)
+        [self.entry] = parse_entries([strategy], self.assistants)
 
     def encode(self, messages: list[dict[str, str]]) -> Tensor:
         """(1, L) int64: a conversation in the model's chat template, open for its answer.
@@ -92,10 +87,7 @@ class Speaker:
                 f"{self.tokenizer.name_or_path} has no chat template, so it continues texts only: "
                 "hf-spec generate --raw"
             )
-        encoded = self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-        return encoded["input_ids"]
+        return encode_chat(self.tokenizer, messages)
 
     def generate(self, ids: Tensor, streamer: Any = None) -> SpecGenerateOutput:
         """Generate after (1, L) ids.
@@ -109,11 +101,10 @@ class Speaker:
         return self.model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            spec_strategy=self.strategy,
-            assistant=self.assistant,
             max_new_tokens=self.max_new_tokens,
             streamer=streamer,
             return_dict_in_generate=True,
+            **self.entry.method,
             **self.sampling.arguments(),
         )
 

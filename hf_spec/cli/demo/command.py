@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from hf_spec.cli.method_options import Assistants
 from hf_spec.cli.options import ENTRY
 
 
@@ -20,10 +21,7 @@ def demo(
             "generate(). By default lookup, falcon and auto."
         ),
     ] = None,
-    assistant: Annotated[
-        list[str] | None,
-        typer.Option(help="For strategies that name none; repeated, a list (for auto)."),
-    ] = None,
+    assistant: Assistants = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each, in turn.")] = 1,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 128,
 ) -> None:
@@ -46,19 +44,23 @@ def demo(
             "dim",
         )
     )
-    from hf_spec.cli.demo import lineup, session
+    from hf_spec.bench.lineup import Suite
+    from hf_spec.bench.suite import Benchmark
+    from hf_spec.cli.demo import entries, session
     from hf_spec.cli.demo.prompts import PROMPTS
+    from hf_spec.cli.demo.replay import Recorder
 
-    chosen = lineup.chosen_entries(strategy or (), assistant or ())
+    chosen = entries.chosen_entries(strategy or (), assistant or ())
     model, tokenizer = session.load()
     loaded = time.perf_counter()
     missing = ""
     if not strategy:
-        chosen, missing = lineup.default_entries(model, lineup.find_head())
+        chosen, missing = entries.default_entries(model, entries.find_head())
     if missing:
         console.print(Text(missing, "yellow"))
-    subject = session.Subject(model, tokenizer, chosen, PROMPTS, max_new_tokens, repeats)
-    identical = session.run(subject, console)
+    recorder, suite = Recorder(), Suite((1,), max_new_tokens, repeats, baselines=False)
+    benchmark = Benchmark(model, tokenizer, PROMPTS, chosen, suite, streamer=recorder)
+    identical = session.run(benchmark, recorder, console)
     ended = time.perf_counter()
     times = f"{ended - started:.0f} s in all, {loaded - started:.0f} s of them for the model"
     console.print(Text(times, "dim"))

@@ -18,26 +18,17 @@ class CpuWatch:
     """How much of the processors other programs take from now on."""
 
     def __init__(self) -> None:
-        self._all_before, self._busy_before = _machine_seconds()
-        self._own_before = _own_seconds()
+        self._before = _processor_seconds()
 
     def share_of_others(self) -> float:
-        """Return their share of the time of all processors, 0 to 1."""
-        everything, busy = _machine_seconds()
-        others = busy - self._busy_before - (_own_seconds() - self._own_before)
-        return min(1.0, max(0.0, others / max(everything - self._all_before, 1e-9)))
+        """Their share of the time of all processors, 0 to 1."""
+        pairs = zip(_processor_seconds(), self._before, strict=True)
+        everything, busy, own = (now - before for now, before in pairs)
+        return min(1.0, max(0.0, (busy - own) / max(everything, 1e-9)))
 
 
 def slowest_to_fastest(records: Sequence[Record], contender: str) -> float:
-    """Return how far the times of one contender for the same prompt disagree, at worst.
-
-    Args:
-        records: Of a benchmark.
-        contender: Whose times are compared.
-
-    Returns:
-        Longest over shortest time; 1 if they are equal, or if there is one run of each prompt.
-    """
+    """Longest over shortest time of one contender for the same prompt, at worst."""
     seconds = defaultdict(list)
     for record in records:
         if record.contender == contender:
@@ -46,7 +37,7 @@ def slowest_to_fastest(records: Sequence[Record], contender: str) -> float:
 
 
 def warnings(share_of_others: float, disagreement: float) -> list[str]:
-    """Return what a reader must know before believing a timing; nothing on an idle machine."""
+    """What a reader must know before believing a timing; nothing on an idle machine."""
     found = []
     if share_of_others > BUSY_SHARE:
         found.append(
@@ -61,16 +52,11 @@ def warnings(share_of_others: float, disagreement: float) -> list[str]:
     return found
 
 
-def _machine_seconds() -> tuple[float, float]:
-    """Seconds of all processors since the start of the machine: in all, and not idle."""
-    times = psutil.cpu_times()
-    idle = times.idle + getattr(times, "iowait", 0.0)
+def _processor_seconds() -> tuple[float, float, float]:
+    """Seconds of all processors since the machine started: in all, not idle, and our own."""
+    times, own = psutil.cpu_times(), psutil.Process().cpu_times()
     # Linux counts guests under user time as well.
     guests = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)
     everything = sum(times) - guests
-    return everything, everything - idle
-
-
-def _own_seconds() -> float:
-    times = psutil.Process().cpu_times()
-    return times.user + times.system
+    idle = times.idle + getattr(times, "iowait", 0.0)
+    return everything, everything - idle, own.user + own.system

@@ -1,19 +1,26 @@
-"""Two recorded generations side by side, at the speed at which they ran."""
+"""Timed generations, recorded and then shown side by side at the speed at which they ran.
+
+A text that is drawn while it is generated would take processor time from what is measured.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
 
-from hf_spec.cli.answer.console_streamer import ACCEPTED_STYLE, printable
-from hf_spec.cli.demo.recording import Piece
+from hf_spec.bench.runner import Record
+from hf_spec.cli.answer.console_streamer import ACCEPTED_STYLE, DraftedTextStreamer, printable
 
 FRAME_SECONDS = 0.05
 # What a panel takes from its column: two borders with a space inside each.
@@ -22,15 +29,17 @@ BORDER_HEIGHT = 2
 
 
 @dataclass(frozen=True)
-class Lane:
-    """One of the texts.
+class Piece:
+    """Text that appeared at once: when, and whether it was drafted and accepted."""
 
-    Attributes:
-        title: Above it.
-        pieces: Of the text, as they came.
-        num_tokens: In all.
-        seconds: Of the whole generation.
-    """
+    seconds: float
+    text: str
+    drafted: bool
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One of the texts in a replay: its title, its pieces, its length and time in all."""
 
     title: str
     pieces: Sequence[Piece]
@@ -38,7 +47,7 @@ class Lane:
     seconds: float
 
     def text(self, seconds: float) -> Text:
-        """Return what had appeared after so many seconds, accepted drafts in their style."""
+        """What had appeared after so many seconds, accepted drafts in their style."""
         shown = Text()
         for piece in self.pieces:
             if piece.seconds <= seconds:
@@ -46,10 +55,62 @@ class Lane:
         return shown
 
     def clock(self, seconds: float) -> str:
-        """Return the time so far, and once it is over the speed."""
+        """The time so far, and once it is over the speed."""
         if seconds < self.seconds:
             return f"{seconds:.1f} s"
         return f"{self.seconds:.1f} s, {self.num_tokens / self.seconds:.0f} tokens/s"
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One generation.
+
+    Attributes:
+        prompt_ids: tokens of the prompt.
+        blocks: seconds since the generation began, and tokens that came together: of a speculative
+            round the accepted drafts, then the target's own.
+    """
+
+    prompt_ids: list[int]
+    blocks: list[tuple[float, list[int]]] = field(default_factory=list)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All new tokens."""
+        return [token for _, block in self.blocks for token in block]
+
+    def lane(self, record: Record, tokenizer: PreTrainedTokenizerBase) -> Lane:
+        """The text, piece by piece, with the time that `record` has of this generation."""
+        pieces: list[Piece] = []
+        seconds = 0.0
+        streamer = DraftedTextStreamer(
+            tokenizer, lambda text, drafted: pieces.append(Piece(seconds, text, drafted))
+        )
+        for seconds, block in self.blocks:  # noqa: B007 - each piece has the time of its block
+            streamer.put_row(0, block)
+        streamer.end_row(0)
+        return Lane(record.contender, pieces, len(self.token_ids), record.seconds)
+
+
+class Recorder(BaseStreamer):
+    """A streamer that keeps `recordings` of all generations."""
+
+    def __init__(self) -> None:
+        self.recordings: list[Recording] = []
+        self._began: float | None = None
+
+    def put(self, value: Tensor) -> None:
+        """Receive tokens; `generate()` hands on the prompt first."""
+        now, token_ids = time.perf_counter(), value.flatten().tolist()
+        if self._began is None:
+            self._began = now
+            self.recordings.append(Recording(token_ids))
+        else:
+            self.recordings[-1].blocks.append((now - self._began, token_ids))
+
+    def end(self) -> None:
+        """The next tokens are a prompt."""
+        self._began = None
 
 
 def replay(
@@ -58,15 +119,11 @@ def replay(
     clock: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Show the lanes as they ran, all from the same moment on, until the slowest has ended.
-
-    Args:
-        console: A terminal.
-        lanes: From left to right.
-        clock: Seconds from an arbitrary moment.
-        sleep: Waits so many seconds.
-    """
-    height = _height(console, lanes)
+    """Show the lanes on a terminal as they ran, from the same moment, until the slowest ended."""
+    # As high as the tallest panel once its text is whole, so that nothing jumps meanwhile.
+    width = max(1, console.width // len(lanes) - BORDER_WIDTH)
+    texts = (lane.text(lane.seconds) for lane in lanes)
+    height = max(len(text.wrap(console, width)) for text in texts) + BORDER_HEIGHT
     end = max(lane.seconds for lane in lanes)
     start = clock()
     with Live(console=console, auto_refresh=False) as live:
@@ -78,25 +135,11 @@ def replay(
 
 def _frame(lanes: Sequence[Lane], seconds: float, height: int) -> RenderableType:
     frame = Table.grid(expand=True)
-    for _ in lanes:
+    panels = []
+    for lane in lanes:
         frame.add_column(ratio=1)
-    frame.add_row(
-        *(
-            Panel(
-                lane.text(seconds),
-                title=Text(lane.title),
-                subtitle=lane.clock(seconds),
-                height=height,
-                border_style="green" if seconds >= lane.seconds else "dim",
-            )
-            for lane in lanes
-        )
-    )
+        style = "green" if seconds >= lane.seconds else "dim"
+        about: dict[str, Any] = {"title": Text(lane.title), "subtitle": lane.clock(seconds)}
+        panels.append(Panel(lane.text(seconds), height=height, border_style=style, **about))
+    frame.add_row(*panels)
     return frame
-
-
-def _height(console: Console, lanes: Sequence[Lane]) -> int:
-    """Lines of the tallest panel once its text is whole, so that nothing jumps meanwhile."""
-    width = max(1, console.width // len(lanes) - BORDER_WIDTH)
-    lines = (len(lane.text(lane.seconds).wrap(console, width)) for lane in lanes)
-    return max(lines) + BORDER_HEIGHT

@@ -21,8 +21,9 @@ from hf_spec.bench.calibrate.disco import (
     tabulate,
     validation_prompts,
 )
-from hf_spec.bench.runner import Record, StrategyStats
+from hf_spec.bench.runner import Record
 from hf_spec.data.prompts import Prompt, load_prompts
+from hf_spec.outputs import RowStats, SpecStats
 from tests.tiny_models import build, save_disco_adapter, tokenizer
 
 SETTINGS = CalibrationSettings(
@@ -47,7 +48,7 @@ def record(
     contender: str, prompt: str, repeat: int, seconds: float, tau: float = 1.0, **more: Any
 ) -> Record:
     fields: dict[str, Any] = {"task": "x", "plain_seconds": 8.0, "new_tokens": 4, "identical": True}
-    stats = StrategyStats(tau, 3, 3, 0.1, 0.1, 0.1, (1,), {})
+    stats = SpecStats([RowStats(100, 300, round(100 * tau), 200)])
     fields |= {"target_forwards": 2, "stats": stats, **more}
     return Record(prompt=prompt, contender=contender, repeat=repeat, seconds=seconds, **fields)
 

@@ -28,7 +28,7 @@ def test_coloured_are_the_accepted_draft_tokens(speaker: Speaker, max_new_tokens
     console = Console(file=page, force_terminal=True, color_system="standard", width=40)
     streamer = ConsoleStreamer(speaker.tokenizer, console, "green")
     speaker.max_new_tokens = max_new_tokens
-    # Behind a text in which the model has begun to repeat itself, drafts are accepted.
+    # After a text in which the model has begun to repeat itself, drafts are accepted.
     ids = settled_prompt("llama")
     output: Any = speaker.generate(ids, streamer)
     new = output.sequences[0, ids.shape[1] :]

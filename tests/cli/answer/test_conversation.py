@@ -86,7 +86,7 @@ def test_save(talk: Talk, tmp_path: Path) -> None:
 def test_another_strategy(talk: Talk) -> None:
     page = talk.say("/strategy none", "w11", "/strategy", "/strategy nonsense", "w12")
     assert "unknown spec_strategy 'nonsense'" in page
-    assert talk.conversation.speaker.name == "none"
+    assert talk.conversation.speaker.entry.name == "none"
     # Nothing is drafted, so nothing is coloured.
     assert green_words(page) == 0
     assert len(talk.conversation.messages) == 5

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from hf_spec import AssistantError, OptionError
-from hf_spec.cli.answer.options import Sampling
 from hf_spec.cli.answer.speaker import Speaker
+from hf_spec.cli.method_options import Sampling
 from tests.cli.answer.conftest import make_tokenizer
 from tests.tiny_models import build
 
@@ -21,21 +21,20 @@ def test_a_seed_draws_the_same_again(folder: Path) -> None:
     texts = []
     for seed in (1, 1, 2):
         sampling = Sampling(True, temperature=2.0, seed=seed)
-        speaker = Speaker.load(str(folder), "auto", "cpu", max_new_tokens=12, sampling=sampling)
-        speaker.choose("lookup")
+        settings = {"max_new_tokens": 12, "sampling": sampling}
+        speaker = Speaker.load(str(folder), "auto", "cpu", "lookup", None, **settings)
         texts.append(speaker.generate(torch.arange(9, 15)[None]).sequences.tolist())
     assert texts[0] == texts[1] != texts[2]
 
 
 def test_a_dtype(folder: Path) -> None:
-    assert Speaker.load(str(folder), "bfloat16", None, max_new_tokens=1).model.dtype == (
-        torch.bfloat16
-    )
+    speaker = Speaker.load(str(folder), "bfloat16", None, "lookup", None, max_new_tokens=1)
+    assert speaker.model.dtype == torch.bfloat16
 
 
 def test_a_strategy_with_its_options_and_assistant(speaker: Speaker, folder: Path) -> None:
     speaker.choose(f"draft:max_draft_tokens=3@{folder}")
-    assert speaker.strategy.to_dict()["max_draft_tokens"] == 3
+    assert speaker.entry.config.to_dict()["max_draft_tokens"] == 3
     output: Any = speaker.generate(torch.arange(9, 15)[None])
     # The draft model is the target.
     assert output.spec_stats.accepted_tokens == output.spec_stats.drafted_tokens > 0
@@ -44,9 +43,9 @@ def test_a_strategy_with_its_options_and_assistant(speaker: Speaker, folder: Pat
 def test_an_assistant_goes_to_strategies_that_take_one(speaker: Speaker) -> None:
     speaker.assistants = ("some-folder",)
     speaker.choose("tree")
-    assert speaker.assistant == "some-folder"
+    assert speaker.entry.assistant == "some-folder"
     speaker.choose("lookup")
-    assert speaker.assistant is None
+    assert speaker.entry.assistant is None
 
 
 @pytest.mark.parametrize(
@@ -62,7 +61,7 @@ def test_a_wrong_strategy_changes_nothing(
 ) -> None:
     with pytest.raises(error, match=message):
         speaker.choose(entry)
-    assert speaker.name == "lookup"
+    assert speaker.entry.name == "lookup"
 
 
 def test_no_chat_template() -> None:
@@ -84,5 +83,5 @@ def test_code_of_a_model_is_not_run(folder: Path, tmp_path: Path) -> None:
     (own / "config.json").write_text(json.dumps(config))
     (own / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     with pytest.raises(ValueError, match="custom code"):
-        Speaker.load(str(own), "auto", "cpu", max_new_tokens=1)
+        Speaker.load(str(own), "auto", "cpu", "lookup", None, max_new_tokens=1)
     assert not (tmp_path / "ran").exists()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from hf_spec.bench.suite import Benchmark
 from hf_spec.cli.app import build_app
 from hf_spec.cli.demo import session
 from hf_spec.cli.demo.prompts import PROMPTS
@@ -25,37 +26,37 @@ def refuse_to_load() -> Any:
 
 
 @pytest.fixture
-def subjects(monkeypatch: pytest.MonkeyPatch) -> list[session.Subject]:
+def benchmarks(monkeypatch: pytest.MonkeyPatch) -> list[Benchmark]:
     """What would have been run, with a tiny model."""
-    found: list[session.Subject] = []
+    found: list[Benchmark] = []
     monkeypatch.setattr(
         session, "load", lambda: (tiny_models.build("llama"), tiny_models.tokenizer())
     )
-    monkeypatch.setattr(session, "run", lambda subject, console: found.append(subject) or True)
+    monkeypatch.setattr(session, "run", lambda benchmark, *_: found.append(benchmark) or True)
     return found
 
 
-def test_by_default_all_prompts_and_strategies(subjects: list[session.Subject]) -> None:
+def test_by_default_all_prompts_and_strategies(benchmarks: list[Benchmark]) -> None:
     result = CliRunner().invoke(build_app(), ["demo"])
     assert result.exit_code == 0, result.output
-    [subject] = subjects
-    assert subject.prompts == PROMPTS
+    [benchmark] = benchmarks
+    assert tuple(benchmark.prompts) == PROMPTS
     # The shipped head is not the tiny model's; that is said.
-    assert [name for name, *_ in subject.entries] == ["none", "lookup", "auto"]
+    assert [one.name for one in benchmark.contenders] == ["plain", "none", "lookup", "auto"]
     assert "falcon is left out" in result.output
 
 
-def test_named_strategies(subjects: list[session.Subject]) -> None:
+def test_named_strategies(benchmarks: list[Benchmark]) -> None:
     arguments = ["demo", "--strategy", "tree", "--assistant", "truncated:1", "--repeats", "5"]
     result = CliRunner().invoke(build_app(), arguments)
     assert result.exit_code == 0, result.output
-    [subject] = subjects
-    assert [name for name, *_ in subject.entries] == ["none", "tree"]
-    assert subject.repeats == 5
+    [benchmark] = benchmarks
+    assert [one.name for one in benchmark.contenders] == ["plain", "none", "tree"]
+    assert benchmark.suite.repeats == 5
 
 
 def test_fails_if_an_output_differs(
-    subjects: list[session.Subject], monkeypatch: pytest.MonkeyPatch
+    benchmarks: list[Benchmark], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(session, "run", lambda *arguments: False)
     result = CliRunner().invoke(build_app(), ["demo"])

@@ -16,11 +16,9 @@ def plain(prompt: str, seconds: float, contender: str = "plain") -> Record:
 
 def watched(monkeypatch: pytest.MonkeyPatch, busy: float, own: float) -> float:
     """The share that a watch tells after a second of four processors."""
-    monkeypatch.setattr(machine, "_machine_seconds", lambda: (100.0, 50.0))
-    monkeypatch.setattr(machine, "_own_seconds", lambda: 10.0)
+    monkeypatch.setattr(machine, "_processor_seconds", lambda: (100.0, 50.0, 10.0))
     watch = machine.CpuWatch()
-    monkeypatch.setattr(machine, "_machine_seconds", lambda: (104.0, 50.0 + busy))
-    monkeypatch.setattr(machine, "_own_seconds", lambda: 10.0 + own)
+    monkeypatch.setattr(machine, "_processor_seconds", lambda: (104.0, 50.0 + busy, 10.0 + own))
     return watch.share_of_others()
 
 
@@ -34,12 +32,12 @@ def test_own_work_is_not_counted(
 
 
 def test_the_counters_of_this_machine_are_read() -> None:
-    everything, busy = machine._machine_seconds()
-    own, end = machine._own_seconds(), time.process_time() + 0.3
+    everything, busy, own = machine._processor_seconds()
+    end = time.process_time() + 0.3
     while time.process_time() < end:
         pass
-    later, busier = machine._machine_seconds()
-    assert machine._own_seconds() - own >= 0.2
+    later, busier, own_later = machine._processor_seconds()
+    assert own_later - own >= 0.2
     assert later - everything >= busier - busy > 0
 
 

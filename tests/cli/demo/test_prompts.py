@@ -1,4 +1,4 @@
-"""How much was copied, and that the model answers the prompts well and ends by itself."""
+"""The model answers the prompts well, copies as much as is wanted, and ends by itself."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from hf_spec.cli.demo.prompts import PROMPTS, copied_share
+from hf_spec.cli.demo.prompts import PROMPTS
+from hf_spec.cli.demo.results import copied_share
 
 # What a right answer holds, and the share of it that may come from the prompt.
 RIGHT = {
@@ -16,27 +17,6 @@ RIGHT = {
     "code": (("def is_palindrome(text):\n    return text == text[::-1]\n",), (0.0, 0.15)),
     "fact": (("energy from the sun", "light energy", "chemical energy"), (0.0, 0.0)),
 }
-
-
-@pytest.mark.parametrize(
-    ("prompt", "output", "share"),
-    [
-        ([1, 2, 3, 4], [1, 2, 3, 4], 1.0),
-        ([1, 2, 3, 4], [9, 2, 3, 4, 9, 9], 0.5),
-        ([1, 2, 3, 4, 5], [1, 2, 3, 9, 3, 4, 5, 9], 0.75),
-        ([1, 2, 3, 4], [1, 2, 9, 3, 4], 0.0),
-        ([1, 2], [1, 2], 0.0),
-        ([1, 2, 3], [], 0.0),
-    ],
-)
-def test_copied_tokens_stand_in_runs_of_three(
-    prompt: list[int], output: list[int], share: float
-) -> None:
-    assert copied_share(prompt, output) == share
-
-
-def test_a_token_of_two_runs_counts_once() -> None:
-    assert copied_share([1, 2, 3, 4], [1, 2, 3, 4, 8, 9, 8, 9]) == 0.5
 
 
 @pytest.mark.real

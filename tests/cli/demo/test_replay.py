@@ -1,14 +1,22 @@
-"""Replays on a terminal that is kept in memory, against a clock of their own."""
+"""Recordings of real generations, and replays on a terminal in memory by a clock of their own."""
 
 from __future__ import annotations
 
 import io
+import time
 
 import pytest
+import torch
 from rich.console import Console
 
-from hf_spec.cli.demo.recording import Piece
-from hf_spec.cli.demo.replay import Lane, replay
+from hf_spec.bench import contenders
+from hf_spec.bench.contenders import Run
+from hf_spec.bench.entries import parse_entry
+from hf_spec.bench.runner import Record
+from hf_spec.cli.demo.replay import Lane, Piece, Recorder, Recording, replay
+from tests import tiny_models
+
+NEW_TOKENS = 12
 
 SLOW = Lane("plain", [Piece(1.0, "one ", False), Piece(4.0, "two", False)], 2, 4.0)
 FAST = Lane("lookup", [Piece(1.0, "one ", True), Piece(1.0, "two", False)], 2, 1.0)
@@ -72,3 +80,63 @@ def test_control_characters_and_markup_of_a_model_are_not_obeyed(terminal: Conso
     assert "\x1b[2J" not in page
     assert "[red]x" in page
     assert "[bold]y" in page
+
+
+def recorded(strategy: str | None) -> tuple[Run, Recording, torch.Tensor]:
+    model = tiny_models.build("llama")
+    ids = tiny_models.settled_prompt("llama")
+    recorder = Recorder()
+    settings = {"do_sample": False, "streamer": recorder}
+    if strategy is None:
+        contender = contenders.plain(model, settings)
+    else:
+        contender = contenders.strategy(model, parse_entry(strategy).config, settings=settings)
+    run = contender.run(ids, NEW_TOKENS)
+    [recording] = recorder.recordings
+    return run, recording, ids[0]
+
+
+def test_plain_tokens_come_one_by_one() -> None:
+    run, recording, prompt = recorded(None)
+    assert recording.prompt_ids == prompt.tolist()
+    assert recording.token_ids == run.sequence[len(prompt) :].tolist()
+    assert [len(block) for _, block in recording.blocks] == [1] * NEW_TOKENS
+
+
+def test_blocks_of_a_speculative_run_are_its_rounds() -> None:
+    run, recording, prompt = recorded("lookup")
+    assert run.stats is not None
+    assert recording.token_ids == run.sequence[len(prompt) :].tolist()
+    accepted = sum(len(block) - 1 for _, block in recording.blocks)
+    assert accepted == run.stats.accepted_tokens > 0
+
+
+def test_times_rise_and_stay_within_the_call() -> None:
+    start = time.perf_counter()
+    _, recording, _ = recorded("lookup")
+    times = [0.0, *(seconds for seconds, _ in recording.blocks), time.perf_counter() - start]
+    assert times == sorted(times)
+    assert times[1] > 0
+
+
+def test_every_run_is_a_recording_of_its_own() -> None:
+    recorder = Recorder()
+    for prompt in ([[1, 2]], [[3, 4]]):
+        recorder.put(torch.tensor(prompt))
+        recorder.put(torch.tensor([7, 8]))
+        recorder.end()
+    assert [found.prompt_ids for found in recorder.recordings] == [[1, 2], [3, 4]]
+    assert [found.token_ids for found in recorder.recordings] == [[7, 8]] * 2
+
+
+def test_a_lane_is_the_text_with_drafts_told_from_the_rest() -> None:
+    tokenizer = tiny_models.tokenizer()
+    record = Record("p", "t", "lookup", 0, 3.0, 4.0, 4, 2, True)
+    lane = Recording([1], [(1.0, [2, 3, 4]), (2.0, [5])]).lane(record, tokenizer)
+    assert (lane.title, lane.num_tokens, lane.seconds) == ("lookup", 4, 3.0)
+    assert lane.text(3.0).plain == tokenizer.decode([2, 3, 4, 5])
+    assert [(piece.seconds, piece.drafted) for piece in lane.pieces] == [
+        (1.0, True),
+        (1.0, False),
+        (2.0, False),
+    ]

@@ -11,25 +11,32 @@ import pytest
 import torch
 from rich.console import Console
 
+from hf_spec.bench import suite
 from hf_spec.bench.contenders import Contender, Run
+from hf_spec.bench.entries import Entry
+from hf_spec.bench.lineup import Suite
+from hf_spec.bench.suite import Benchmark
 from hf_spec.cli.demo import session
-from hf_spec.cli.demo.lineup import chosen_entries
+from hf_spec.cli.demo.entries import chosen_entries
+from hf_spec.cli.demo.replay import Recorder
 from hf_spec.data.prompts import Prompt
 from tests import tiny_models
 
 TEXTS = {"one": "bababa", "two": "cacaca"}
+ENTRIES = chosen_entries(["lookup", "auto"], [])
 
 
-@pytest.fixture
-def subject() -> session.Subject:
-    return session.Subject(
+def run(console: Console, entries: Sequence[Entry] | None = None) -> bool:
+    recorder = Recorder()
+    benchmark = Benchmark(
         tiny_models.build("llama"),
         tiny_models.tokenizer(),
-        chosen_entries(["lookup", "auto"], []),
         [Prompt(name, name, (text,)) for name, text in TEXTS.items()],
-        max_new_tokens=6,
-        repeats=2,
+        ENTRIES if entries is None else entries,
+        Suite(new_tokens=6, repeats=2, baselines=False),
+        streamer=recorder,
     )
+    return session.run(benchmark, recorder, console)
 
 
 def console(terminal: bool = False) -> Console:
@@ -40,40 +47,37 @@ def page(shown: Console) -> str:
     return shown.file.getvalue()  # type: ignore[attr-defined]
 
 
-def test_texts_times_and_tables_in_a_pipe(subject: session.Subject) -> None:
+def test_texts_times_and_tables_in_a_pipe() -> None:
     shown = console()
-    assert session.run(subject, shown)
-    ids = subject.prompts[0].encode(subject.tokenizer)
-    plain = subject.model.generate(ids, do_sample=False, max_new_tokens=6)
-    text = subject.tokenizer.decode(plain[0, ids.shape[1] :], skip_special_tokens=True)
+    assert run(shown)
+    tokenizer = tiny_models.tokenizer()
+    ids = Prompt("one", "one", (TEXTS["one"],)).encode(tokenizer)
+    plain = tiny_models.build("llama").generate(ids, do_sample=False, max_new_tokens=6)
+    text = tokenizer.decode(plain[0, ids.shape[1] :], skip_special_tokens=True)
     assert text in page(shown).splitlines()
     assert page(shown).count("[plain ") == 2
     assert page(shown).count("2 of 2") == 4
     assert "6, cut" in page(shown)
 
 
-def test_a_pipe_gets_no_bars_and_no_escapes(
-    subject: session.Subject, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_pipe_gets_no_bars_and_no_escapes(capfd: pytest.CaptureFixture[str]) -> None:
     shown = console()
-    session.run(subject, shown)
+    run(shown)
     assert "\r" not in page(shown)
     assert "\x1b" not in page(shown)
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_terminal_gets_two_panels(subject: session.Subject) -> None:
+def test_a_terminal_gets_two_panels() -> None:
     shown = console(terminal=True)
-    session.run(subject, shown)
+    run(shown)
     assert "╭" in page(shown)
     assert "replayed" in page(shown)
     assert "16/16" in page(shown)
 
 
-def test_a_different_output_is_told(
-    subject: session.Subject, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make = session.make_contenders
+def test_a_different_output_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = suite.make_contenders
 
     def one_of_them_wrong(*arguments: Any) -> list[Contender]:
         *right, last = make(*arguments)
@@ -85,20 +89,19 @@ def test_a_different_output_is_told(
 
         return [*right, replace(last, run=run)]
 
-    monkeypatch.setattr(session, "make_contenders", one_of_them_wrong)
+    monkeypatch.setattr(suite, "make_contenders", one_of_them_wrong)
     shown = console()
-    assert not session.run(subject, shown)
+    assert not run(shown)
     assert "0 of 2" in page(shown)
 
 
-def test_a_busy_machine_is_told(subject: session.Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session.CpuWatch, "share_of_others", lambda watch: 0.42)
     shown = console()
-    session.run(subject, shown)
+    run(shown)
     assert "42%" in page(shown)
 
 
-def test_bad_strategies_are_refused_before_anything_is_timed(subject: session.Subject) -> None:
-    doubled: Sequence[Any] = [*subject.entries, subject.entries[-1]]
+def test_bad_strategies_are_refused_before_anything_is_timed() -> None:
     with pytest.raises(ValueError, match="2 times"):
-        session.run(replace(subject, entries=doubled), console())
+        run(console(), [*ENTRIES, ENTRIES[-1]])

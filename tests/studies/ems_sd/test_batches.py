@@ -19,7 +19,7 @@ from examples.studies.ems_sd.batches import (
     LOOKUP,
     Extent,
     Method,
-    measure,
+    time_batches,
 )
 from hf_spec.data.prompts import Prompt
 from tests.tiny_models import draft_model
@@ -36,7 +36,7 @@ def test_the_settings_are_those_of_the_paper() -> None:
 
 def run(model: Any, tokenizer: Any, prompts: list[Prompt], *methods: Method) -> list[Any]:
     extent = Extent(batch_sizes=(1, 3), num_batches=1, new_tokens=10, repeats=2)
-    found = list(measure(model, tokenizer, methods, prompts, extent))
+    found = list(time_batches(model, tokenizer, methods, prompts, extent))
     assert sum(map(len, found)) == extent.num_runs(methods)
     return [record for records in found for record in records]
 

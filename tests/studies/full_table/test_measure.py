@@ -1,4 +1,4 @@
-"""The command behind docs/benchmarks.md: which strategies each model gets, and what is written."""
+"""The command of docs/benchmarks.md: which strategies each model gets, and what is written."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from examples.studies.full_table import measure as full
-from examples.studies.full_table.measure import SUBJECTS, main
+from examples.studies.full_table.measure import MODELS, main
 from hf_spec.strategies import known_strategies
 
 ADAPTERS = Path(__file__).parents[3] / "examples" / "adapters"
 
 
 def strategies(name: str, adapters: Path) -> dict[str, Any]:
-    return {config.strategy: given for _, config, given in SUBJECTS[name].entries(adapters)}
+    return {config.strategy: given for _, config, given in MODELS[name].entries(adapters)}
 
 
 def test_every_strategy_that_has_an_adapter_is_measured(tmp_path: Path) -> None:
@@ -50,12 +50,12 @@ def test_every_file_is_written(
     folder: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny = replace(
-        SUBJECTS["gemma3"],
+        MODELS["gemma3"],
         folder=lambda: folder,
         draft="truncated:2",
         drafts=("tree:max_draft_tokens=2",),
     )
-    monkeypatch.setitem(full.SUBJECTS, "gemma3", tiny)
+    monkeypatch.setitem(full.MODELS, "gemma3", tiny)
     out = tmp_path / "out"
     options = ["--new-tokens", "3", "--repeats", "1", "--per-task", "1", "--no-compiled"]
     main(["--model", "gemma3", "--batch", "1", "2", "--out", str(out), *options])

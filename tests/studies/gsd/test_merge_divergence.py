@@ -17,9 +17,9 @@ from examples.studies.gsd.merge_divergence import (
     CONTROL,
     MERGE_LENGTHS,
     UnmergedDrafter,
+    compare_merged,
     divergence,
     main,
-    measure,
     merged_pairs,
     summary,
     table,
@@ -128,13 +128,13 @@ def test_divergence() -> None:
 
 def test_measure(model: Any, draft: Any, prompts: list[Prompt], tokenizer: Any) -> None:
     before = snapshot(model)
-    measured = measure(model, draft, prompts, tokenizer, 6, UNMERGED)
+    measured = compare_merged(model, draft, prompts, tokenizer, 6, UNMERGED)
     assert snapshot(model) == before
     pairs = measured["pairs"]
     assert list(pairs) == ["0", "1", "2", "3", CONTROL]
     assert measured["drafted"] > len(pairs["0"]) == len(pairs[CONTROL]) > 0
     assert all(pair["kl"] > -1e-6 for found in pairs.values() for pair in found)
-    assert measure(model, draft, prompts, tokenizer, 6, UNMERGED) == measured
+    assert compare_merged(model, draft, prompts, tokenizer, 6, UNMERGED) == measured
 
 
 def test_table() -> None:

@@ -49,7 +49,7 @@ def test_contenders_compute_the_same(nodes: int) -> None:
         check_results(results, "float32")
 
 
-def test_a_call_is_timed_so_many_times_behind_a_first_one() -> None:
+def test_a_call_is_timed_so_many_times_after_a_first_one() -> None:
     calls: list[int] = []
     assert len(seconds_of(lambda: calls.append(1), 3, CPU)) == 3
     assert len(calls) == 4

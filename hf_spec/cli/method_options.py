@@ -1,8 +1,9 @@
-"""Arguments and options that `generate` and `chat` share."""
+"""Options that say how a command generates, shared by those that do."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -16,9 +17,20 @@ Strategy = Annotated[
 Assistants = Annotated[
     list[str] | None,
     typer.Option(
-        help="Folder or Hub id of an adapter or a draft model; repeated, a list (for auto)."
+        help="For strategies that name none: folder or Hub id of an adapter or a draft model; "
+        "repeated, a list (for auto)."
     ),
 ]
+Prompts = Annotated[
+    Path | None,
+    typer.Option(
+        exists=True,
+        dir_okay=False,
+        help="JSON lines with id, task and turns (.jsonl), or a text file with one prompt a line; "
+        "the package's own by default.",
+    ),
+]
+PerTask = Annotated[int, typer.Option(min=1, help="Prompts of each task.")]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="Longest output, in tokens.")]
 Sample = Annotated[
     bool, typer.Option("--sample", help="Draw from the model's distribution; greedy otherwise.")
@@ -52,7 +64,7 @@ class Sampling:
         given = {"--temperature": self.temperature, "--top-p": self.top_p, "--seed": self.seed}
         useless = [name for name, value in given.items() if value is not None]
         if useless and not self.sample:
-            raise typer.BadParameter(f"{useless[0]} is of no use to greedy decoding; add --sample")
+            raise typer.BadParameter(f"{useless[0]} has no effect on greedy decoding; add --sample")
 
     def arguments(self) -> dict[str, Any]:
         """For `generate()`."""

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from examples.studies.disco.improvement_factor import cost_ratio, improvement_factor
 from hf_spec import DraftConfig, SpecStats
 from hf_spec.bench.contenders import strategy
-from hf_spec.bench.improvement import cost_ratio, improvement_factor
 from tests.tiny_models import draft_model, settled_prompt
 
 

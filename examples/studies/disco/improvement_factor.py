@@ -13,7 +13,7 @@ def improvement_factor(acceptance_rate: float, draft_tokens: int, cost_ratio: fl
     (Leviathan et al. 2023, arXiv 2211.17192; eq. 1 of Mamou et al. 2024, arXiv 2405.04304).
 
     Args:
-        acceptance_rate: a, probability that a draft token is accepted, behind accepted ones.
+        acceptance_rate: a, probability that a draft token is accepted after accepted ones.
         draft_tokens: n, tokens drafted in every round.
         cost_ratio: c, time of a draft forward over that of a target forward; see `cost_ratio`.
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_spec.bench.memory import forget_peak, peak_bytes
+from hf_spec.bench.timing import peak_bytes, reset_peak
 
 CPU = torch.device("cpu")
 BLOCK_BYTES = 1 << 28
@@ -15,12 +15,12 @@ BLOCK_BYTES = 1 << 28
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux tells peaks")
 def test_a_block_that_was_held_for_a_while() -> None:
-    forget_peak(CPU)
+    reset_peak(CPU)
     before = peak_bytes(CPU)
     block = torch.ones(BLOCK_BYTES // 4)
     del block
     held = peak_bytes(CPU)
-    forget_peak(CPU)
+    reset_peak(CPU)
     after = peak_bytes(CPU)
     assert before is not None
     assert held is not None
@@ -30,14 +30,14 @@ def test_a_block_that_was_held_for_a_while() -> None:
 
 
 def test_devices_that_do_not_tell() -> None:
-    forget_peak(torch.device("meta"))
+    reset_peak(torch.device("meta"))
     assert peak_bytes(torch.device("meta")) is None
 
 
 @pytest.mark.gpu
 def test_a_block_on_a_gpu() -> None:
     device = torch.device("cuda", 0)
-    forget_peak(device)
+    reset_peak(device)
     before = peak_bytes(device)
     block = torch.ones(BLOCK_BYTES // 4, device=device)
     del block

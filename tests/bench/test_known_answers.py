@@ -1,4 +1,6 @@
-"""The oracle drafts exactly until its first mismatch, and is out of reach of `generate()`."""
+"""Drafters that know the answer: the oracle stops at its first mismatch, synthetic drafts are
+accepted as often as was asked. No config can name them, and the output is the target's own.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,14 @@ import torch
 
 import hf_spec
 from hf_spec.bench import contenders as ways
-from hf_spec.bench.oracle import OraclePolicy, oracle
-from hf_spec.bench.runner import Plan, measure
+from hf_spec.bench.known_answers import OraclePolicy, PlainAnswers, oracle, synthetic
+from hf_spec.bench.runner import Plan, time_contenders
 from hf_spec.data.prompts import Prompt
 from hf_spec.drafting.length_policy import DraftedToken
-from tests.tiny_models import draft_model, repetitive_prompt, settled_prompt
+from tests.tiny_models import draft_model, ragged_batch, repetitive_prompt, settled_prompt
 
 NEW_TOKENS = 24
+SYNTHETIC_TOKENS = 40
 
 
 def expected_rounds(model: Any, draft: Any, ids: torch.Tensor) -> list[tuple[int, int]]:
@@ -93,7 +96,9 @@ def test_it_is_measured_without_the_time_of_its_recording(
 
     monkeypatch.setattr(type(model), "generate", watch)
     contenders = [oracle(model, draft_model("llama"))]
-    records = list(chain.from_iterable(measure(contenders, prompts, tokenizer, Plan(20, 2))))
+    records = list(
+        chain.from_iterable(time_contenders(contenders, prompts, tokenizer, Plan(20, 2)))
+    )
     # The warm-up and every prompt: recorded once each, before the runs that are timed.
     assert plain == [True, False] + 2 * [True, False, False]
     assert all(r.target_forwards and r.identical for r in records)
@@ -111,3 +116,52 @@ def test_it_knows_every_row_of_a_batch(model: Any) -> None:
 def test_no_config_can_name_it() -> None:
     with pytest.raises(hf_spec.OptionError, match="unknown length_policy 'oracle'"):
         hf_spec.DraftConfig(length_policy="oracle")
+
+
+@pytest.mark.parametrize("length", [1, 4])
+def test_the_extremes(model: Any, length: int) -> None:
+    ids = settled_prompt("llama")
+    expected = model.generate(ids, max_new_tokens=SYNTHETIC_TOKENS, do_sample=False)
+    always = synthetic(model, 1.0, length).run(ids, SYNTHETIC_TOKENS)
+    never = synthetic(model, 0.0, length).run(ids, SYNTHETIC_TOKENS)
+    assert torch.equal(always.sequences, expected)
+    assert torch.equal(never.sequences, expected)
+    assert always.target_forwards == SYNTHETIC_TOKENS // (length + 1)
+    assert never.target_forwards == SYNTHETIC_TOKENS
+    assert never.stats is not None
+    assert never.stats.drafted_tokens > 0 == never.stats.accepted_tokens
+
+
+def test_acceptance_is_what_was_asked_at_every_position(model: Any) -> None:
+    contender = synthetic(model, 0.7, 3)
+    accepted, drafted = [0, 0, 0], [0, 0, 0]
+    for seed in range(8):
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(3, 90, (1, 8), generator=generator)
+        run = contender.run(ids, 60)
+        assert run.sequence.tolist() == [*ids[0].tolist(), *PlainAnswers(model)(ids, 60)[0]]
+        assert run.stats is not None
+        for position in range(3):
+            accepted[position] += run.stats.accepted_by_position[position]
+            drafted[position] += run.stats.drafted_by_position[position]
+    shares = [a / d for a, d in zip(accepted, drafted, strict=True)]
+    assert shares == pytest.approx([0.7, 0.49, 0.343], abs=0.08)
+
+
+def test_a_run_repeats_itself_and_its_name_says_what_it_is(model: Any) -> None:
+    contender = synthetic(model, 0.5, 3)
+    ids = settled_prompt("llama")
+    first, second = (contender.run(ids, SYNTHETIC_TOKENS) for _ in range(2))
+    assert first.stats is not None
+    assert second.stats is not None
+    assert first.stats.rows == second.stats.rows
+    assert contender.name == "synthetic, 3 tokens, acceptance 0.5"
+
+
+def test_rows_of_a_padded_batch(model: Any) -> None:
+    batch = ragged_batch((9, 4))
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    contender = synthetic(model, 1.0, 4)
+    run = contender.run(ids, 20, mask)
+    assert run.sequences[:, ids.shape[1] :].tolist() == PlainAnswers(model)(ids, 20, mask)
+    assert run.target_forwards == 4

@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 
-from hf_spec.cli.demo.lineup import HEAD, chosen_entries, default_entries, find_head
+from hf_spec.cli.demo import entries
+from hf_spec.cli.demo.entries import HEAD, chosen_entries, default_entries, find_head
 from hf_spec.errors import SpecError
 from tests import tiny_models
 
 ROOT = Path(__file__).parents[3]
 
 
-def names(entries: list[Any]) -> list[str]:
-    return [name for name, _, _ in entries]
+def names(found: list[Any]) -> list[str]:
+    return [name for name, _, _ in found]
 
 
 def test_the_head_is_found_in_a_checkout_alone(tmp_path: Path) -> None:
@@ -24,7 +25,7 @@ def test_the_head_is_found_in_a_checkout_alone(tmp_path: Path) -> None:
 
 
 def test_the_folder_of_the_command_may_be_a_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_spec.__file__", "/nowhere/hf_spec/__init__.py")
+    monkeypatch.setattr(entries, "CHECKOUT", Path("/nowhere"))
     monkeypatch.chdir(ROOT)
     assert find_head() == ROOT / HEAD
     monkeypatch.chdir("/")
@@ -32,24 +33,24 @@ def test_the_folder_of_the_command_may_be_a_checkout(monkeypatch: pytest.MonkeyP
 
 
 def test_without_the_head_the_reader_is_told() -> None:
-    entries, missing = default_entries(tiny_models.build("llama"), None)
-    assert names(entries) == ["none", "lookup", "auto"]
+    found, missing = default_entries(tiny_models.build("llama"), None)
+    assert names(found) == ["none", "lookup", "auto"]
     assert str(HEAD) in missing
     assert "--strategy falcon@FOLDER" in missing
 
 
 def test_a_head_of_another_model_is_left_out_and_named() -> None:
-    entries, missing = default_entries(tiny_models.build("llama"), ROOT / HEAD)
-    assert names(entries) == ["none", "lookup", "auto"]
+    found, missing = default_entries(tiny_models.build("llama"), ROOT / HEAD)
+    assert names(found) == ["none", "lookup", "auto"]
     assert "hidden_size" in missing
 
 
 @pytest.mark.real
 def test_the_head_serves_falcon_and_auto(smollm2: tuple[Any, Any]) -> None:
-    entries, missing = default_entries(smollm2[0], ROOT / HEAD)
+    found, missing = default_entries(smollm2[0], ROOT / HEAD)
     assert missing == ""
-    assert names(entries) == ["none", "lookup", "falcon", "auto"]
-    assert [assistant for *_, assistant in entries] == [None, None, *[str(ROOT / HEAD)] * 2]
+    assert names(found) == ["none", "lookup", "falcon", "auto"]
+    assert [assistant for *_, assistant in found] == [None, None, *[str(ROOT / HEAD)] * 2]
 
 
 def test_the_engine_alone_is_always_a_baseline() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import typer
 
-from hf_spec.cli.answer.options import Sampling
+from hf_spec.cli.method_options import Sampling
 
 
 def test_what_generate_is_told() -> None:
@@ -17,5 +17,5 @@ def test_what_generate_is_told() -> None:
 
 @pytest.mark.parametrize("given", [{"temperature": 0.5}, {"top_p": 0.9}, {"seed": 0}])
 def test_useless_without_sample(given: dict[str, float]) -> None:
-    with pytest.raises(typer.BadParameter, match="of no use to greedy decoding; add --sample"):
+    with pytest.raises(typer.BadParameter, match="no effect on greedy decoding; add --sample"):
         Sampling(**given)  # type: ignore[arg-type]

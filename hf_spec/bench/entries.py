@@ -1,0 +1,109 @@
+"""Strategies as a command line names them: NAME[:OPTION=JSON,...][@ASSISTANT]."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
+from pathlib import PurePath
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedModel
+
+from hf_spec.errors import AssistantError
+from hf_spec.models.truncated import truncated_draft
+from hf_spec.strategies import StrategyConfig, parse_strategy
+
+
+class Entry(NamedTuple):
+    """A strategy that is measured or verified.
+
+    Attributes:
+        name: in tables and reports.
+        config: of the strategy.
+        assistant: what it takes.
+    """
+
+    name: str
+    config: StrategyConfig
+    assistant: Any = None
+
+    @property
+    def method(self) -> dict[str, Any]:
+        """The arguments of `generate()` that make it speculate."""
+        return {"spec_strategy": self.config, "assistant": self.assistant}
+
+    @property
+    def short_name(self) -> str:
+        """The name, of a folder the last part alone."""
+        head, at, assistant = self.name.partition("@")
+        return f"{head}{at}{PurePath(assistant).name}"
+
+
+def parse_entry(text: str) -> Entry:
+    """Read NAME[:OPTION=JSON,...][@ASSISTANT].
+
+    Raises:
+        OptionError: for an unknown strategy or option.
+    """
+    head, _, assistant = text.partition("@")
+    name, _, given = head.partition(":")
+    options: dict[str, Any] = {"strategy": name}
+    for pair in filter(None, _split(given)):
+        key, _, value = pair.partition("=")
+        try:
+            options[key] = json.loads(value)
+        except ValueError:
+            options[key] = value
+    return Entry(text, parse_strategy(options), assistant or None)
+
+
+def parse_entries(texts: Iterable[str], assistants: Sequence[str] = ()) -> list[Entry]:
+    """Entries with `assistants` for those that name none and take some.
+
+    Args:
+        texts: NAME[:OPTION=JSON,...][@ASSISTANT] each.
+        assistants: one serves every strategy; several, as a list, "auto" alone.
+
+    Raises:
+        OptionError: for an unknown strategy or option.
+        AssistantError: if a strategy lacks its assistant.
+    """
+    given: Any = assistants[0] if len(assistants) == 1 else list(assistants) or None
+    found = []
+    for entry in map(parse_entry, texts):
+        takes = entry.config.needs_assistant or entry.config.strategy == "auto"
+        own = entry.assistant or (given if takes else None)
+        if entry.config.needs_assistant and own is None:
+            raise AssistantError(f"--strategy {entry.name} needs --assistant, a folder or a Hub id")
+        found.append(entry._replace(assistant=own))
+    return found
+
+
+def _split(text: str) -> list[str]:
+    """The parts between commas outside of brackets."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter in "[{") - (letter in "]}")
+        if letter == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
+
+
+def assistant_finder(model: PreTrainedModel) -> Callable[[Any], Any]:
+    """What turns `truncated:N` into the first N layers of `model`, once; the rest stays as it is.
+
+    It takes an assistant or a list of them.
+    """
+    cut = cache(partial(truncated_draft, model))
+
+    def find(given: Any) -> Any:
+        if isinstance(given, list):
+            return [find(one) for one in given]
+        named = re.fullmatch(r"truncated:(\d+)", given) if isinstance(given, str) else None
+        return given if named is None else cut(int(named[1]))
+
+    return find

@@ -1,0 +1,158 @@
+"""Contenders that are given the target's answer, so no config names them.
+
+*Oracle*: a draft model drafts until its first mismatch, the upper bound of what a length policy
+can reach with it (Mamou et al. 2024, arXiv 2405.04304, section 3). *Synthetic*: each draft is a
+chain of what plain greedy `generate()` says next, every token of it wrong with probability 1 - p.
+That measures everything but the drafting: forwards over so many nodes, verification, keys and
+values. Its speed is an upper bound for a drafter of this acceptance, whose own time comes on top;
+every report has to say so. The output stays the target's own.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_spec.bench.contenders import GREEDY, Contender, Run, Settings, plain, speculative
+from hf_spec.decoding.drafter import Drafter
+from hf_spec.decoding.state import GenerationState
+from hf_spec.drafting.length_policy import DraftedToken, LengthPolicy
+from hf_spec.execution.tree import DraftTree
+from hf_spec.execution.vocabulary import num_embeddings
+from hf_spec.generation.one_call import generate_with
+from hf_spec.strategies.draft_model import DraftConfig, DraftModelDrafter
+
+# Per row the tokens that the target generates, prompt excluded.
+Answers = Sequence[Sequence[int]]
+
+
+class PlainAnswers:
+    """What plain greedy `generate()` says to a prompt, each recorded once.
+
+    Args:
+        model: the target.
+        settings: of `generate()`.
+    """
+
+    def __init__(self, model: PreTrainedModel, settings: Settings = GREEDY):
+        self._plain = plain(model, settings)
+        self._known: dict[tuple[tuple[int, ...], int], list[int]] = {}
+
+    def __call__(self, ids: Tensor, new_tokens: int, mask: Tensor | None = None) -> list[list[int]]:
+        """Per row of (B, L) ids the tokens that follow, each row run alone, without padding."""
+        mask = torch.ones_like(ids) if mask is None else mask
+        answers = []
+        for row, seen in zip(ids, mask.bool(), strict=True):
+            prompt = row[seen]
+            key = tuple(prompt.tolist()), new_tokens
+            if key not in self._known:
+                alone = prompt[None]
+                run = self._plain.run(alone, new_tokens, torch.ones_like(alone))
+                self._known[key] = run.sequence[len(prompt) :].tolist()
+            answers.append(self._known[key])
+        return answers
+
+
+def _knowing(model: Any, drafter_of: Callable[[Answers], Drafter], name: str) -> Contender:
+    """A contender whose drafter is made from the plain answers for every generation.
+
+    They are recorded the first time a prompt is met, which `prepare` does untimed.
+    """
+    answers = PlainAnswers(model)
+
+    def run(ids: Tensor, new_tokens: int, mask: Tensor | None = None) -> Run:
+        decode = partial(generate_with, drafter_of(answers(ids, new_tokens, mask)))
+        return speculative(model, ids, new_tokens, mask, custom_generate=decode)
+
+    def prepare(ids: Tensor, new_tokens: int, mask: Tensor | None = None) -> None:
+        answers(ids, new_tokens, mask)
+
+    return Contender(name, run, prepare, ours=True)
+
+
+class OraclePolicy(LengthPolicy):
+    """Stop after the first token that is not the target's.
+
+    Args:
+        answers: see `Answers`.
+        max_draft_tokens: most tokens drafted in a round; without a limit by default.
+    """
+
+    def __init__(self, answers: Answers, max_draft_tokens: int = sys.maxsize):
+        super().__init__(max_draft_tokens)
+        self.answers = answers
+
+    def goes_on(self, newest: Sequence[DraftedToken]) -> list[bool]:
+        """Whether each token is the one that the target says there."""
+        return [self._is_right(token) for token in newest]
+
+    def _is_right(self, drafted: DraftedToken) -> bool:
+        answer = self.answers[drafted.row]
+        return drafted.position < len(answer) and answer[drafted.position] == drafted.token
+
+
+def oracle(model: Any, draft: PreTrainedModel) -> Contender:
+    """A chain of `draft`, which shares the target's vocabulary, under the oracle's policy."""
+
+    def drafter(answers: Answers) -> Drafter:
+        return DraftModelDrafter(DraftConfig(), draft, OraclePolicy(answers), num_embeddings(model))
+
+    return _knowing(model, drafter, "oracle")
+
+
+class SyntheticDrafter(Drafter):
+    """Chains of the right tokens, some of them made wrong.
+
+    Args:
+        answers: see `Answers`.
+        acceptance: p, probability that a token is left as it is.
+        length: tokens of a chain.
+        vocab_size: of the target.
+    """
+
+    def __init__(self, answers: Answers, acceptance: float, length: int, vocab_size: int):
+        self.answers = answers
+        self.acceptance = acceptance
+        self.length = length
+        self.vocab_size = vocab_size
+
+    def start(self, state: GenerationState) -> None:
+        """Make the same places wrong of the same answers in every repetition."""
+        self._random = random.Random(str(self.answers))  # noqa: S311 - no secret
+
+    def draft(self, state: GenerationState) -> DraftTree:
+        """The next tokens of every unfinished row."""
+        rows: list[tuple[list[int], list[int]]] = [([], []) for _ in state.tokens]
+        for row in state.unfinished:
+            begin = state.generated[row]
+            end = begin + min(self.length, state.room(row) - 1)
+            chain = [self._right_or_wrong(token) for token in self.answers[row][begin:end]]
+            rows[row] = [state.tokens[row][-1], *chain], list(range(-1, len(chain)))
+        return DraftTree.from_rows(rows)
+
+    def _right_or_wrong(self, token: int) -> int:
+        right = self._random.random() < self.acceptance
+        return token if right else (token + 1) % self.vocab_size
+
+
+def synthetic(model: Any, acceptance: float, length: int) -> Contender:
+    """Chains of `length` tokens, each accepted after accepted ones with probability `acceptance`.
+
+    Args:
+        model: the target.
+        acceptance: between 0 and 1.
+        length: at least 1.
+    """
+    vocab_size = model.config.get_text_config().vocab_size
+
+    def drafter(answers: Answers) -> Drafter:
+        return SyntheticDrafter(answers, acceptance, length, vocab_size)
+
+    return _knowing(model, drafter, f"synthetic, {length} tokens, acceptance {acceptance:g}")

@@ -1,0 +1,52 @@
+"""What the demo compares: by default everything that needs no training, and the shipped head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from hf_spec.adapters.folder import CONFIG_NAME, load_adapter
+from hf_spec.bench.entries import Entry, parse_entries, parse_entry
+from hf_spec.bench.summary import IDLE
+from hf_spec.errors import AssistantError
+
+# Thirteen megabytes, which only the repository has; the installed package does not.
+HEAD = Path("examples/adapters/smollm2-135m-falcon")
+CHECKOUT = Path(__file__).parents[3]
+
+
+def find_head(roots: Sequence[Path] | None = None) -> Path | None:
+    """The folder of the shipped Falcon head in one of `roots`, by default here and beside us."""
+    for root in (Path.cwd(), CHECKOUT) if roots is None else roots:
+        if (root / HEAD / CONFIG_NAME).is_file():
+            return root / HEAD
+    return None
+
+
+def default_entries(model: PreTrainedModel, head: Path | None) -> tuple[list[Entry], str]:
+    """What is compared if nothing is named, and a sentence about what is missing, or "".
+
+    Args:
+        model: the target.
+        head: folder of the shipped Falcon head, if there is one.
+    """
+    missing = (
+        f"its head, {HEAD}, is in the repository and not in the installed package; start the demo "
+        "in a checkout, or add --strategy falcon@FOLDER"
+    )
+    if head is not None:
+        try:
+            load_adapter(head, "falcon").base.check(model)
+            return parse_entries([IDLE, "lookup", "falcon", "auto"], [str(head)]), ""
+        except AssistantError as error:
+            missing = str(error)
+    return parse_entries([IDLE, "lookup", "auto"]), f"falcon is left out: {missing}"
+
+
+def chosen_entries(strategies: Sequence[str], assistants: Sequence[str]) -> list[Entry]:
+    """The engine alone, as a baseline, and the named strategies; see `parse_entries`."""
+    named = parse_entries(strategies, assistants)
+    has_baseline = any(entry.config.strategy == IDLE for entry in named)
+    return named if has_baseline else [parse_entry(IDLE), *named]

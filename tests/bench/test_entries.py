@@ -1,0 +1,79 @@
+"""Strategies as a command line names them, and their assistants."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hf_spec import (
+    AssistantError,
+    FalconConfig,
+    GsdConfig,
+    LookupConfig,
+    OptionError,
+    StrategyConfig,
+    TreeConfig,
+)
+from hf_spec.bench.entries import assistant_finder, parse_entries, parse_entry
+
+
+@pytest.mark.parametrize(
+    ("text", "config", "assistant"),
+    [
+        ("lookup", LookupConfig(), None),
+        (
+            "tree:children=2,length_policy=heuristic@a/b",
+            TreeConfig(children=2, length_policy="heuristic"),
+            "a/b",
+        ),
+        ("gsd:merge_length=null@x", GsdConfig(merge_length=None), "x"),
+        (
+            "falcon:tree=[[0],[0,0],[1]],max_nodes=2@x",
+            FalconConfig(tree=[[0], [0, 0], [1]], max_nodes=2),
+            "x",
+        ),
+    ],
+)
+def test_an_entry(text: str, config: StrategyConfig, assistant: str | None) -> None:
+    assert parse_entry(text) == (text, config, assistant)
+
+
+def test_an_unknown_strategy_or_option() -> None:
+    with pytest.raises(OptionError, match="unknown spec_strategy 'no'"):
+        parse_entry("no@x")
+    with pytest.raises(OptionError, match="no option depth"):
+        parse_entry("tree:depth=2@x")
+
+
+class TestAssistants:
+    def test_they_go_to_strategies_that_take_one_and_name_none(self) -> None:
+        given = [a for *_, a in parse_entries(["lookup", "draft", "tree@x", "auto"], ["d"])]
+        assert given == [None, "d", "x", "d"]
+        assert [a for *_, a in parse_entries(["none", "auto"], ["d", "f"])] == [None, ["d", "f"]]
+        assert [a for *_, a in parse_entries(["none", "auto"])] == [None, None]
+
+    def test_one_that_is_missing(self) -> None:
+        with pytest.raises(AssistantError, match="--strategy gsd needs --assistant"):
+            parse_entries(["gsd"])
+
+
+def test_a_cut_model_is_made_once(model: Any) -> None:
+    find = assistant_finder(model)
+    cut, *others = find(["truncated:2", "truncated:2", "some/folder"])
+    assert cut.config.num_hidden_layers == 2
+    assert others[0] is cut
+    assert others[1] == "some/folder"
+    assert find(None) is None
+
+
+@pytest.mark.parametrize(
+    ("entry", "name"),
+    [
+        ("lookup", "lookup"),
+        ("tree:max_nodes=5@a/b/small", "tree:max_nodes=5@small"),
+        ("draft@truncated:2", "draft@truncated:2"),
+    ],
+)
+def test_names_in_tables_are_short(entry: str, name: str) -> None:
+    assert parse_entry(entry).short_name == name

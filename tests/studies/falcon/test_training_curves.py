@@ -1,0 +1,46 @@
+"""What is drawn is what was recorded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from examples.studies.falcon.training_curves import main, training_curves
+
+RECORDS = {
+    "about": "two trainings",
+    "k = 1": {
+        "evaluations": [
+            {"step": 1, "answer_tokens": 500_000, "tau": 0.4},
+            {"step": 2, "answer_tokens": 1_000_000, "tau": 0.5, "slot_2": 0.2},
+        ]
+    },
+    "k = 2": {"minutes": 3, "evaluations": [{"step": 1, "answer_tokens": 250_000, "tau": 0.3}]},
+}
+
+
+def test_curves_are_the_evaluations() -> None:
+    assert training_curves(RECORDS, "tau") == {
+        "k = 1": ([0.5, 1.0], [0.4, 0.5]),
+        "k = 2": ([0.25], [0.3]),
+    }
+    assert training_curves(RECORDS, "slot_2") == {"k = 1": ([1.0], [0.2])}
+
+
+def test_the_command_draws_a_line_per_training(tmp_path: Path) -> None:
+    records, plot = tmp_path / "records.json", tmp_path / "plot.svg"
+    records.write_text(json.dumps(RECORDS))
+    main([str(records), "--out", str(plot), "--title", "tau of one pass"])
+    drawn = plot.read_text()
+    for text in ("k = 1", "k = 2", "tau of one pass", "answer tokens seen, millions"):
+        assert f"<!-- {text} -->" in drawn
+
+
+def test_records_without_a_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records = tmp_path / "records.json"
+    records.write_text(json.dumps({"about": "nothing"}))
+    with pytest.raises(SystemExit):
+        main([str(records), "--out", str(tmp_path / "plot.svg")])
+    assert "has no training with 'tau'" in capsys.readouterr().err
