@@ -37,8 +37,8 @@ from hf_spec.adapters.reading import check_tensors, whole_number
 from hf_spec.errors import AssistantError, UnsupportedError
 from hf_spec.execution.distributed_checks import tensor_parallel_size
 from hf_spec.execution.placement import execution_device
-from hf_spec.models.adaptive_modes import MODES
 from hf_spec.models.gated_lora import GatedLora, LoraWeights, Rows, merge_lora_inplace
+from hf_spec.models.shapes import MODES
 
 METHOD = "sdsat"
 EMBEDDINGS = "embeddings"

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from hf_spec.adapters.folder import BaseModel, SpecAdapter
 from hf_spec.adapters.reading import check_tensors, whole_number
 from hf_spec.errors import AssistantError, OptionError
+from hf_spec.models.shapes import FEATURES, TOP
 
 METHOD = "disco"
-TOP = 10
-FEATURES = {"top_probs": slice(0, TOP), "entropy": slice(TOP, TOP + 1), "position": slice(-1, None)}
 NUM_FEATURES = TOP + 2
 
 
