@@ -208,15 +208,14 @@ class GlancingLoss:
 
     def _choose(self, wrong: Tensor, pairs: Pairs, share: float, grid: int) -> Tensor:
         """(M,) bool: the learned places whose inputs are replaced."""
-        chosen = torch.zeros(len(wrong), dtype=torch.bool)
-        offset = 0
-        distances = [int(part.sum()) for part in wrong.cpu().split(pairs.counts)]
-        for distance, (first, stop) in zip(distances, pairs.span, strict=True):
-            count = int(share * distance)
+        parts = []
+        for mine, (first, stop) in zip(wrong.cpu().split(pairs.counts), pairs.span, strict=True):
+            part = torch.zeros(len(mine), dtype=torch.bool)
+            count = int(share * int(mine.sum()))
             found = replaced_places(first, stop, count, self.head.shape.block_size, grid)
-            chosen[[offset + place - first for place in found]] = True
-            offset += stop - first
-        return chosen.to(wrong.device)
+            part[[place - first for place in found]] = True
+            parts.append(part)
+        return torch.cat(parts).to(wrong.device)
 
     def _replace(
         self, tokens: Tensor, features: Tensor, pairs: Pairs, chosen: Tensor, scores: Tensor
