@@ -113,7 +113,8 @@ class TestAcceptance:
             # What is predicted of these drafts is what they brought, but for the end of the text.
             share = accepted_paths(ranks[[start for start, _ in starts]], VOCAB)
             predicted = len(starts) * sum(share.get(path, 0.0) for path in tree.paths)
-            assert 0 <= predicted - stats.accepted_tokens <= tree.height
+            # The shares are rounded numbers, their sum is one of whole tokens.
+            assert 0 <= round(predicted, 6) - stats.accepted_tokens <= tree.height
 
     def test_every_place_of_every_answer(self) -> None:
         head, ticks = random_head("llama", 3, 1), []
