@@ -1,7 +1,7 @@
-"""`--config FILE`: options of any command from a YAML file, under those of the command line.
+"""`--config FILE`: options of any command from a YAML file; the command line overrides them.
 
 Keys are the names of options without the dashes before them (`max-new-tokens`, or
-`max_new_tokens`), or of arguments in lower case; values are what would stand behind the option: a
+`max_new_tokens`), or of arguments in lower case; values are what would stand after the option: a
 list for one that may be repeated, true or false for a switch.
 """
 
@@ -66,7 +66,7 @@ def _carrier(
         Path | None,
         # Eager: defaults must be known before any other value is looked up.
         typer.Option(
-            help="YAML file with options of this command; those given here go before.",
+            help="YAML file with options of this command; the command line overrides them.",
             exists=True,
             dir_okay=False,
             is_eager=True,

@@ -8,13 +8,7 @@ from hf_spec.cli.options import AUTO
 
 
 def next_command(*words: object, dtype: str = AUTO, device: str | None = None) -> str:
-    """A command of `hf-spec`, quoted for the shell.
-
-    Args:
-        *words: what stands after `hf-spec`.
-        dtype: as the command before had it; left out where it is the default.
-        device: the same.
-    """
+    """A command of `hf-spec`, quoted for the shell, and dtype and device if not default."""
     given = ["hf-spec", *map(str, words)]
     if dtype != AUTO:
         given += ["--dtype", dtype]
@@ -24,12 +18,5 @@ def next_command(*words: object, dtype: str = AUTO, device: str | None = None) -
 
 
 def bench_command(model: object, strategy: str, dtype: str, device: str | None) -> str:
-    """The command that measures what has just been trained or calibrated.
-
-    Args:
-        model: folder or Hub id.
-        strategy: with its assistant.
-        dtype: as the command before had it.
-        device: the same.
-    """
+    """The command that measures what has just been trained or calibrated."""
     return next_command("bench", model, "--strategy", strategy, dtype=dtype, device=device)

@@ -1,13 +1,21 @@
-"""Arguments and options that several commands have, with one default each."""
+"""Options that several commands have, and options made from settings, with one default each."""
 
 from __future__ import annotations
 
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from inspect import Parameter
 from pathlib import Path
-from typing import Annotated, Literal
+from types import GenericAlias
+from typing import Annotated, Any, Literal
 
 import typer
 
 from hf_spec.errors import OptionError
+from hf_spec.settings import Setting, Settings, described
 
 # How a command line names a strategy; `hf_spec.bench.contenders.parse_entry` reads it.
 ENTRY = "NAME[:OPTION=JSON,...][@ASSISTANT]"
@@ -51,3 +59,83 @@ def check_out(path: Path | None) -> None:
         raise OptionError(f"--out {path}: there is no folder {path.parent}")
     if path.is_dir():
         raise OptionError(f"--out {path}: that is a folder, and a file is written")
+
+
+def options_from_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command, for each parameter that is a `Settings`, an option a setting.
+
+    Defaults are those of the parameter's own default, or else of its class; the help is what the
+    class says of its attributes. The command gets the settings whole:
+
+        @app.command()
+        @options_from_settings
+        def search(*, model: ModelOption, settings: SearchSettings) -> None: ...
+
+    A tuple is given by repeating its option. Where a setting that has a value may be None, 0 says
+    so.
+    """
+    signature = inspect.signature(command, eval_str=True)
+    groups: dict[str, Settings] = {}
+    parameters: list[Parameter] = []
+    for name, parameter in signature.parameters.items():
+        kind = parameter.annotation
+        if isinstance(kind, type) and issubclass(kind, Settings):
+            groups[name] = kind() if parameter.default is Parameter.empty else parameter.default
+            parameters += [_parameter(*option) for option in _options(groups[name])]
+        else:
+            parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY))
+
+    @functools.wraps(command)
+    def run(**values: Any) -> None:
+        settings = {name: _filled(default, values) for name, default in groups.items()}
+        own = {name: value for name, value in values.items() if name in signature.parameters}
+        command(**own, **settings)
+
+    # What typer makes its options from.
+    run.__annotations__ = {one.name: one.annotation for one in parameters}
+    run.__dict__["__signature__"] = signature.replace(parameters=parameters)
+    return run
+
+
+def _options(defaults: Settings) -> Iterator[tuple[Setting, Any]]:
+    """The settings that are options, those of settings within settings too, with their defaults."""
+    for setting in described(type(defaults)):
+        default = getattr(defaults, setting.name)
+        if isinstance(default, Settings):
+            yield from _options(default)
+        elif setting.option is not None:
+            yield setting, default
+
+
+def _parameter(setting: Setting, default: Any) -> Parameter:
+    name, kind, limits = str(setting.option), setting.kind, dict[str, Any]()
+    text = setting.help[:1].upper() + setting.help[1:]
+    if setting.bounds is not None:
+        bounds = {"min": setting.bounds.low, "max": setting.bounds.high}
+        limits = {key: value for key, value in bounds.items() if value != math.inf}
+    if setting.repeated:
+        kind, default = GenericAlias(list, (kind,)), list(default) or None
+        text = text.removesuffix(".") + "; may be repeated."
+    elif setting.optional and default is not None:
+        limits["min"], text = 0, text.replace("None", "0")
+    # A switch that is off has no second name that turns it off.
+    names = [f"--{name.replace('_', '-')}"] if default is False else []
+    option = typer.Option(*names, **limits, help=text)
+    return Parameter(
+        name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
+    )
+
+
+def _filled(defaults: Settings, values: Mapping[str, Any]) -> Any:
+    """The settings that the values of options say."""
+    changes: dict[str, Any] = {}
+    for setting in described(type(defaults)):
+        default = getattr(defaults, setting.name)
+        if isinstance(default, Settings):
+            changes[setting.name] = _filled(default, values)
+        elif setting.option is not None:
+            value = values[setting.option]
+            if setting.repeated:
+                value = tuple(value) if value else default
+            changes[setting.name] = (value or None) if setting.optional else value
+    return replace(defaults, **changes)

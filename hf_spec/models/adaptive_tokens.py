@@ -39,10 +39,11 @@ from hf_spec.errors import AssistantError, UnsupportedError
 from hf_spec.execution.distributed_checks import tensor_parallel_size
 from hf_spec.execution.placement import execution_device
 from hf_spec.models.gated_lora import GatedLora, LoraWeights, Rows, merge_lora_inplace
+from hf_spec.models.shapes import MODES
 
 METHOD = "sdsat"
-# The modes of adapters; with mode "full" there is none.
-MODES = ("gated", "embeddings", "lora")
+# With mode "full" the target itself is trained, and there is no adapter.
+ADAPTER_MODES = tuple(mode for mode in MODES if mode != "full")
 EMBEDDINGS = "embeddings"
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
 
@@ -252,7 +253,7 @@ def _read_shape(options: dict[str, Any]) -> AdaptiveShape:
         shape = AdaptiveShape(options["mode"], options["diverse"], options["window"])
     except KeyError as error:
         raise AssistantError(f"{what}'s options lack {error}") from error
-    if shape.mode not in MODES or not isinstance(shape.diverse, bool):
+    if shape.mode not in ADAPTER_MODES or not isinstance(shape.diverse, bool):
         raise AssistantError(f"{what}'s options cannot be used: {shape}")
     whole_number(what, options, "window", 1, LONGEST_WINDOW)
     if options.get("num_adaptive") is not None:

@@ -19,10 +19,9 @@ from hf_spec.adapters.adapter import AdapterMethod, BaseModel, register_method
 from hf_spec.adapters.folder import SpecAdapter
 from hf_spec.adapters.reading import check_tensors, whole_number
 from hf_spec.errors import AssistantError, OptionError
+from hf_spec.models.shapes import FEATURES, TOP
 
 METHOD = "disco"
-TOP = 10
-FEATURES = {"top_probs": slice(0, TOP), "entropy": slice(TOP, TOP + 1), "position": slice(-1, None)}
 NUM_FEATURES = TOP + 2
 
 

@@ -14,7 +14,7 @@ that a head knows every alignment that a generation may bring.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, Literal
 
 import torch
@@ -27,43 +27,13 @@ from hf_spec.adapters.folder import SpecAdapter
 from hf_spec.adapters.reading import VOCABULARY, check_tensors, read_vocabulary
 from hf_spec.errors import AssistantError, OptionError
 from hf_spec.models.draft_head import FewTokensHead
+from hf_spec.models.shapes import FalconShape
 from hf_spec.models.truncated import own_copy, with_layers
 
 METHOD = "falcon"
-BLOCK_SIZES = (1, 2, 3, 4)
 
 # Hidden and cell state of both LSTM layers, (2, S, H) each.
 State = tuple[Tensor, Tensor]
-
-
-@dataclass(frozen=True)
-class FalconShape:
-    """What a head is built from.
-
-    Attributes:
-        block_size: k, tokens drafted per pass.
-        num_layers: attention layers, copies of the target's last ones before training.
-        recurrent: whether the LSTM carries its state from pair to pair, as the paper says. The
-            released code starts again at every pair; so does this, by default.
-        dropout: between the LSTM layers, in training.
-    """
-
-    block_size: int = 2
-    num_layers: int = 1
-    recurrent: bool = False
-    dropout: float = 0.1
-
-    def __post_init__(self) -> None:
-        if type(self.block_size) is not int or self.block_size not in BLOCK_SIZES:
-            raise OptionError(f"block_size={self.block_size!r}: a head drafts 1, 2, 3 or 4 at once")
-        if type(self.num_layers) is not int or self.num_layers < 1:
-            raise OptionError(
-                f"num_layers={self.num_layers!r} must be a whole number of at least 1"
-            )
-        if not isinstance(self.recurrent, bool):
-            raise OptionError(f"recurrent={self.recurrent!r} must be True or False")
-        if not isinstance(self.dropout, (int, float)) or not 0 <= self.dropout < 1:
-            raise OptionError(f"dropout={self.dropout!r} must be a number from 0 to below 1")
 
 
 class FalconHead(nn.Module):

@@ -33,12 +33,9 @@ FORWARD_TOKENS = 1024
 def answer_logits(
     model: PreTrainedModel, batch: Sequence[Response], vocab_size: int | None = None
 ) -> Tensor:
-    """(answer tokens, V) logits in front of each answer token, by the engine's packed forward.
+    """(answer tokens, V) logits before each answer token, by the engine's packed forward.
 
-    Args:
-        model: reads the texts.
-        batch: the texts.
-        vocab_size: V, where the model's own differs by padding.
+    `vocab_size` is V where the model's own differs by padding.
     """
     chains = [[*r.prompt[-1:], *r.response[:-1]] for r in batch]
     tree = DraftTree.from_rows([(chain, list(range(-1, len(chain) - 1))) for chain in chains])
@@ -55,12 +52,7 @@ def answer_len(response: Response) -> int:
 def answer_batches(
     responses: Sequence[Response], length: Callable[[Response], int] = answer_len
 ) -> Iterator[list[Response]]:
-    """Neighbours in groups of at most FORWARD_TOKENS tokens; a longer text stands alone.
-
-    Args:
-        responses: in any order.
-        length: the tokens of each that count.
-    """
+    """Neighbours in groups of at most FORWARD_TOKENS tokens by `length`; a longer text is alone."""
     batch: list[Response] = []
     size = 0
     for response in responses:

@@ -2,9 +2,9 @@
 
 Two passes (Gao et al. 2024, arXiv 2412.12639, section 3.2). The first, without gradient, counts at
 how many places of an answer the head's first choice differs from the target's: the distance d. Then
-N = lambda * d inputs are replaced by what the head is to foretell there, in runs at the start of a
-block, so that the places behind them learn to use what a left-to-right drafter would have had. The
-second pass foretells from these inputs and is what the head learns from.
+N = lambda * d inputs are replaced by what the head is to predict there, in runs at the start of a
+block, so that the places after them learn to use what a left-to-right drafter would have had. The
+second pass predicts from these inputs and is what the head learns from.
 
 With pair i = (t_{i+1}, h_i), replacing i puts pair i + k in its place: feature and token together.
 
@@ -18,6 +18,12 @@ Paper and released code differ; each choice is a named option, the paper's the d
   meant for features of size one, so both are scaled by the root mean square of the target's own.
 - the hard label: "token", the one in the data, or "gumbel", one drawn from the target.
 - the soft label: the paper's divergence (temperature 1), the code's with the head's scores at 0.95.
+- the weights: 1 for features, 0.1 * 0.9 for the soft label, 0.1 * 0.1 for the hard one.
+
+Ours, and off by default: `own_features`, a share of the blocks whose input features are what the
+head predicted in the first pass, as in the deeper passes of a draft (in the spirit of HASS, Zhang
+et al. 2024, arXiv 2408.15766); `feature_scale` "dimension", which divides each dimension by its own
+root mean square, where a few large ones dominate otherwise.
 
 For k = 2 there are N runs of one pair. For longer blocks there are N // k runs of 1 to k - 1 pairs,
 as in the code. Its blocks begin at the first answer token, those of its mask at multiples of k;
@@ -29,6 +35,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from hf_spec_kernels import DistillWeights, distill_loss, serves
@@ -36,88 +43,53 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from hf_spec.errors import OptionError
 from hf_spec.models.falcon_head import FalconHead
-from hf_spec.training.choices import CSGD
 from hf_spec.training.features import Text, text_features
+from hf_spec.training.responses import Response
+from hf_spec.training.settings import CsgdSettings
 from hf_spec.training.trainer import MicroBatch
 
 NOISE_LENGTH = 512
 
 
 @dataclass(frozen=True)
-class CsgdSettings:
-    """What a head is taught.
-
-    Attributes:
-        schedule: of lambda; "off" leaves the first pass out and replaces nothing.
-        noise: on the input features.
-        hard_label, replaced_token: see the module.
-        feature_weight: of the smooth L1 distance between features, a mean over the hidden size.
-        soft_weight: of the cross-entropy with the target's distribution; 0.1 * 0.9 in the paper.
-        hard_weight: of the cross-entropy with one token; 0.1 * 0.1 in the paper.
-        soft_temperature: of the head's scores in the soft loss; released 0.95.
-        own_features: share of the blocks, ours, whose input features are what the head foretold in
-            the first pass, as in the deeper passes of a draft (in the spirit of HASS, Zhang et al.
-            2024, arXiv 2408.15766). 0 in the paper.
-        feature_scale: "raw" compares features as they are, which a few large dimensions dominate;
-            "dimension" divides each dimension by its own root mean square.
-    """
-
-    schedule: str = "paper"
-    noise: str = "paper"
-    hard_label: str = "token"
-    replaced_token: str = "teacher"
-    feature_weight: float = 1.0
-    soft_weight: float = 0.09
-    hard_weight: float = 0.01
-    soft_temperature: float = 1.0
-    own_features: float = 0.0
-    feature_scale: str = "raw"
-
-    def __post_init__(self) -> None:
-        for name, choices in CSGD.items():
-            if getattr(self, name) not in choices:
-                raise OptionError(f"{name}={getattr(self, name)!r}: choose {' or '.join(choices)}")
-        for name in ("feature_weight", "soft_weight", "hard_weight"):
-            if getattr(self, name) < 0:
-                raise OptionError(f"{name}={getattr(self, name)!r} must not be negative")
-        if not 0 <= self.own_features <= 1:
-            raise OptionError(f"own_features={self.own_features!r} must be between 0 and 1")
-        if self.soft_temperature <= 0:
-            raise OptionError(f"soft_temperature={self.soft_temperature!r} must be positive")
-
-    def share(self, epoch: int, num_epochs: int) -> float:
-        """Lambda in an epoch counted from 0."""
-        left = (num_epochs - epoch) / num_epochs
-        return {"paper": 0.4 * left, "released": 0.35 * left + 0.1, "off": 0.0}[self.schedule]
-
-
-@dataclass(frozen=True)
 class Pairs:
     """Texts as a head reads them, padded on the right, with the M places it learns from.
 
-    Output i foretells pair i + k, so true feature and token of place i are those of pair i + k.
-    Padding never matters: the answer to a learned place lies behind its whole block.
+    Output i predicts pair i + k, so true feature and token of place i are those of pair i + k.
+    Padding never matters: the answer to a learned place lies after its whole block.
 
     Attributes:
         tokens: (B, T) int64, t_{i+1}.
         features: (B, T, H) in the dtype they were stored in, h_i.
-        rows, places: (M,) int64 of the learned places, text by text.
-        counts: how many of them each text has.
+        span: per text the first learned place and the one after the last.
     """
 
     tokens: Tensor
     features: Tensor
-    rows: Tensor
-    places: Tensor
-    counts: list[int]
+    span: list[tuple[int, int]]
 
     @property
-    def span(self) -> list[tuple[int, int]]:
-        """Per text the first learned place and the one behind the last."""
-        firsts = [part[0] if len(part) else 0 for part in self.places.split(self.counts)]
-        return [(int(f), int(f) + n) for f, n in zip(firsts, self.counts, strict=True)]
+    def counts(self) -> list[int]:
+        """How many learned places each text has."""
+        return [stop - first for first, stop in self.span]
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """(M,) int64: the text of each learned place, text by text."""
+        rows = torch.arange(len(self.span)).repeat_interleave(torch.tensor(self.counts))
+        return rows.to(self.tokens.device)
+
+    @cached_property
+    def places(self) -> Tensor:
+        """(M,) int64: the learned places themselves."""
+        places = torch.cat([torch.arange(first, stop) for first, stop in self.span])
+        return places.to(self.tokens.device)
+
+
+def cut_prompt(response: Response, max_context: int | None) -> int:
+    """How many tokens of a prompt are left out if it may have `max_context`; None for all."""
+    return 0 if max_context is None else max(0, len(response.prompt) - max_context)
 
 
 def read_pairs(
@@ -125,40 +97,24 @@ def read_pairs(
 ) -> Pairs:
     """Put texts together; a learned place is one whose token t_{i+k+1} belongs to the answer.
 
-    Args:
-        target: gives the features of texts that come without.
-        texts: of any lengths.
-        block_size: k.
-        max_context: prompts are cut to so many last tokens; None leaves them whole.
+    Features that texts come without are those of `target`; k is `block_size`.
     """
     known = [text.features for text in texts]
     if any(features is None for features in known):
         known = list(text_features(target, [text.response for text in texts]))
-    lines, states = [], []
-    rows: list[int] = []
-    places: list[int] = []
-    counts: list[int] = []
-    for row, (text, features) in enumerate(zip(texts, known, strict=True)):
+    lines, states, span = [], [], []
+    for text, features in zip(texts, known, strict=True):
         response = text.response
-        cut = 0 if max_context is None else max(0, len(response.prompt) - max_context)
+        cut = cut_prompt(response, max_context)
         line = [*response.prompt, *response.response][cut + 1 :]
         first = max(0, len(response.prompt) - cut - 1 - block_size)
-        learned = range(first, max(first, len(line) - block_size))
         lines.append(torch.tensor(line))
         assert features is not None
         states.append(features[cut:])
-        rows += [row] * len(learned)
-        places += learned
-        counts.append(len(learned))
-    device = target.device
-    padded = nn.utils.rnn.pad_sequence
-    return Pairs(
-        padded(lines, batch_first=True).to(device),
-        padded(states, batch_first=True).to(device),
-        torch.tensor(rows, dtype=torch.long, device=device),
-        torch.tensor(places, dtype=torch.long, device=device),
-        counts,
-    )
+        span.append((first, max(first, len(line) - block_size)))
+    padded = (nn.utils.rnn.pad_sequence(one, batch_first=True) for one in (lines, states))
+    tokens, inputs = (one.to(target.device) for one in padded)
+    return Pairs(tokens, inputs, span)
 
 
 class GlancingLoss:
@@ -212,15 +168,15 @@ class GlancingLoss:
             tokens, features = self._replace(tokens, features, pairs, chosen, scores)
         with self._autocast():
             second = self.head(tokens, features, grid)
-        foretold, logits = self._read(second, pairs)
+        predicted, logits = self._read(second, pairs)
         answers = pairs.tokens[pairs.rows, pairs.places + k]
-        return self._distance(foretold, truth, logits, scores, answers), len(answers)
+        return self._distance(predicted, truth, logits, scores, answers), len(answers)
 
     def _read(self, outputs: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
         """(M, H) features and (M, R) logits at the learned places."""
         with self._autocast():
-            foretold = outputs[pairs.rows, pairs.places]
-            return foretold, self.head.head.known(foretold)
+            predicted = outputs[pairs.rows, pairs.places]
+            return predicted, self.head.head.known(predicted)
 
     def _autocast(self) -> torch.autocast:
         # One region a pass: casts of weights made without gradient must not serve the second.
@@ -238,8 +194,8 @@ class GlancingLoss:
             noise *= NOISE_LENGTH / lengths[:, None, None]
         return features + noise
 
-    def _with_own(self, features: Tensor, foretold: Tensor, grid: int) -> Tensor:
-        """The input features, in some blocks those that the block before foretold."""
+    def _with_own(self, features: Tensor, predicted: Tensor, grid: int) -> Tensor:
+        """The input features, in some blocks those that the block before predicted."""
         k, share = self.head.shape.block_size, self.settings.own_features
         if not share:
             return features
@@ -247,20 +203,19 @@ class GlancingLoss:
         block = torch.arange(length).add(k - grid).div(k, rounding_mode="floor")
         own = (torch.rand(batch, int(block[-1]) + 1) < share)[:, block]
         own[:, :k] = False
-        earlier = F.pad(foretold, (0, 0, k, 0))[:, :length]
+        earlier = F.pad(predicted, (0, 0, k, 0))[:, :length]
         return torch.where(own[..., None].to(features.device), earlier.to(features.dtype), features)
 
     def _choose(self, wrong: Tensor, pairs: Pairs, share: float, grid: int) -> Tensor:
         """(M,) bool: the learned places whose inputs are replaced."""
-        chosen = torch.zeros(len(wrong), dtype=torch.bool)
-        offset = 0
-        distances = [int(part.sum()) for part in wrong.cpu().split(pairs.counts)]
-        for distance, (first, stop) in zip(distances, pairs.span, strict=True):
-            count = int(share * distance)
+        parts = []
+        for mine, (first, stop) in zip(wrong.cpu().split(pairs.counts), pairs.span, strict=True):
+            part = torch.zeros(len(mine), dtype=torch.bool)
+            count = int(share * int(mine.sum()))
             found = replaced_places(first, stop, count, self.head.shape.block_size, grid)
-            chosen[[offset + place - first for place in found]] = True
-            offset += stop - first
-        return chosen.to(wrong.device)
+            part[[place - first for place in found]] = True
+            parts.append(part)
+        return torch.cat(parts).to(wrong.device)
 
     def _replace(
         self, tokens: Tensor, features: Tensor, pairs: Pairs, chosen: Tensor, scores: Tensor
@@ -277,14 +232,14 @@ class GlancingLoss:
         return tokens, features
 
     def _distance(
-        self, foretold: Tensor, truth: Tensor, logits: Tensor, scores: Tensor, answers: Tensor
+        self, predicted: Tensor, truth: Tensor, logits: Tensor, scores: Tensor, answers: Tensor
     ) -> Tensor:
         """The weighted losses, summed over places."""
         settings, logits = self.settings, logits.float()
         if settings.feature_scale == "dimension":
-            foretold, truth = foretold / self.sizes, truth / self.sizes
-        near = F.smooth_l1_loss(foretold.float(), truth.float(), reduction="sum")
-        loss = settings.feature_weight * near / foretold.shape[-1]
+            predicted, truth = predicted / self.sizes, truth / self.sizes
+        near = F.smooth_l1_loss(predicted.float(), truth.float(), reduction="sum")
+        loss = settings.feature_weight * near / predicted.shape[-1]
         labels = self.place_of[answers]
         if settings.hard_label == "gumbel":
             gumbel = -torch.empty_like(scores).exponential_().log()
@@ -312,14 +267,13 @@ def replaced_places(first: int, stop: int, count: int, block_size: int, grid: in
 
     Args:
         first: first learned place.
-        stop: the one behind the last.
-        count: N.
+        stop: the one after the last.
+        count: N. For k = 2 at most so many places, for longer blocks at most N // k runs.
         block_size: k.
         grid: where a block begins, below k.
 
     Returns:
-        For k = 2 at most N places, for longer blocks at most N // k runs; drawn from torch's
-        random numbers.
+        The places, drawn from torch's random numbers.
     """
     longest = block_size - 1
     begin = first + (grid - first) % block_size

@@ -1,6 +1,6 @@
 """Training of DISCO's classifier on the target's own answers (`hf-spec train disco`).
 
-At every position of an answer the draft model predicts one token behind the target's own text; the
+At every position of an answer the draft model predicts one token after the target's own text; the
 token is accepted if it is the target's (Mamou et al. 2024, arXiv 2405.04304, appendix D.1). So the
 data holds no draft that already went wrong. Two kinds of labels:
 
@@ -19,8 +19,10 @@ import copy
 import hashlib
 import json
 import os
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +32,17 @@ from torch.nn import functional as F
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from hf_spec.adapters.card import save_with_card
 from hf_spec.adapters.folder import BaseModel, SpecAdapter
-from hf_spec.errors import OptionError
 from hf_spec.execution.vocabulary import num_embeddings
-from hf_spec.models.disco_classifier import FEATURES, METHOD, DiscoClassifier, draft_features
+from hf_spec.models.disco_classifier import METHOD, DiscoClassifier, draft_features
 from hf_spec.strategies.assistants import resolve_draft_model
 from hf_spec.strategies.disco import find_draft_model
 from hf_spec.training.answers import answer_batches, answer_logits, stored
+from hf_spec.training.held_back import split_by_seed
 from hf_spec.training.responses import Response
 from hf_spec.training.run_record import record_start
-from hf_spec.training.split import split_by_seed
-from hf_spec.training.trainer import processes
+from hf_spec.training.settings import DiscoTrainSettings
+from hf_spec.training.trainer import processes, save_trained
 
 # How many distributions of a forward are spread out at once.
 SPREAD_TOKENS = 128
@@ -51,45 +52,6 @@ CONFIDENCE_THRESHOLD = 0.4
 
 # A draft model, what `assistant=` may name, or {"truncated": layers}.
 Draft = PreTrainedModel | str | dict[str, int]
-
-
-@dataclass(frozen=True)
-class DiscoTrainSettings:
-    """What is trained and how.
-
-    Attributes:
-        labels: "hard" or "soft"; see the module.
-        features: groups of `hf_spec.models.disco_classifier.FEATURES` the classifier sees.
-        hidden_size: of the classifier.
-        class_weights: weigh accepted tokens so that both classes count the same.
-        validation_share: share of the prompts held back, drawn with `seed`.
-        learning_rate, weight_decay: of AdamW.
-        batch_size: positions.
-        max_epochs: most passes over the data.
-        patience: epochs without a lower validation loss after which training ends.
-        seed: of the split, the first weights and the order of the data.
-        threshold, max_draft_tokens: what the adapter says until it is calibrated.
-    """
-
-    labels: str = "hard"
-    features: tuple[str, ...] = tuple(FEATURES)
-    hidden_size: int = 32
-    class_weights: bool = True
-    validation_share: float = 0.15
-    learning_rate: float = 1e-3
-    weight_decay: float = 0.01
-    batch_size: int = 1024
-    max_epochs: int = 100
-    patience: int = 5
-    seed: int = 0
-    threshold: float = 0.5
-    max_draft_tokens: int = 10
-
-    def __post_init__(self) -> None:
-        if self.labels not in {"hard", "soft"}:
-            raise OptionError(f"labels={self.labels!r} must be 'hard' or 'soft'")
-        if not 0 < self.validation_share < 1:
-            raise OptionError(f"validation_share={self.validation_share!r} must be between 0 and 1")
 
 
 @dataclass(frozen=True)
@@ -133,7 +95,7 @@ def train_disco(
 
     Raises:
         OptionError: if too few answers are left, or `folder` holds those of another run.
-        AssistantError: if the draft model cannot be had.
+        AssistantError: if the draft model cannot be loaded.
     """
     folder.mkdir(parents=True, exist_ok=True)
     draft_model, named = _named_draft(draft, folder, model)
@@ -164,9 +126,7 @@ def train_disco(
         validation_prompts=sorted(held_ids),
         validation=evaluate(classifier, held, settings.threshold),
     )
-    if processes().is_main_process:
-        save_with_card(folder, adapter)
-    return adapter
+    return save_trained(folder, adapter)
 
 
 def observe(
@@ -189,10 +149,7 @@ def observe(
         OptionError: if `folder` holds what was made of other models, labels or responses.
     """
     facts = {"draft": _digest(draft), "target": _digest(model), "labels": labels}
-
-    def compute(shard: Sequence[Response]) -> dict[str, Tensor]:
-        return _guesses(model, draft, shard, labels)
-
+    compute = partial(_guesses, model, draft, labels)
     return [
         Observed(response.id, response.task, **found)
         for response, found in stored(folder, "observed", responses, facts, compute)
@@ -241,11 +198,11 @@ def fit(
 def evaluate(
     classifier: DiscoClassifier, observed: Sequence[Observed], threshold: float
 ) -> dict[str, Any]:
-    """Precision, recall and F1 of rules that foretell acceptance, on the same positions.
+    """Precision, recall and F1 of rules that predict acceptance, on the same positions.
 
     An answer falls into the rounds of an ideal drafter, which drafts up to and including its first
     mismatch: every position belongs to one round, and is the j-th draft token of it. There the
-    static length k foretells "accepted" for j = 0 .. k - 1 and "rejected" from j = k on; the
+    static length k predicts "accepted" for j = 0 .. k - 1 and "rejected" from j = k on; the
     confidence rule "accepted" where the largest draft probability is at least 0.4; the classifier
     where it gives acceptance at least `threshold`. What came true is the match with the target.
 
@@ -261,17 +218,20 @@ def evaluate(
     features, _ = _together(observed)
     matched = torch.cat([o.matched for o in observed])
     places = torch.cat([round_places(o.matched) for o in observed])
-    foretold = {
+    predicted = {
         "disco": classifier(features).sigmoid() >= threshold,
         "confidence": features[:, 0] >= CONFIDENCE_THRESHOLD,
         **{f"static {length}": places < length for length in STATIC_LENGTHS},
     }
-    rules = {name: _both_classes(said, matched) for name, said in foretold.items()}
+    rules = {
+        name: {"accepted": _figures(said, matched), "rejected": _figures(~said, ~matched)}
+        for name, said in predicted.items()
+    }
     return {"acceptance": float(matched.float().mean()), "rules": rules}
 
 
 def round_places(matched: Tensor) -> Tensor:
-    """(T,) int64: which draft token of its ideal round a position is, 0 behind every mismatch."""
+    """(T,) int64: which draft token of its ideal round a position is, 0 after every mismatch."""
     places, place = [], 0
     for match in matched.tolist():
         places.append(place)
@@ -279,16 +239,9 @@ def round_places(matched: Tensor) -> Tensor:
     return torch.tensor(places, dtype=torch.long)
 
 
-def _both_classes(foretold: Tensor, came_true: Tensor) -> dict[str, dict[str, float]]:
-    return {
-        "accepted": _figures(foretold, came_true),
-        "rejected": _figures(~foretold, ~came_true),
-    }
-
-
-def _figures(foretold: Tensor, came_true: Tensor) -> dict[str, float]:
-    right = int((foretold & came_true).sum())
-    said, true = int(foretold.sum()), int(came_true.sum())
+def _figures(predicted: Tensor, came_true: Tensor) -> dict[str, float]:
+    right = int((predicted & came_true).sum())
+    said, true = int(predicted.sum()), int(came_true.sum())
     return {
         "precision": right / said if said else 0.0,
         "recall": right / true if true else 0.0,
@@ -305,34 +258,28 @@ def _together(observed: Sequence[Observed]) -> tuple[Tensor, Tensor]:
 
 
 def _guesses(
-    model: PreTrainedModel, draft: PreTrainedModel, shard: Sequence[Response], labels: str
+    model: PreTrainedModel, draft: PreTrainedModel, labels: str, shard: Sequence[Response]
 ) -> dict[str, Tensor]:
-    parts: dict[str, list[Tensor]] = {"features": [], "matched": [], "labels": []}
+    parts: dict[str, list[Tensor]] = defaultdict(list)
     for batch in answer_batches(shard):
         draft_logits = answer_logits(draft, batch, num_embeddings(model))
         target_logits = answer_logits(model, batch) if labels == "soft" else draft_logits
-        chosen = torch.tensor([token for response in batch for token in response.response])
-        places = torch.tensor([i for response in batch for i in range(len(response.response))])
+        chosen = torch.tensor([token for one in batch for token in one.response])
+        places = torch.tensor([place for one in batch for place in range(len(one.response))])
         columns = (draft_logits, target_logits, chosen, places)
         spread = (column.split(SPREAD_TOKENS) for column in columns)
         for drafted, wanted, tokens, at in zip(*spread, strict=True):
-            for name, tensor in _describe(drafted, wanted, tokens, at, labels).items():
-                parts[name].append(tensor.cpu())
+            probs = drafted.float().softmax(dim=-1)
+            matched = probs.argmax(dim=-1) == tokens.to(probs.device)
+            label = matched.float()
+            if labels == "soft":
+                target = wanted.to(probs.device).float().softmax(dim=-1)
+                # 1 - TV is the mass that both distributions share.
+                label = torch.minimum(probs, target).sum(dim=-1)
+            parts["features"].append(draft_features(probs, at.to(probs.device)).cpu())
+            parts["matched"].append(matched.cpu())
+            parts["labels"].append(label.cpu())
     return {name: torch.cat(tensors) for name, tensors in parts.items()}
-
-
-def _describe(
-    draft_logits: Tensor, target_logits: Tensor, chosen: Tensor, places: Tensor, labels: str
-) -> dict[str, Tensor]:
-    probs = draft_logits.float().softmax(dim=-1)
-    matched = probs.argmax(dim=-1) == chosen.to(probs.device)
-    label = matched.float()
-    if labels == "soft":
-        target = target_logits.to(probs.device).float().softmax(dim=-1)
-        # 1 - TV is the mass that both distributions share.
-        label = torch.minimum(probs, target).sum(dim=-1)
-    features = draft_features(probs, places.to(probs.device))
-    return {"features": features, "matched": matched, "labels": label}
 
 
 def _named_draft(

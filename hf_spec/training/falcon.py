@@ -2,31 +2,29 @@
 
 The head starts from the target's last layers and a plain sum of its two inputs, and learns by
 coupled sequential glancing distillation (`hf_spec.training.csgd`). Loss on answers only. The grid
-of blocks is drawn anew for every micro-batch, since a generation brings every alignment.
+of blocks is drawn again for every micro-batch, since a generation brings every alignment.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from accelerate import PartialState
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_spec.adapters.card import save_with_card
 from hf_spec.adapters.folder import SpecAdapter
 from hf_spec.errors import OptionError
 from hf_spec.models.draft_head import check_plain_head
-from hf_spec.models.falcon_head import FalconHead, FalconShape
-from hf_spec.training.csgd import CsgdSettings, GlancingLoss, read_pairs
+from hf_spec.models.falcon_head import FalconHead
+from hf_spec.training.csgd import GlancingLoss, cut_prompt, read_pairs
 from hf_spec.training.features import Text, num_features, text_features
-from hf_spec.training.figures import by_slot
+from hf_spec.training.held_back import by_slot, learned_and_held, tau
 from hf_spec.training.responses import answer_vocabulary
-from hf_spec.training.split import learned_and_held
-from hf_spec.training.trainer import TrainSettings, micro_batches, train
+from hf_spec.training.settings import FALCON_RUN, FalconTrainSettings, TrainSettings
+from hf_spec.training.trainer import micro_batches, save_trained, train
 
 # Texts whose features tell how large those of the target are.
 SAMPLE = 32
@@ -34,33 +32,12 @@ SAMPLE = 32
 EVALUATED = 8
 
 
-@dataclass(frozen=True)
-class FalconTrainSettings:
-    """What is trained.
-
-    Attributes:
-        shape: of the head.
-        csgd: what it is taught.
-        vocabulary_size: most frequent tokens that it can propose; None for all.
-        max_context: prompts are cut to so many last tokens in training; None leaves them whole.
-        max_depth: tokens that one draft may have, written into the adapter.
-        held_back: share of the prompts kept for evaluation, chosen by a hash of their ids.
-    """
-
-    shape: FalconShape = field(default_factory=FalconShape)
-    csgd: CsgdSettings = field(default_factory=CsgdSettings)
-    vocabulary_size: int | None = 8192
-    max_context: int | None = 64
-    max_depth: int = 8
-    held_back: float = 0.03
-
-
 def train_falcon(
     model: PreTrainedModel,
     texts: Sequence[Text],
     folder: Path,
     settings: FalconTrainSettings,
-    run: TrainSettings,
+    run: TrainSettings = FALCON_RUN,
     start: SpecAdapter | None = None,
 ) -> SpecAdapter:
     """Train a head and write its adapter to `folder`.
@@ -72,10 +49,10 @@ def train_falcon(
         settings: what is trained.
         run: how.
         start: a head to go on from, by default the target's last layers. Its vocabulary, which is
-            not learned, is drawn anew.
+            not learned, is chosen again.
 
     Raises:
-        UnsupportedError: if the target changes its logits behind the head.
+        UnsupportedError: if the target changes its logits after the head.
         OptionError: if nothing is left to train on or to evaluate with, or `start` has another
             shape.
         AssistantError: if `start` belongs to another model.
@@ -85,20 +62,15 @@ def train_falcon(
     torch.manual_seed(run.seed)
     sizes = hidden_sizes(model, learned[:SAMPLE])
     head = _new_head(model, learned, settings, sizes, start)
-    parameters = head.trained()
-    for parameter in parameters.values():
-        parameter.data = parameter.data.float()
-    loss = GlancingLoss(head, model, settings.csgd, run.epochs, sizes, settings.max_context)
-    lengths = [_trained_length(text, settings.max_context) for text in learned]
+    context = settings.max_context
+    loss = GlancingLoss(head, model, settings.csgd, run.epochs, sizes, context)
+    lengths = [num_features(t.response) - cut_prompt(t.response, context) for t in learned]
     epochs = micro_batches(learned, lengths, run)
 
     def evaluate() -> dict[str, float]:
         head.eval()
-        matches = [
-            match
-            for begin in range(0, len(held), EVALUATED)
-            for match in first_choices(head, model, held[begin : begin + EVALUATED])
-        ]
+        batches = [held[begin : begin + EVALUATED] for begin in range(0, len(held), EVALUATED)]
+        matches = [match for batch in batches for match in first_choices(head, model, batch)]
         head.train()
         return acceptance(matches)
 
@@ -106,16 +78,9 @@ def train_falcon(
     started = start.folder.name if start is not None and start.folder is not None else None
     facts = {**asdict(settings), "texts": len(texts), "start": started}
     head.train()
-    figures = train(parameters, loss, epochs, run, folder / "training", evaluate, facts)
-    options = {
-        "max_depth": settings.max_depth,
-        "training": {**facts, **asdict(run)},
-        "held_back": figures,
-    }
-    adapter = head.to_adapter(options)
-    if PartialState().is_main_process:
-        save_with_card(folder, adapter)
-    return adapter
+    figures = train(head.trained(), loss, epochs, run, folder / "training", evaluate, facts)
+    told = {"training": {**facts, **asdict(run)}, "held_back": figures}
+    return save_trained(folder, head.to_adapter({"max_depth": settings.max_depth, **told}))
 
 
 def _new_head(
@@ -150,17 +115,12 @@ def hidden_sizes(model: PreTrainedModel, texts: Sequence[Text], layer: int = -1)
     return torch.cat([state.float() for state in states]).square().mean(dim=0).sqrt()
 
 
-def _trained_length(text: Text, max_context: int | None) -> int:
-    cut = 0 if max_context is None else max(0, len(text.response.prompt) - max_context)
-    return num_features(text.response) - cut
-
-
 @torch.no_grad()
 def first_choices(head: FalconHead, model: PreTrainedModel, texts: Sequence[Text]) -> list[Tensor]:
     """Per text (answer tokens, k) bool: whether slot j of the block drafted there was right.
 
     Row n belongs to the draft whose first token is token n of the answer, its slot j to the token j
-    places on. Slots behind the text count as wrong. Every place ends a block of one of the k grids,
+    places on. Slots after the text count as wrong. Every place ends a block of one of the k grids,
     so k forwards under the target's own features and tokens tell all of it exactly.
     """
     k = head.shape.block_size
@@ -171,16 +131,16 @@ def first_choices(head: FalconHead, model: PreTrainedModel, texts: Sequence[Text
     answers = place_of[pairs.tokens[pairs.rows, pairs.places + k]]
     for grid in range(k):
         with torch.autocast(model.device.type, torch.bfloat16):
-            foretold = head(pairs.tokens, pairs.features, grid)[pairs.rows, pairs.places]
-            choice = head.head.known(foretold).argmax(dim=-1)
+            predicted = head(pairs.tokens, pairs.features, grid)[pairs.rows, pairs.places]
+            choice = head.head.known(predicted).argmax(dim=-1)
         slot = (pairs.places - grid) % k
         # Pair i in slot j belongs to the block that ends k - 1 - j pairs on.
         last = (pairs.places + k - 1 - slot).clamp_max(length)
         right[pairs.rows, last, slot] = choice == answers
-    found = []
-    for row, (first, stop) in enumerate(pairs.span):
-        found.append(right[row, first + k - 1 : stop + k - 1].cpu())
-    return found
+    return [
+        right[row, first + k - 1 : stop + k - 1].cpu()
+        for row, (first, stop) in enumerate(pairs.span)
+    ]
 
 
 def acceptance(matches: Sequence[Tensor]) -> dict[str, float]:
@@ -194,12 +154,5 @@ def acceptance(matches: Sequence[Tensor]) -> dict[str, float]:
         tokens before it are; "tau", accepted tokens a round of greedy chains of k.
     """
     figures = by_slot([row for match in matches for row in match.tolist()])
-    rounds = accepted = 0
-    for match in matches:
-        lengths = match.long().cumprod(dim=1).sum(dim=1).tolist()
-        place = 0
-        while place < len(lengths):
-            rounds, accepted = rounds + 1, accepted + lengths[place]
-            place += lengths[place] + 1
-    figures["tau"] = accepted / max(rounds, 1)
+    figures["tau"] = tau([match.long().cumprod(dim=1).sum(dim=1).tolist() for match in matches])
     return figures

@@ -1,7 +1,7 @@
-"""The target's features of whole texts: what a Falcon head reads and foretells.
+"""The target's features of whole texts: what a Falcon head reads and predicts.
 
-A feature is the target's last hidden state, behind the final norm. They are computed once by the
-engine's packed forward and kept on disk in bfloat16, or anew for every micro-batch where the disk
+A feature is the target's last hidden state, after the final norm. They are computed once by the
+engine's packed forward and kept on disk in bfloat16, or again for every micro-batch where the disk
 is small and the target is fast.
 """
 
@@ -33,7 +33,7 @@ class Text:
     Attributes:
         response: prompt and answer, T tokens together.
         features: (T - 1, H) bfloat16 on the host, h_0 to h_{T-2}; None if they are computed when
-            they are needed. The feature of the last token foretells nothing that is known.
+            they are needed. The feature of the last token predicts nothing that is known.
     """
 
     response: Response
@@ -42,7 +42,7 @@ class Text:
 
 def num_features(response: Response) -> int:
     """Features of a text: one a token but the last."""
-    return len(response.prompt) + len(response.response) - 1
+    return response.num_tokens - 1
 
 
 def disk_need(model: PreTrainedModel, responses: Sequence[Response]) -> int:
@@ -57,10 +57,7 @@ def text_features(
 ) -> list[Tensor]:
     """(T - 1, H) of every text, on the model's device, by one packed forward.
 
-    Args:
-        model: the target.
-        batch: texts of any lengths.
-        layer: which hidden state; the features by default.
+    They are the hidden states of `layer`, by default the features.
     """
     lines = [[*response.prompt, *response.response[:-1]] for response in batch]
     # All tokens but the last are pending, so the head is run for one token a text.
@@ -87,10 +84,9 @@ def stored_texts(model: PreTrainedModel, responses: Sequence[Response], folder: 
     _check_room(folder, disk_need(model, responses))
 
     def compute(shard: Sequence[Response]) -> dict[str, Tensor]:
+        batches = answer_batches(shard, num_features)
         parts = [
-            features.to(torch.bfloat16).cpu()
-            for batch in answer_batches(shard, num_features)
-            for features in text_features(model, batch)
+            states.to(torch.bfloat16).cpu() for b in batches for states in text_features(model, b)
         ]
         return {"features": torch.cat(parts)}
 
@@ -101,7 +97,7 @@ def stored_texts(model: PreTrainedModel, responses: Sequence[Response], folder: 
 
 def _check_room(folder: Path, need: int) -> None:
     """Refuse a disk that does not hold `need` bytes beside what `folder` has already."""
-    there = sum(file.stat().st_size for file in folder.glob("*")) if folder.exists() else 0
+    there = sum(file.stat().st_size for file in folder.glob("*"))
     place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(place).free
     if need > free + there:

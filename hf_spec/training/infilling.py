@@ -57,12 +57,9 @@ class Infilling:
         )
 
     def arrange(self, token_ids: list[int], generator: torch.Generator) -> list[int]:
-        """A text as token ids in one of both orders, each half of the time.
+        """A text without special tokens in one of both orders, each half of the time.
 
-        Args:
-            token_ids: without special tokens; they come back in another order and cut, so that
-                tokens at the cuts may be others.
-            generator: decides on cuts and order.
+        It is cut as a text, so that tokens at the cuts may become others.
         """
         text = self.tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)
         cuts = torch.randint(0, len(text) + 1, (2,), generator=generator).sort().values.tolist()

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from hf_spec.adapters.base_name import local_name
@@ -25,6 +26,7 @@ from hf_spec.data.prompts import Prompt
 from hf_spec.errors import OptionError
 from hf_spec.models.draft_head import frequent_tokens
 from hf_spec.strategies import NoneConfig
+from hf_spec.training.settings import BATCH_SIZE, ResponseSettings
 
 FORMAT = "hf_spec.responses"
 
@@ -44,22 +46,10 @@ class Response:
     prompt: list[int]
     response: list[int]
 
-
-@dataclass(frozen=True)
-class ResponseSettings:
-    """How answers are made; stored as the first line of the file.
-
-    Attributes:
-        max_new_tokens: longest answer.
-        max_prompt_tokens: longer prompts are left out, and counted.
-        temperature: 0 is greedy.
-        seed: of sampled answers.
-    """
-
-    max_new_tokens: int = 160
-    max_prompt_tokens: int = 512
-    temperature: float = 0.0
-    seed: int = 0
+    @property
+    def num_tokens(self) -> int:
+        """Of prompt and answer together."""
+        return len(self.prompt) + len(self.response)
 
 
 def generate_responses(  # noqa: PLR0913 - what is answered, where, how, and who is told
@@ -68,7 +58,7 @@ def generate_responses(  # noqa: PLR0913 - what is answered, where, how, and who
     prompts: Sequence[Prompt],
     path: Path,
     settings: ResponseSettings,
-    batch_size: int = 128,
+    batch_size: int = BATCH_SIZE,
     progress: Callable[[int, int], None] = lambda done, tokens: None,
 ) -> int:
     """Write the answers of `model`, going on from what `path` holds already.
@@ -168,27 +158,25 @@ def answer_vocabulary(
 def _answer(
     model: PreTrainedModel, prompts: Sequence[Tensor], settings: ResponseSettings, ends: set[int]
 ) -> list[list[int]]:
-    """Answers to prompts of any lengths, cut behind their end-of-sequence token."""
-    width = max(map(len, prompts))
-    input_ids = torch.zeros(len(prompts), width, dtype=torch.long)
-    mask = torch.zeros_like(input_ids)
-    for row, prompt in enumerate(prompts):
-        input_ids[row, width - len(prompt) :] = prompt
-        mask[row, width - len(prompt) :] = 1
+    """Answers to prompts of any lengths, cut after their end-of-sequence token."""
+    rows = pad_sequence(list(prompts), batch_first=True, padding_side="left")
+    mask = pad_sequence(
+        [torch.ones_like(p) for p in prompts], batch_first=True, padding_side="left"
+    )
     sampling: dict[str, Any] = {"do_sample": False}
     if settings.temperature:
         sampling = {"do_sample": True, "temperature": settings.temperature, "top_k": 0}
     with torch.inference_mode():
         generate: Any = model.generate
         output = generate(
-            input_ids.to(model.device),
+            rows.to(model.device),
             attention_mask=mask.to(model.device),
             max_new_tokens=settings.max_new_tokens,
             **sampling,
             spec_strategy=NoneConfig(),
         )
     answers = []
-    for row in output[:, width:].tolist():
+    for row in output[:, rows.shape[1] :].tolist():
         end = next((i for i, token in enumerate(row) if token in ends), len(row) - 1)
         answers.append(row[: end + 1])
     return answers

@@ -42,14 +42,7 @@ def with_options(options: Mapping[str, Any]) -> Iterator[None]:
 def record_start(
     folder: Path, settings: Mapping[str, Any], step: int, device: torch.device
 ) -> None:
-    """Add this start to the run record of a training.
-
-    Args:
-        folder: of the checkpoint.
-        settings: of the training, the seed among them.
-        step: how many steps the checkpoint has behind it.
-        device: of what is trained.
-    """
+    """Add this start, after `step` steps, to the run record beside a checkpoint."""
     path = folder / RUN
     starts = json.loads(path.read_text(encoding="utf-8"))["starts"] if path.exists() else []
     starts.append(
@@ -64,9 +57,5 @@ def record_start(
         }
     )
     with written_whole(path) as part:
-        # Paths and choices among the options are written as the user types them.
-        part.write_text(json.dumps({"starts": starts}, indent=1, default=_as_typed), "utf-8")
-
-
-def _as_typed(value: Any) -> str:
-    return str(getattr(value, "value", value))
+        # Paths are written as the user types them.
+        part.write_text(json.dumps({"starts": starts}, indent=1, default=str), "utf-8")

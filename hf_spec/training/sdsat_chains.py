@@ -1,4 +1,17 @@
-"""Adaptive chains behind many places of clean texts at once, as decoding has them one by one."""
+"""Adaptive chains after many places of clean texts at once, as decoding has them one by one.
+
+Where they stand in training is drawn (Liu et al. 2024, arXiv 2403.18647, section 2.2): a tenth of
+the positions, uniformly, and at each starts a window whose length is uniform on 1..L. Tokens in a
+window are replaced by adaptive ones; the length of the text stays. What the paper leaves open:
+
+- Of n positions round(n / 10) are drawn, without replacement; at least one if there is any.
+- Windows may overlap, and everything in any of them is replaced. Slots count from the newest
+  start, so a merged run has slots such as 0, 1, 0, 1, 2 and never one beyond L - 1: identical
+  tokens show no difference, diverse ones always begin with the first and follow each other.
+- The token at position 0 has nothing before it, and nothing is predicted at the last one, so
+  windows lie on 1..n - 2. Of these, positions of the answer are free, those of the prompt are not,
+  nor are infilling, begin- or end-of-sequence tokens. A window ends before what is not free.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +25,8 @@ from transformers import PreTrainedModel
 from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.tree import DraftTree
 from hf_spec.models.adaptive_tokens import AdaptiveTokens
-from hf_spec.training.figures import by_slot
+from hf_spec.training.held_back import by_slot
 from hf_spec.training.teacher import Example
-from hf_spec.training.windows import free_positions, window_length
 
 # Texts of one forward when the held-back ones are evaluated.
 EVALUATED = 8
@@ -40,19 +52,66 @@ class Text:
     @classmethod
     def of(cls, example: Example) -> Text:
         """Prompt and answer as they are."""
-        response = example.response
-        return cls(
-            [*response.prompt, *response.response],
-            len(response.prompt),
-            frozenset(),
-            example.top_tokens,
-            example.top_probs,
-        )
+        prompt, answer = example.response.prompt, example.response.response
+        opinion = (example.top_tokens, example.top_probs)
+        return cls([*prompt, *answer], len(prompt), frozenset(), *opinion)
 
     def free(self) -> Tensor:
         """(n,) bool, positions that an adaptive token may take."""
         kept = [token in self.fixed for token in self.tokens] if self.fixed else None
         return free_positions(len(self.tokens), self.first, kept)
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Windows of one text.
+
+    Attributes:
+        starts: (W,) int64, ascending positions.
+        lengths: (W,) int64, 1..L, as drawn, whatever they meet.
+    """
+
+    starts: Tensor
+    lengths: Tensor
+
+    def chains(self, free: Tensor) -> list[tuple[int, int]]:
+        """Start and length of each, as far as it lies on positions that are `free`, (n,) bool."""
+        drawn = zip(self.starts.tolist(), self.lengths.tolist(), strict=True)
+        return [(start, window_length(free, start, length)) for start, length in drawn]
+
+    def slots(self, free: Tensor) -> Tensor:
+        """(n,) int64: the slot, 0..L-1, of the adaptive token that replaces each token, or -1."""
+        taken = torch.zeros_like(free)
+        newest = torch.zeros(free.shape, dtype=torch.long)
+        newest[self.starts] = self.starts
+        for start, length in self.chains(free):
+            taken[start : start + length] = True
+        slots = torch.arange(len(free)) - newest.cummax(dim=0).values
+        return slots.masked_fill(~taken, -1)
+
+
+def draw_windows(free: Tensor, window: int, generator: torch.Generator, share: float) -> Windows:
+    """Draw starts, a `share` of the positions that are `free` (n,), and lengths up to `window`."""
+    places = free.nonzero()[:, 0]
+    count = min(len(places), max(1, round(share * len(places))))
+    chosen = places[torch.randperm(len(places), generator=generator)[:count]]
+    lengths = torch.randint(1, window + 1, (count,), generator=generator)
+    return Windows(chosen.sort().values, lengths)
+
+
+def free_positions(length: int, first: int, kept: Sequence[bool] | None = None) -> Tensor:
+    """(length,) bool: positions from `first` that an adaptive token may take, but those `kept`."""
+    free = torch.zeros(length, dtype=torch.bool)
+    free[max(first, 1) : length - 1] = True
+    if kept is not None:
+        free &= ~torch.tensor(list(kept))
+    return free
+
+
+def window_length(free: Tensor, start: int, length: int) -> int:
+    """How much of a window at `start` lies on free positions."""
+    inside = free[start : start + length].tolist()
+    return inside.index(False) if False in inside else len(inside)
 
 
 def run_chains(
@@ -61,10 +120,10 @@ def run_chains(
     texts: Sequence[Text],
     chains: Sequence[Sequence[tuple[int, int]]],
 ) -> tuple[Tensor, list[tuple[int, int]]]:
-    """Run adaptive chains behind many prefixes of clean texts, as decoding does.
+    """Run adaptive chains after many prefixes of clean texts, as decoding does.
 
     The texts are run first and without gradients: their keys and values then lie where those of a
-    chain of tree nodes would, so the adaptive tokens alone are run as a tree behind them.
+    chain of tree nodes would, so the adaptive tokens alone are run as a tree after them.
 
     Args:
         model: the target.
@@ -76,11 +135,11 @@ def run_chains(
         (M, V) logits at the adaptive tokens, and the (text, position) of each.
     """
     runner = ModelRunner(model, len(texts), virtual_tokens=tokens)
-    rows, sequences, nodes, places = [], [], [], []
+    rows, nodes, places = [], [], []
     count = 0
     for index, (text, mine) in enumerate(zip(texts, chains, strict=True)):
-        clean = text.tokens[text.first - 1 : -1]
-        ids, parents = list(clean), list(range(-1, len(clean) - 1))
+        ids = text.tokens[text.first - 1 : -1]
+        parents = list(range(-1, len(ids) - 1))
         for start, length in mine:
             above = start - text.first
             for place, token in enumerate(tokens.chain(length)):
@@ -90,16 +149,16 @@ def run_chains(
                 parents.append(above)
                 above = len(ids) - 1
         rows.append((ids, parents))
-        sequences.append(text.tokens[: text.first])
         count += len(ids)
     ends = DraftTree.from_rows([([text.tokens[-2]], [-1]) for text in texts])
+    prompts = [text.tokens[: text.first] for text in texts]
     with runner.active():
         with torch.no_grad():
             runner.forward(ends, [text.tokens[:-1] for text in texts])
             runner.keep([[] for _ in texts])
         # From here on the answer counts as nodes that have run already.
         runner.stored = [text.first - 1 for text in texts]
-        return runner.forward(DraftTree.from_rows(rows), sequences, nodes).logits, places
+        return runner.forward(DraftTree.from_rows(rows), prompts, nodes).logits, places
 
 
 @torch.no_grad()
@@ -110,7 +169,7 @@ def agreement(
     length: int,
     num_positions: int,
 ) -> dict[str, float]:
-    """How often chains behind clean text foretell what the target said.
+    """How often chains after clean text predict what the target said.
 
     Args:
         model: the target.
@@ -127,7 +186,7 @@ def agreement(
     right: list[list[bool]] = []
     for begin in range(0, len(texts), EVALUATED):
         batch = texts[begin : begin + EVALUATED]
-        chains = [_spread(text, length, num_positions) for text in batch]
+        chains = [_spread(text.free(), length, num_positions) for text in batch]
         if not any(chains):
             continue
         logits, places = run_chains(model, tokens, batch, chains)
@@ -143,8 +202,7 @@ def agreement(
     return figures
 
 
-def _spread(text: Text, length: int, count: int) -> list[tuple[int, int]]:
-    free = text.free()
+def _spread(free: Tensor, length: int, count: int) -> list[tuple[int, int]]:
     places = free.nonzero()[:, 0]
     picked = torch.linspace(0, len(places) - 1, min(count, len(places))).round().long()
     return [(p, window_length(free, p, length)) for p in places[picked].tolist()]

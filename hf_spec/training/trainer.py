@@ -9,9 +9,8 @@ and goes on equals one that was not.
 from __future__ import annotations
 
 import json
-import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -24,9 +23,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from hf_spec.adapters.card import save_with_card
+from hf_spec.adapters.folder import SpecAdapter
 from hf_spec.errors import OptionError, UnsupportedError
 from hf_spec.files import written_whole
 from hf_spec.training.run_record import record_start
+from hf_spec.training.settings import TrainSettings
 
 CHECKPOINT = "checkpoint.safetensors"
 METRICS = "metrics.jsonl"
@@ -38,43 +40,22 @@ Loss = tuple[Tensor, int]
 
 
 @dataclass(frozen=True)
-class TrainSettings:
-    """How a training runs.
+class MicroBatch(Generic[Item]):
+    """Items of a pass.
 
     Attributes:
-        epochs: passes over the data.
-        batch_tokens: about how many tokens a micro-batch has.
-        accumulate: micro-batches per step, over all processes.
-        learning_rate: the highest; reached after the warm-up, then a cosine down to a tenth.
-        warm_up: share of the steps.
-        weight_decay: of AdamW.
-        clip: largest norm of the gradient.
-        seed: of the order of the data and of every random number.
-        evaluate_every, save_every: in steps.
+        items: what is learned from.
+        epoch: counted from 0.
+        seed: of every random number that they meet, so that it does not matter who runs them.
     """
 
-    epochs: int = 3
-    batch_tokens: int = 4096
-    accumulate: int = 1
-    learning_rate: float = 1e-3
-    warm_up: float = 0.03
-    weight_decay: float = 0.0
-    clip: float = 1.0
+    items: Sequence[Item]
+    epoch: int = 0
     seed: int = 0
-    evaluate_every: int = 300
-    save_every: int = 100
-
-    def rate(self, step: int, num_steps: int) -> float:
-        """Learning rate of a step counted from 0."""
-        rising = max(1, round(self.warm_up * num_steps))
-        if step < rising:
-            return self.learning_rate * (step + 1) / rising
-        progress = (step - rising) / max(1, num_steps - rising)
-        return self.learning_rate * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
 
 
 def train(  # noqa: PLR0913 - what learns, from what, how, and what is told
-    parameters: dict[str, nn.Parameter],
+    parameters: Mapping[str, nn.Parameter],
     loss: Callable[[Any], Loss],
     epochs: Callable[[int], Sequence[Any]],
     settings: TrainSettings,
@@ -85,10 +66,9 @@ def train(  # noqa: PLR0913 - what learns, from what, how, and what is told
     """Train `parameters` in place, going on from the checkpoint in `folder` if there is one.
 
     Args:
-        parameters: what is trained, in float32.
+        parameters: what is trained; turned into float32.
         loss: the summed loss of a micro-batch and its number of tokens.
-        epochs: epoch -> its micro-batches in order, the same whenever it is asked, which is
-            several times.
+        epochs: epoch -> its micro-batches in order, the same whenever it is asked.
         settings: rates, lengths and seed.
         folder: receives `metrics.jsonl` (one JSON object a line), `run.json` and the checkpoint.
         evaluate: figures on held-back data.
@@ -104,6 +84,8 @@ def train(  # noqa: PLR0913 - what learns, from what, how, and what is told
     trained = list(parameters.values())
     accelerator = Accelerator(cpu=trained[0].device.type == "cpu")
     _check_whole(accelerator, trained)
+    for parameter in trained:
+        parameter.data = parameter.data.float()
     optimizer = torch.optim.AdamW(
         trained, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=settings.weight_decay
     )
@@ -112,15 +94,18 @@ def train(  # noqa: PLR0913 - what learns, from what, how, and what is told
     run = {"settings": json.dumps(resolved, sort_keys=True)}
     done = _load(folder, parameters, optimizer, run)
     # Texts are shuffled before those of like lengths are put together: epochs may differ in length.
-    counts = [math.ceil(len(epochs(e)) / settings.accumulate) for e in range(settings.epochs)]
-    num_steps = sum(counts)
+    steps = [
+        batches[start : start + settings.accumulate]
+        for batches in map(epochs, range(settings.epochs))
+        for start in range(0, len(batches), settings.accumulate)
+    ]
+    num_steps = len(steps)
     log = _Metrics(folder / METRICS, done) if accelerator.is_main_process else None
     if log and done < num_steps:
         record_start(folder, resolved, done, accelerator.device)
     bar = tqdm(total=num_steps, initial=done, desc="steps", disable=None if log else True)
     figures: dict[str, float] = {}
-    todo = _step_batches(epochs, counts, settings.accumulate, done)
-    for step, batches in enumerate(todo, start=done):
+    for step, batches in enumerate(steps[done:], start=done):
         torch.manual_seed(settings.seed * 1_000_003 + step)
         for group in optimizer.param_groups:
             group["lr"] = settings.rate(step, num_steps)
@@ -151,6 +136,13 @@ def processes() -> PartialState:
     return PartialState(cpu=not torch.cuda.is_available())
 
 
+def save_trained(folder: Path, adapter: SpecAdapter) -> SpecAdapter:
+    """Write an adapter and its card, once for all processes; the adapter itself."""
+    if processes().is_main_process:
+        save_with_card(folder, adapter)
+    return adapter
+
+
 def _check_whole(accelerator: Accelerator, parameters: Sequence[nn.Parameter]) -> None:
     """Refuse what would divide the weights that are trained among the processes."""
     sharing = [DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM]
@@ -165,20 +157,6 @@ def _check_whole(accelerator: Accelerator, parameters: Sequence[nn.Parameter]) -
             "each needs all of the little that is trained here, and they add up its gradients; "
             "start them with torchrun or accelerate launch --multi_gpu"
         )
-
-
-def _step_batches(
-    epochs: Callable[[int], Sequence[Any]], counts: Sequence[int], accumulate: int, done: int
-) -> Iterator[Sequence[Any]]:
-    """The micro-batches of each step behind the first `done`; `counts` are steps per epoch."""
-    for epoch, count in enumerate(counts):
-        if done >= count:
-            done -= count
-            continue
-        batches = epochs(epoch)
-        for start in range(done * accumulate, len(batches), accumulate):
-            yield batches[start : start + accumulate]
-        done = 0
 
 
 def _step(
@@ -209,12 +187,8 @@ def shuffled_batches(
 ) -> list[list[int]]:
     """Indices of texts in batches of like lengths, in an order that the seed and epoch fix.
 
-    Args:
-        lengths: tokens per text.
-        batch_tokens: most tokens of a batch once its texts are padded to the longest; a single
-            text may be longer.
-        seed: of every order.
-        epoch: each has its own order.
+    A batch has at most `batch_tokens` once its texts are padded to the longest; a single text may
+    be longer.
     """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     order = torch.randperm(len(lengths), generator=generator).tolist()
@@ -231,31 +205,10 @@ def shuffled_batches(
     return [batches[place] for place in shuffle if batches[place]]
 
 
-@dataclass(frozen=True)
-class MicroBatch(Generic[Item]):
-    """Items of a pass.
-
-    Attributes:
-        items: what is learned from.
-        epoch: counted from 0.
-        seed: of every random number that they meet, so that it does not matter who runs them.
-    """
-
-    items: Sequence[Item]
-    epoch: int = 0
-    seed: int = 0
-
-
 def micro_batches(
     items: Sequence[Item], lengths: Sequence[int], settings: TrainSettings
 ) -> Callable[[int], list[MicroBatch[Item]]]:
-    """What `train` takes as `epochs`: shuffled items of like lengths, each batch with its seed.
-
-    Args:
-        items: all that is learned from.
-        lengths: tokens per item.
-        settings: size of the batches, and the seed.
-    """
+    """What `train` takes as `epochs`: shuffled items of like lengths, each batch with its seed."""
 
     def epochs(epoch: int) -> list[MicroBatch[Item]]:
         batches = shuffled_batches(lengths, settings.batch_tokens, settings.seed, epoch)
@@ -284,27 +237,22 @@ class _Metrics:
 
 def _save(
     folder: Path,
-    parameters: dict[str, nn.Parameter],
+    parameters: Mapping[str, nn.Parameter],
     optimizer: torch.optim.Optimizer,
     facts: dict[str, str],
 ) -> None:
-    tensors = {}
-    for name, parameter in parameters.items():
-        state = optimizer.state[parameter]
-        tensors[f"{name}.value"] = parameter.detach().cpu().contiguous()
-        for key in ("exp_avg", "exp_avg_sq", "step"):
-            tensors[f"{name}.{key}"] = state[key].cpu().contiguous()
+    """A checkpoint: of each parameter the value and the state of AdamW."""
+    tensors = {
+        f"{name}.{key}": tensor.cpu().contiguous()
+        for name, parameter in parameters.items()
+        for key, tensor in {"value": parameter.detach(), **optimizer.state[parameter]}.items()
+    }
     with written_whole(folder / CHECKPOINT) as part:
         save_file(tensors, part, metadata=facts)
 
 
-def _load(
-    folder: Path,
-    parameters: dict[str, nn.Parameter],
-    optimizer: torch.optim.Optimizer,
-    run: dict[str, str],
-) -> int:
-    """Take over a checkpoint; the number of steps it has behind it."""
+def _load(folder: Path, parameters: Mapping[str, nn.Parameter], optimizer: Any, run: Any) -> int:
+    """Continue from a checkpoint, if there is one; the number of steps it has done."""
     path = folder / CHECKPOINT
     if not path.exists():
         return 0
@@ -316,13 +264,12 @@ def _load(
             f"{path} comes from a run with other settings ({facts['settings']}); "
             "use them, or another folder"
         )
-    tensors = load_file(path)
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(tensors[f"{name}.value"])
-            optimizer.state[parameter] = {
-                "exp_avg": tensors[f"{name}.exp_avg"].to(parameter.device),
-                "exp_avg_sq": tensors[f"{name}.exp_avg_sq"].to(parameter.device),
-                "step": tensors[f"{name}.step"],
-            }
+    states: dict[str, dict[str, Tensor]] = {name: {} for name in parameters}
+    for key, tensor in load_file(path).items():
+        name, _, part = key.rpartition(".")
+        # AdamW counts its steps on the host.
+        states[name][part] = tensor if part == "step" else tensor.to(parameters[name].device)
+    for name, parameter in parameters.items():
+        parameter.data.copy_(states[name].pop("value"))
+        optimizer.state[parameter] = states[name]
     return step

@@ -1,4 +1,4 @@
-"""`--config`: values of a YAML file under those of the command line, for every command alike."""
+"""`--config`: values of a YAML file, which the command line overrides, for every command alike."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_values_of_every_kind(run: Any) -> None:
     assert run(FULL) == (0, "some/model ['a.jsonl', 'b.jsonl'] 20 0.01 False True None True")
 
 
-def test_the_command_line_goes_before(run: Any) -> None:
+def test_the_command_line_overrides_the_file(run: Any) -> None:
     given = ("mine", "--responses", "c", "--steps", "3", "--store", "--out", "here")
     assert run(FULL, *given) == (0, "mine ['c'] 3 0.01 True True here True")
 

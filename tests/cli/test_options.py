@@ -1,13 +1,22 @@
-"""One default for the dtype and the device, whatever command loads a target."""
+"""One default for the dtype and the device of every command; options made from settings."""
 
 from __future__ import annotations
 
+import inspect
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
 from hf_spec import OptionError
-from hf_spec.cli.options import AUTO, check_out
+from hf_spec.bench.calibrate import settings as calibrate
+from hf_spec.cli.options import AUTO, check_out, options_from_settings
+from hf_spec.models.shapes import FalconShape
+from hf_spec.settings import Count, Internal, Named, Settings, Share, described
+from hf_spec.training import settings as train
 from tests.cli.test_app import LEAVES
 
 
@@ -29,3 +38,154 @@ def test_files_that_cannot_be_written(tmp_path: Path) -> None:
         check_out(Path("/no/such/results.json"))
     with pytest.raises(OptionError, match="that is a folder"):
         check_out(tmp_path)
+
+
+@dataclass(frozen=True)
+class Inner(Settings):
+    """A part.
+
+    Attributes:
+        depth: how far it goes.
+    """
+
+    depth: Count = 3
+
+
+@dataclass(frozen=True)
+class Outer(Settings):
+    """A whole.
+
+    Attributes:
+        inner: a part.
+        width: paths that are kept; None for all.
+        limit: most of them; none by default.
+        kind: of search.
+        sizes: beams to be tried.
+        layers: where.
+        exact: search again.
+        quiet: say nothing.
+        share: kept.
+        hidden: of no concern.
+    """
+
+    inner: Inner = field(default_factory=Inner)
+    width: Annotated[Count | None, Named("paths")] = 4
+    limit: Count | None = None
+    kind: Literal["wide", "deep"] = "wide"
+    sizes: tuple[Count, ...] = (1, 2)
+    layers: Annotated[tuple[str, ...], Named("layer")] = ()
+    exact: bool = True
+    quiet: bool = False
+    share: Share = 0.5
+    hidden: Internal[int] = 7
+
+
+class TestOptionsFromSettings:
+    """A command with settings, whose defaults are not all those of the class."""
+
+    @pytest.fixture
+    def call(self) -> Any:
+        app, got = typer.Typer(), list[Any]()
+
+        @app.command()
+        @options_from_settings
+        def search(*, model: str, settings: Outer, other: Inner2 = OTHER) -> None:
+            got.append((model, settings, other))
+
+        def call(*words: str) -> Any:
+            result = CliRunner().invoke(app, list(words))
+            if result.exit_code:
+                return result.exit_code, " ".join(result.output.replace("│", " ").split())
+            return got.pop()
+
+        return call
+
+    def test_defaults_are_those_of_the_settings(self, call: Any) -> None:
+        assert call("m") == ("m", Outer(), OTHER)
+
+    def test_values_of_every_kind(self, call: Any) -> None:
+        words = ("--depth", "5", "--paths", "0", "--limit", "9", "--kind", "deep", "--sizes", "7")
+        more = ("--sizes", "8", "--layer", "q", "--no-exact", "--quiet", "--share", "1")
+        _, settings, other = call("m", *words, *more, "--speed", "4")
+        assert settings == Outer(Inner(5), None, 9, "deep", (7, 8), ("q",), False, True, 1.0)
+        assert other == Inner2(4)
+
+    @pytest.mark.parametrize(
+        ("option", "value"),
+        [
+            ("--depth", "0"),
+            ("--share", "1.5"),
+            ("--kind", "flat"),
+            ("--no-quiet", None),
+            ("--hidden", "3"),
+        ],
+    )
+    def test_what_is_refused(self, call: Any, option: str, value: str | None) -> None:
+        status, page = call("m", option, *([] if value is None else [value]))
+        assert status == 2
+        assert option in page
+        if option == "--kind":
+            assert "wide" in page
+
+    def test_the_help_is_what_the_settings_say(
+        self, call: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("COLUMNS", "160")
+        app = typer.Typer()
+        app.command()(options_from_settings(help_only))
+        page = " ".join(CliRunner().invoke(app, ["--help"]).output.replace("│", " ").split())
+        for text in (
+            "How far it goes. [default: 3]",
+            "Paths that are kept; 0 for all. [default: 4]",
+            "Beams to be tried; may be repeated. [default: 1, 2]",
+            "Of search. [default: wide]",
+            "--exact --no-exact",
+        ):
+            assert text in page
+        assert "hidden" not in page
+
+
+@dataclass(frozen=True)
+class Inner2(Settings):
+    """Another.
+
+    Attributes:
+        speed: of it.
+    """
+
+    speed: Count = 1
+
+
+OTHER = Inner2(2)
+
+
+def help_only(*, settings: Outer) -> None:
+    """Nothing."""
+
+
+SETTINGS_OF = {
+    "train responses": (train.ResponseSettings,),
+    "train draft": (train.DraftTrainSettings, train.TrainSettings),
+    "train falcon": (
+        *(train.FalconTrainSettings, FalconShape, train.CsgdSettings, train.TrainSettings),
+    ),
+    "train sdsat": (train.SdsatTrainSettings, train.TrainSettings),
+    "train disco": (train.DiscoTrainSettings,),
+    "calibrate disco": (calibrate.CalibrationSettings,),
+    "calibrate falcon": (calibrate.TreeSettings,),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS_OF)
+def test_every_setting_has_its_option_and_its_words(name: str) -> None:
+    options = {one.name: one for one in LEAVES[name].params}
+    found = [setting for kind in SETTINGS_OF[name] for setting in described(kind)]
+    for setting in found:
+        assert setting.help, setting
+        if setting.option is not None and not inspect.isclass(setting.kind):
+            assert options[setting.option].help
+        elif setting.option is not None and not issubclass(setting.kind, Settings):
+            assert (
+                setting.help[1:].split(";")[0].removesuffix(".").split("None")[0]
+                in options[setting.option].help
+            )

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from hf_spec.adapters.folder import CONFIG_NAME, STRATEGIES, load_adapter
+from hf_spec.adapters.folder import load_adapter
 from hf_spec.data.small_models import smollm2_135m_instruct
 from tests.adapters.local_hub import LocalHub, local_hub
 from tests.installed import ROOT, User
@@ -129,8 +129,7 @@ def test_the_demo(user: User) -> None:
 
 @pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda path: path.name)
 def test_the_shipped_adapters(user: User, model: Path, plain: str, adapter: Path) -> None:
-    method = json.loads((adapter / CONFIG_NAME).read_text())["method"]
-    found = generate(user, model, f"{STRATEGIES[method]}@{adapter}")
+    found = generate(user, model, f"{load_adapter(adapter).strategy}@{adapter}")
     assert found["text"] == plain
     assert found["stats"]["drafted_tokens"] > 0
 

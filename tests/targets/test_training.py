@@ -27,6 +27,7 @@ import torch
 from accelerate import PartialState
 from hf_spec.training.responses import Response
 from hf_spec.training.teacher import Example
+from hf_spec.training import trainer
 from hf_spec.training.trainer import TrainSettings
 from tests.tiny_models import build
 torch.set_num_threads(1)
@@ -45,6 +46,7 @@ def count(save):
         saves.append(1)
         return save(*args, **kwargs)
     return counting
+trainer.save_with_card = count(trainer.save_with_card)
 def start(method):
     saves.clear()
     folder = Path(sys.argv[1], method)
@@ -56,20 +58,17 @@ def finish():
 METHODS = {
     "draft": """
 from hf_spec.training import draft
-draft.save_with_card = count(draft.save_with_card)
 settings = draft.DraftTrainSettings(num_layers=2, rank=4, vocabulary_size=64, held_back=0.2)
 draft.train_draft(build("llama"), examples, folder, settings, run)
 """,
     "sdsat": """
-from hf_spec.training import sdsat, sdsat_student
-sdsat.save_with_card = count(sdsat.save_with_card)
-settings = sdsat_student.SdsatTrainSettings(rank=4, held_back=0.2, window=3)
+from hf_spec.training import sdsat
+settings = sdsat.SdsatTrainSettings(rank=4, held_back=0.2, window=3)
 sdsat.train_sdsat(build("llama"), examples, folder, settings, run)
 """,
     "disco": """
 import hf_spec
 from hf_spec.training import disco
-disco.save_with_card = count(disco.save_with_card)
 settings = disco.DiscoTrainSettings(max_epochs=3, batch_size=64)
 model = build("llama")
 disco.train_disco(model, hf_spec.truncated_draft(model, 2), responses, folder, settings)

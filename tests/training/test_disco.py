@@ -17,7 +17,6 @@ from hf_spec.adapters.folder import load_adapter
 from hf_spec.models.disco_classifier import DiscoClassifier, draft_features
 from hf_spec.training import answers, disco
 from hf_spec.training.disco import (
-    DiscoTrainSettings,
     Observed,
     evaluate,
     fit,
@@ -26,6 +25,7 @@ from hf_spec.training.disco import (
     train_disco,
 )
 from hf_spec.training.responses import Response
+from hf_spec.training.settings import DiscoTrainSettings
 from tests.adapters.cards import card_metrics, rounded
 from tests.model_watch import count_forwards
 from tests.tiny_models import VOCAB, build, draft_model
@@ -68,7 +68,7 @@ def learnable(count: int = 30, seed: int = 0) -> list[Observed]:
 class TestObserve:
     @pytest.mark.usefixtures("small_shards")
     @pytest.mark.parametrize("labels", ["hard", "soft"])
-    def test_every_position_behind_the_targets_own_text(
+    def test_every_position_after_the_targets_own_text(
         self, responses: list[Response], tmp_path: Path, labels: str
     ) -> None:
         model, draft = build("llama"), draft_model("llama")
@@ -196,7 +196,7 @@ class TestFit:
 
 
 class TestFigures:
-    def test_round_places_begin_behind_every_mismatch(self) -> None:
+    def test_round_places_begin_after_every_mismatch(self) -> None:
         matched = torch.tensor([1, 1, 0, 0, 1, 0, 1, 1, 1], dtype=torch.bool)
         assert round_places(matched).tolist() == [0, 1, 2, 0, 0, 1, 0, 1, 2]
 
@@ -211,10 +211,10 @@ class TestFigures:
         result = evaluate(classifier, [Observed("p", "x", features, matched, matched.float())], 0.5)
         rules = result["rules"]
         assert result["acceptance"] == 0.5
-        # Foretells "accepted" everywhere.
+        # Predicts "accepted" everywhere.
         assert rules["disco"]["accepted"] == {"precision": 0.5, "recall": 1.0, "f1": 2 / 3}
         assert rules["disco"]["rejected"] == {"precision": 0.0, "recall": 0.0, "f1": 0.0}
-        # Rounds: 1 1 0 | 0 | 1 0; the first position of each is foretold to be accepted.
+        # Rounds: 1 1 0 | 0 | 1 0; the first position of each is predicted to be accepted.
         assert rules["static 1"]["accepted"] == {
             "precision": 2 / 3,
             "recall": 2 / 3,
@@ -310,10 +310,3 @@ class TestTrain:
             train_disco(
                 build("llama"), {"truncated": 1}, responses, tmp_path, SETTINGS, tasks=["poems"]
             )
-
-    @pytest.mark.parametrize(
-        "options", [{"labels": "warm"}, {"validation_share": 0.0}, {"validation_share": 1}]
-    )
-    def test_settings(self, options: dict[str, Any]) -> None:
-        with pytest.raises(OptionError, match=next(iter(options))):
-            DiscoTrainSettings(**options)

@@ -18,7 +18,7 @@ from hf_spec.training.draft import (
     acceptance,
     train_draft,
 )
-from hf_spec.training.split import split_by_hash
+from hf_spec.training.held_back import split_by_hash
 from hf_spec.training.teacher import Example
 from hf_spec.training.trainer import METRICS, TrainSettings
 from tests.adapters.cards import card_metrics, rounded
@@ -82,9 +82,7 @@ def test_too_few_examples(model: PreTrainedModel, examples: list[Example], tmp_p
         train_draft(model, examples[:1], tmp_path, SETTINGS, RUN)
 
 
-def test_logits_changed_behind_the_head_are_refused(
-    examples: list[Example], tmp_path: Path
-) -> None:
+def test_logits_changed_after_the_head_are_refused(examples: list[Example], tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="final_logit_softcapping"):
         train_draft(build("gemma2"), examples, tmp_path, SETTINGS, RUN)
 

@@ -22,8 +22,8 @@ from hf_spec.training.falcon import (
     train_falcon,
 )
 from hf_spec.training.features import Text, stored_texts
+from hf_spec.training.held_back import split_by_hash
 from hf_spec.training.responses import Response
-from hf_spec.training.split import split_by_hash
 from hf_spec.training.trainer import CHECKPOINT, METRICS, TrainSettings
 from tests.adapters.cards import card_metrics, rounded
 from tests.tiny_models import build
@@ -182,7 +182,7 @@ def test_too_few_texts(model: PreTrainedModel, texts: list[Text], tmp_path: Path
         train_falcon(model, texts[:1], tmp_path, SETTINGS, RUN)
 
 
-def test_logits_changed_behind_the_head_are_refused(texts: list[Text], tmp_path: Path) -> None:
+def test_logits_changed_after_the_head_are_refused(texts: list[Text], tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="final_logit_softcapping"):
         train_falcon(build("gemma2"), texts, tmp_path, SETTINGS, RUN)
 

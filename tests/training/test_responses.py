@@ -58,7 +58,7 @@ def test_an_answer_ends_with_its_end_token_once(
 
 
 class TestResume:
-    def test_it_goes_on_behind_the_last_whole_line(self, generate: Generate, path: Path) -> None:
+    def test_it_goes_on_after_the_last_whole_line(self, generate: Generate, path: Path) -> None:
         whole = path.read_bytes()
         lines = whole.splitlines(keepends=True)
         path.write_bytes(b"".join(lines[:6]) + lines[6][:20])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from datetime import datetime
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,9 @@ def starts(folder: Path) -> list[dict[str, Any]]:
     return json.loads((folder / RUN).read_text())["starts"]
 
 
-class Choice(Enum):
-    hard = "hard"
-
-
 def test_what_a_start_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["hf-spec", "train", "falcon", "--out", "my head"])
-    with with_options({"out": Path("my head"), "labels": Choice.hard, "rank": 2}):
+    with with_options({"out": Path("my head"), "labels": "hard", "rank": 2}):
         record_start(tmp_path, {"seed": 4}, 0, CPU)
     [start] = starts(tmp_path)
     assert start["command"] == "hf-spec train falcon --out 'my head'"

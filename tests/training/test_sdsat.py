@@ -1,4 +1,4 @@
-"""Training of adaptive tokens: modes, resuming, saving, refusals."""
+"""Training of adaptive tokens: modes, resuming, saving; what learns, from which tokens, how."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_spec import OptionError, SdsatConfig, UnsupportedError
 from hf_spec.models.adaptive_tokens import merge_lora
-from hf_spec.training.sdsat import train_sdsat
-from hf_spec.training.sdsat_student import SdsatTrainSettings, Student
+from hf_spec.training.sdsat import Student, train_sdsat
+from hf_spec.training.sdsat_chains import Text, agreement, draw_windows
+from hf_spec.training.settings import SdsatTrainSettings
 from hf_spec.training.teacher import Example
 from hf_spec.training.trainer import MicroBatch, TrainSettings
 from tests.adapters.cards import card_metrics, rounded
@@ -132,6 +134,134 @@ class TestRefusals:
         with pytest.raises(OptionError, match="no infilling tokens"):
             train_sdsat(model, examples, tmp_path, settings, RUN, tokenizer)
 
-    def test_logits_changed_behind_the_head(self, examples: list[Example], tmp_path: Path) -> None:
+    def test_logits_changed_after_the_head(self, examples: list[Example], tmp_path: Path) -> None:
         with pytest.raises(UnsupportedError, match="final_logit_softcapping"):
             train_sdsat(build("gemma2"), examples, tmp_path, SETTINGS, RUN)
+
+
+def gradients(student: Student) -> dict[str, Tensor]:
+    return {n: p.grad.clone() for n, p in student.parameters.items() if p.grad is not None}
+
+
+class TestLoss:
+    def batch(self, examples: list[Example], count: int = 3) -> MicroBatch:
+        return MicroBatch(list(examples[:count]), seed=5)
+
+    @pytest.mark.parametrize("layout", ["branches", "replaced"])
+    def test_a_frozen_base_learns_nothing(
+        self, model: PreTrainedModel, examples: list[Example], layout: str
+    ) -> None:
+        student = Student(model, replace(SETTINGS, layout=layout))
+        total, count = student.loss(self.batch(examples))
+        assert count > 0
+        total.backward()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        assert gradients(student)["embeddings"].any()
+
+    @pytest.mark.parametrize("mode", ["gated", "embeddings", "lora"])
+    def test_standard_tokens_after_a_replaced_one_give_no_gradient(
+        self, model: PreTrainedModel, examples: list[Example], mode: str
+    ) -> None:
+        """The improved loss reads the mixed text at its adaptive positions alone."""
+        read: list[tuple[set[tuple[int, int]], set[tuple[int, int]] | None]] = []
+        settings = replace(SETTINGS, mode=mode, layout="replaced")
+        student = Student(model, settings)
+        logits = student._logits
+
+        def watch(texts: Any, slots: Any, places: Any) -> Tensor:
+            found = logits(texts, slots, places).detach().requires_grad_(True)
+            adaptive = None
+            if slots is not None:
+                adaptive = {
+                    (row, int(p)) for row, s in enumerate(slots) for p in (s >= 0).nonzero()[:, 0]
+                }
+            read.append((set(places), adaptive))
+            return found
+
+        student._logits = watch  # type: ignore[method-assign]
+        student.loss(self.batch(examples))
+        mixed = [(places, adaptive) for places, adaptive in read if adaptive is not None]
+        assert len(mixed) == 1
+        places, adaptive = mixed[0]
+        assert places == adaptive
+        # The clean half is run where it teaches something, and reads every answer token.
+        assert len(read) == (2 if mode == "lora" else 1)
+
+    def test_the_gradient_of_a_standard_label_is_exactly_zero(
+        self, model: PreTrainedModel, examples: list[Example]
+    ) -> None:
+        """Labels after standard tokens of the mixed half can be anything."""
+        settings = replace(SETTINGS, mode="embeddings", layout="replaced", start_share=0.2)
+        student = Student(model, settings)
+        text = Text.of(examples[0])
+        generator = torch.Generator().manual_seed(5)
+        plain = student._replaced([text], generator)[0]
+        plain.backward()
+        before = gradients(student)["embeddings"]
+        student.parameters["embeddings"].grad = None
+        # The same windows, with other tokens after the last adaptive one.
+        generator = torch.Generator().manual_seed(5)
+        slots = draw_windows(text.free(), 3, generator, 0.2).slots(text.free())
+        last = int((slots >= 0).nonzero()[-1])
+        tokens = list(text.tokens)
+        for place in range(last + 2, len(tokens)):
+            tokens[place] = 50
+        other = replace(text, tokens=tokens)
+        student._replaced([other], torch.Generator().manual_seed(5))[0].backward()
+        assert torch.equal(gradients(student)["embeddings"], before)
+
+    def test_eq_8_reads_every_answer_token_of_the_mixed_text(
+        self, model: PreTrainedModel, examples: list[Example]
+    ) -> None:
+        settings = replace(SETTINGS, mode="lora", loss="basic")
+        _, count = Student(model, settings).loss(self.batch(examples))
+        assert count == sum(len(e.response.response) for e in examples[:3])
+
+    def test_eq_9_is_half_the_sum_of_both_halves(
+        self, model: PreTrainedModel, examples: list[Example]
+    ) -> None:
+        texts = [Text.of(example) for example in examples[:3]]
+        totals = []
+        for weight in (0.0, 1.0, 3.0):
+            torch.manual_seed(0)
+            settings = replace(SETTINGS, mode="lora", adaptive_weight=weight)
+            total, count = Student(model, settings).loss(self.batch(examples))
+            assert count == sum(len(text.tokens) - text.first for text in texts)
+            totals.append(float(total.detach()))
+        assert totals[2] - totals[0] == pytest.approx(3 * (totals[1] - totals[0]), rel=1e-3)
+        # A LoRA that changes nothing yet: the clean half is the model's own cross-entropy.
+        clean = 0.0
+        with torch.no_grad():
+            for text in texts:
+                scores = build("llama")(torch.tensor([text.tokens])).logits[0].log_softmax(-1)
+                for place in range(text.first - 1, len(text.tokens) - 1):
+                    clean -= float(scores[place, text.tokens[place + 1]])
+        assert totals[0] == pytest.approx(clean / 2, rel=0.02)
+
+    def test_distilling_needs_the_teacher(
+        self, model: PreTrainedModel, examples: list[Example]
+    ) -> None:
+        losses = {}
+        for share in (0.0, 0.5, 1.0):
+            torch.manual_seed(0)
+            student = Student(model, replace(SETTINGS, soft_weight=share))
+            losses[share] = float(student.loss(self.batch(examples))[0].detach())
+        assert losses[0.5] == pytest.approx((losses[0.0] + losses[1.0]) / 2, rel=1e-4)
+        assert losses[0.0] != pytest.approx(losses[1.0], rel=1e-3)
+
+    def test_answers_too_short_for_a_window_teach_nothing(
+        self, model: PreTrainedModel, examples: list[Example]
+    ) -> None:
+        for layout in ("branches", "replaced"):
+            student = Student(model, replace(SETTINGS, layout=layout))
+            example = examples[0]
+            short = replace(
+                example,
+                response=replace(example.response, response=example.response.response[:1]),
+                top_tokens=example.top_tokens[:1],
+                top_probs=example.top_probs[:1],
+            )
+            total, count = student.loss(MicroBatch([short], 0))
+            total.backward()
+            assert (float(total.detach()), count) == (0.0, 0)
+            assert agreement(model, student.tokens, [Text.of(short)], 2, 4)["accepted"] == 0

@@ -46,7 +46,7 @@ def test_what_is_stored_is_read_back(
     again = teacher_examples(model, responses, tmp_path / "t", top=4)
     assert len(again) == len(responses)
     assert all(torch.equal(a.top_probs, b.top_probs) for a, b in zip(first, again, strict=False))
-    # Only the shard that had room for more was made anew.
+    # Only the shard that had room for more was made again.
     assert [path.stat().st_mtime_ns == time for path, time in sorted(times.items())] == [
         True,
         False,

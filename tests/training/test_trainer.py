@@ -192,14 +192,6 @@ class TestSteps:
             slopes.append(line.slope.detach())
         torch.testing.assert_close(slopes[0], slopes[1])
 
-    def test_the_rate_rises_and_falls(self) -> None:
-        settings = TrainSettings(learning_rate=1.0, warm_up=0.1)
-        rates = [settings.rate(step, 100) for step in range(100)]
-        assert rates[0] == pytest.approx(0.1)
-        assert max(rates) == rates[9] == pytest.approx(1.0)
-        assert rates[9:] == sorted(rates[9:], reverse=True)
-        assert rates[-1] == pytest.approx(0.1, abs=0.01)
-
 
 class TestBatches:
     def test_every_text_once_within_the_limit(self) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import chain, product
 from pathlib import Path
 from statistics import fmean, median
@@ -22,7 +22,8 @@ from transformers import PreTrainedModel
 
 from hf_spec.adapters.card import save_with_card
 from hf_spec.adapters.folder import SpecAdapter, load_adapter
-from hf_spec.bench.contenders import Contender, strategy
+from hf_spec.bench.calibrate.settings import CalibrationSettings
+from hf_spec.bench.contenders import strategy
 from hf_spec.bench.runner import Plan, Record, time_contenders
 from hf_spec.bench.summary import per_prompt, spread
 from hf_spec.data.machine import environment
@@ -31,40 +32,6 @@ from hf_spec.errors import OptionError
 from hf_spec.models.disco_classifier import METHOD
 from hf_spec.strategies.disco import DiscoConfig, find_draft_model
 from hf_spec.strategies.draft_model import DraftConfig
-
-
-@dataclass(frozen=True)
-class CalibrationSettings:
-    """The grid and how it is measured.
-
-    Attributes:
-        thresholds: acceptance thresholds (the paper's tau).
-        longest: length caps (the paper's SL_max).
-        static_lengths: lengths of the static baseline.
-        reference: the static length that every speed is relative to.
-        new_tokens: generated per run.
-        repeats: runs of each way and prompt.
-    """
-
-    thresholds: tuple[float, ...] = (0.2, 0.35, 0.5, 0.65, 0.8)
-    longest: tuple[int, ...] = (5, 8, 12)
-    static_lengths: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8)
-    reference: int = 5
-    new_tokens: int = 64
-    repeats: int = 2
-
-    def __post_init__(self) -> None:
-        for name in ("thresholds", "longest", "static_lengths"):
-            if not getattr(self, name):
-                raise OptionError(f"{name} is empty; give at least one value")
-        for name in ("new_tokens", "repeats", "reference"):
-            if getattr(self, name) < 1:
-                raise OptionError(f"{name}={getattr(self, name)!r} must be at least 1")
-
-    @property
-    def num_ways(self) -> int:
-        """How many ways to generate are compared, the reference included."""
-        return 1 + len(self.thresholds) * len(self.longest) + len(self.static_lengths)
 
 
 def calibrate_disco(  # noqa: PLR0913 - what is measured, on what, and how
@@ -106,27 +73,26 @@ def calibrate_disco(  # noqa: PLR0913 - what is measured, on what, and how
     }
     static = {f"static {n}": DraftConfig(max_draft_tokens=n) for n in settings.static_lengths}
     reference = DraftConfig(max_draft_tokens=settings.reference)
-    contenders: list[Contender] = [
+    contenders = [
         strategy(model, config, draft, name)
         for name, config in {"reference": reference, **static, **ways}.items()
     ]
     plan = Plan(settings.new_tokens, settings.repeats)
     records = time_contenders(contenders, prompts, tokenizer, plan, progress)
     table = tabulate(list(chain.from_iterable(records)))
-    best = ways[fastest(table, ways)]
-    calibration = {
-        **asdict(settings),
-        "prompts": [prompt.id for prompt in prompts],
-        "environment": environment(),
-        "best": fastest(table, ways),
-        "best_static": fastest(table, static),
-        "table": table,
-    }
+    best = fastest(table, ways)
     options = {
         **adapter.options,
-        "threshold": best.acceptance_threshold,
-        "max_draft_tokens": best.max_draft_tokens,
-        "calibration": calibration,
+        "threshold": ways[best].acceptance_threshold,
+        "max_draft_tokens": ways[best].max_draft_tokens,
+        "calibration": {
+            **asdict(settings),
+            "prompts": [prompt.id for prompt in prompts],
+            "environment": environment(),
+            "best": best,
+            "best_static": fastest(table, static),
+            "table": table,
+        },
     }
     calibrated = replace(adapter, options=options)
     save_with_card(folder, calibrated)

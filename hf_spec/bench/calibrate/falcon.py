@@ -17,13 +17,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from hf_spec.adapters.card import save_with_card
 from hf_spec.adapters.folder import SpecAdapter, load_adapter
+from hf_spec.bench.calibrate.falcon_rounds import (
+    best_choice,
+    candidates,
+    generate_greedily,
+    record_rounds,
+)
+from hf_spec.bench.calibrate.settings import TreeSettings
 from hf_spec.data.machine import environment
 from hf_spec.data.prompts import load_prompts
 from hf_spec.drafting import rank_tree
@@ -33,45 +39,11 @@ from hf_spec.models.falcon_head import METHOD, FalconHead
 from hf_spec.models.falcon_ranks import ranks_along
 from hf_spec.strategies.falcon import FalconConfig
 from hf_spec.strategies.falcon_tree import max_depth
-from hf_spec.training.falcon_rounds import best_choice, candidates, record_rounds
 from hf_spec.training.features import text_features
 from hf_spec.training.responses import Response
 
 # Tokens of the prompt in a timed run: so few that the first forward hardly counts.
 PROMPT_TOKENS = 24
-
-
-@dataclass(frozen=True)
-class TreeSettings:
-    """What is measured.
-
-    Attributes:
-        depth: of the deepest path.
-        num_ranks: length of the lists that count.
-        max_nodes: most that are sent.
-        drafted_nodes: sizes of trees that are drafted whole and sent in part.
-        generations: from which the latter are judged.
-        node_counts: sizes of the timed trees; `max_nodes` is always one, larger ones are left out.
-        new_tokens: generated per timed run.
-        repeats: timed runs of each tree.
-    """
-
-    depth: int = 6
-    num_ranks: int = 8
-    max_nodes: int = 40
-    drafted_nodes: tuple[int, ...] = (24, 48)
-    generations: int = 8
-    node_counts: tuple[int, ...] = (1, 3, 7, 11, 15, 23, 31, 40)
-    new_tokens: int = 32
-    repeats: int = 3
-
-    def __post_init__(self) -> None:
-        for name in ("depth", "num_ranks", "max_nodes", "generations", "new_tokens", "repeats"):
-            if getattr(self, name) < 1:
-                raise OptionError(f"{name}={getattr(self, name)!r} must be at least 1")
-        for name in ("drafted_nodes", "node_counts"):
-            if any(count < 1 for count in getattr(self, name)):
-                raise OptionError(f"{name}={getattr(self, name)!r} must be at least 1 each")
 
 
 def calibrate_falcon(
@@ -120,24 +92,23 @@ def calibrate_falcon(
         progress()
     choices = [best_choice(one, seconds.verifying, settings.max_nodes) for one in rounds]
     choice = max(choices, key=lambda one: one.tokens_per_second)
-    calibration = {
-        **asdict(settings),
-        "environment": environment(),
-        "rounds": len(ranks),
-        "accepted_by_depth_and_rank": shares_by_rank(ranks, settings.num_ranks),
-        "seconds": asdict(seconds),
-        "static": {
-            "tree": [list(path) for path in static.paths],
-            "tau": sum(accepted[path] for path in static.paths),
-        },
-        "choices": [one.summary() for one in choices],
-        "best": choices.index(choice),
-    }
     options = {
         **adapter.options,
         "tree": [list(path) for path in choice.tree.paths],
         "max_nodes": choice.max_nodes,
-        "calibration": calibration,
+        "calibration": {
+            **asdict(settings),
+            "environment": environment(),
+            "rounds": len(ranks),
+            "accepted_by_depth_and_rank": shares_by_rank(ranks, settings.num_ranks),
+            "seconds": asdict(seconds),
+            "static": {
+                "tree": [list(path) for path in static.paths],
+                "tau": sum(accepted[path] for path in static.paths),
+            },
+            "choices": [one.summary() for one in choices],
+            "best": choices.index(choice),
+        },
     }
     calibrated = replace(adapter, options=options)
     save_with_card(folder, calibrated)
@@ -168,7 +139,7 @@ def true_ranks(
 ) -> torch.Tensor:
     """(drafts, depth) ranks of the true tokens, from every place of every answer.
 
-    The first token of an answer comes with the prompt's own forward, and behind it begins the first
+    The first token of an answer comes with the prompt's own forward, and after it begins the first
     draft; the last draft has its whole depth still before it.
 
     Raises:
@@ -251,21 +222,13 @@ def time_rounds(
     chains = {n: RankTree.chain(min(n * size, settings.depth)) for n in range(1, most + 1)}
     verify: dict[int, list[float]] = {count: [] for count in bushes}
     draft: dict[int, list[float]] = {count: [] for count in chains}
-    ids = torch.tensor([prompt[-PROMPT_TOKENS:]], device=model.device)
-    generate: Any = model.generate
     for repeat in range(settings.repeats + 1):
         for table, trees in ((verify, bushes), (draft, chains)):
             for key, tree in trees.items():
-                output = generate(
-                    ids,
-                    attention_mask=torch.ones_like(ids),
-                    max_new_tokens=settings.new_tokens,
-                    do_sample=False,
-                    return_dict_in_generate=True,
-                    spec_strategy=FalconConfig(tree=tree.paths),
-                    assistant=head,
+                way = {"spec_strategy": FalconConfig(tree=tree.paths), "assistant": head}
+                stats = generate_greedily(
+                    model, prompt[-PROMPT_TOKENS:], settings.new_tokens, **way
                 )
-                stats = output.spec_stats
                 if table is verify:
                     spent = (stats.verify_seconds + stats.other_seconds) / stats.target_forwards
                 else:  # With the prompt nothing is drafted.

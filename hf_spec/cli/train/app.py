@@ -1,51 +1,59 @@
-"""`hf-spec train ...`: thin commands over this package; each imports it once it runs."""
+"""`hf-spec train ...`: thin commands over `hf_spec.training`; each imports it once it runs."""
 
 from __future__ import annotations
 
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from hf_spec.cli.next_step import bench_command, next_command
-from hf_spec.cli.options import AUTO, Device, Dtype, ModelOption, check_out
+from hf_spec.cli.options import (
+    AUTO,
+    Device,
+    Dtype,
+    ModelOption,
+    check_out,
+    options_from_settings,
+)
 from hf_spec.cli.train.common import (
     AdapterOut,
-    Epochs,
-    LearningRate,
     RecordedCommand,
+    ResponseFiles,
     Responses,
     TeacherFolder,
-    Vocabulary,
     conclude,
+    known_answers,
+    show_table,
 )
-from hf_spec.cli.train.falcon import train_falcon_command
-from hf_spec.cli.train.sdsat import train_sdsat_command
+from hf_spec.training.settings import (
+    BATCH_SIZE,
+    DRAFT_RUN,
+    FALCON_RUN,
+    SDSAT_RUN,
+    DiscoTrainSettings,
+    DraftTrainSettings,
+    FalconTrainSettings,
+    ResponseSettings,
+    SdsatTrainSettings,
+    TrainSettings,
+)
 
 if TYPE_CHECKING:
-    from hf_spec.adapters.folder import SpecAdapter
+    from hf_spec.training.responses import Response
 
 train = typer.Typer(no_args_is_help=True, help="Train the parts that strategies need.")
 
 
-class Labels(str, Enum):
-    """What the classifier learns; see `hf_spec.training.disco`."""
-
-    hard = "hard"
-    soft = "soft"
-
-
 @train.command("responses")
+@options_from_settings
 def train_responses_command(  # noqa: PLR0913 - one parameter an option
+    *,
     model: ModelOption,
     prompts: Annotated[Path, typer.Option(exists=True, help="JSON lines with id, task, turns.")],
     out: Annotated[Path, typer.Option(help="JSON lines; an interrupted run goes on here.")],
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 160,
-    max_prompt_tokens: Annotated[int, typer.Option(min=1, help="Longest prompt, in tokens.")] = 512,
-    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of sampled answers.")] = 0,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts per batch.")] = 128,
+    settings: ResponseSettings,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts per batch.")] = BATCH_SIZE,
     dtype: Dtype = AUTO,
     device: Device = None,
 ) -> None:
@@ -60,41 +68,32 @@ def train_responses_command(  # noqa: PLR0913 - one parameter an option
 
     from hf_spec.cli.loading import load_target, load_tokenizer
     from hf_spec.data.prompts import load_prompts
-    from hf_spec.training.responses import ResponseSettings, generate_responses
+    from hf_spec.training.responses import generate_responses
 
     check_out(out)
-    settings = ResponseSettings(max_new_tokens, max_prompt_tokens, temperature, seed)
     known = load_prompts(prompts)
     target, tokenizer = load_target(model, dtype, device), load_tokenizer(model)
     with tqdm(total=len(known), desc="prompts", disable=None) as bar:
-        left_out = generate_responses(
-            target,
-            tokenizer,
-            known,
-            out,
-            settings,
-            batch_size,
-            lambda done, tokens: bar.update(done) and None,
-        )
+
+        def progress(done: int, _: int) -> None:
+            bar.update(done)
+
+        left_out = generate_responses(target, tokenizer, known, out, settings, batch_size, progress)
     typer.echo(f"{out} is complete; {left_out} prompts were too long")
-    head = out.with_name(f"{out.stem}-head")
-    where = ("--model", model, "--responses", out, "--out", head)
+    where = ("--model", model, "--responses", out, "--out", out.with_name(f"{out.stem}-head"))
     typer.echo(f"next: {next_command('train', 'falcon', *where, dtype=dtype, device=device)}")
 
 
 @train.command("draft", cls=RecordedCommand)
+@options_from_settings
 def train_draft_command(  # noqa: PLR0913 - one parameter an option
+    *,
     model: ModelOption,
     responses: Responses,
     out: AdapterOut,
     teacher: TeacherFolder = None,
-    layers: Annotated[int, typer.Option(min=1, help="Layers of the draft model.")] = 4,
-    rank: Annotated[int, typer.Option(min=1, help="Rank of the LoRA.")] = 64,
-    vocabulary: Vocabulary = 8192,
-    epochs: Epochs = 3,
-    learning_rate: LearningRate = 2e-3,
-    batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens per step.")] = 2048,
-    seed: Annotated[int, typer.Option(help="Of the order and of the first weights.")] = 0,
+    settings: DraftTrainSettings,
+    run: TrainSettings = DRAFT_RUN,
     dtype: Dtype = AUTO,
     device: Device = None,
 ) -> None:
@@ -106,32 +105,118 @@ def train_draft_command(  # noqa: PLR0913 - one parameter an option
         hf-spec train draft --model MODEL --responses answers.jsonl --out my-draft --layers 2
     """
     from hf_spec.cli.loading import load_target
-    from hf_spec.training.draft import DraftTrainSettings, train_draft
+    from hf_spec.training.draft import train_draft
     from hf_spec.training.responses import read_responses
     from hf_spec.training.teacher import teacher_examples
-    from hf_spec.training.trainer import TrainSettings
 
-    settings = DraftTrainSettings(layers, rank, vocabulary or None)
-    run = TrainSettings(
-        epochs=epochs,
-        batch_tokens=batch_tokens,
-        learning_rate=learning_rate,
-        seed=seed,
-    )
     answers = list(read_responses(responses))
-    folder = teacher or responses.with_suffix(".teacher")
     target = load_target(model, dtype, device)
-    examples = teacher_examples(target, answers, folder)
+    examples = teacher_examples(target, answers, teacher or responses.with_suffix(".teacher"))
     adapter = train_draft(target, examples, out, settings, run)
     conclude(adapter.options["held_back"], bench_command(model, f"tree@{out}", dtype, device))
 
 
-train.command("falcon", cls=RecordedCommand)(train_falcon_command)
-train.command("sdsat", cls=RecordedCommand)(train_sdsat_command)
+@train.command("falcon", cls=RecordedCommand)
+@options_from_settings
+def train_falcon_command(  # noqa: PLR0913 - one parameter an option
+    *,
+    model: ModelOption,
+    responses: ResponseFiles,
+    out: AdapterOut,
+    settings: FalconTrainSettings,
+    run: TrainSettings = FALCON_RUN,
+    features: Annotated[
+        Path | None, typer.Option(help="Folder for the target's features; beside the answers.")
+    ] = None,
+    store: Annotated[
+        bool, typer.Option(help="Keep the features on disk, or compute them in every step.")
+    ] = True,
+    init: Annotated[Path | None, typer.Option(help="A Falcon adapter to go on from.")] = None,
+    dtype: Dtype = AUTO,
+    device: Device = None,
+) -> None:
+    """Train a Falcon head, which drafts several tokens in one pass.
+
+    The target's features of all texts are computed first, once, and kept beside the answers. Loss
+    weights and CSGD's options are the paper's by default; on a small model --soft-weight 1
+    --hard-weight 0.1 teach it faster. Use the head with
+    model.generate(..., spec_strategy="falcon", assistant=OUT).
+
+        hf-spec train falcon --model MODEL --responses answers.jsonl --out my-head
+        hf-spec train falcon --config falcon.yaml --seed 1
+    """
+    from hf_spec.adapters.folder import load_adapter
+    from hf_spec.cli.loading import load_target
+    from hf_spec.models.falcon_head import METHOD
+    from hf_spec.training.falcon import train_falcon
+    from hf_spec.training.features import Text, disk_need, in_words, stored_texts
+
+    def texts(answers: list[Response], own: Path) -> list[Text]:
+        if not store:
+            return [Text(answer) for answer in answers]
+        need = in_words(disk_need(target, answers))
+        typer.echo(f"the features of {len(answers)} texts take {need} in {own}")
+        return stored_texts(target, answers, own)
+
+    target = load_target(model, dtype, device)
+    known = known_answers(responses, features, "features", texts)
+    start = None if init is None else load_adapter(init, METHOD)
+    adapter = train_falcon(target, known, out, settings, run, start)
+    conclude(adapter.options["held_back"], bench_command(model, f"falcon@{out}", dtype, device))
+
+
+@train.command("sdsat", cls=RecordedCommand)
+@options_from_settings
+def train_sdsat_command(  # noqa: PLR0913 - one parameter an option
+    *,
+    model: ModelOption,
+    responses: ResponseFiles,
+    out: Annotated[
+        Path, typer.Option(help="Folder for adapter or model; an interrupted run resumes.")
+    ],
+    settings: SdsatTrainSettings,
+    run: TrainSettings = SDSAT_RUN,
+    teacher: TeacherFolder = None,
+    dtype: Dtype = AUTO,
+    device: Device = None,
+) -> None:
+    """Train adaptive tokens, after which the target drafts for itself.
+
+    Modes gated and embeddings leave the target's output as it is; lora and full make another model
+    of it, full in OUT itself. See hf_spec.models.adaptive_tokens. The target's opinions are
+    computed, and kept, only for --soft-weight. Use the adapter with
+    model.generate(..., spec_strategy="sdsat", assistant=OUT).
+
+        hf-spec train sdsat --model MODEL --responses answers.jsonl --out my-tokens --window 5
+    """
+    from hf_spec.cli.loading import load_target, load_tokenizer
+    from hf_spec.models.adaptive_tokens import CONFIG_ENTRY
+    from hf_spec.training.sdsat import train_sdsat
+    from hf_spec.training.teacher import Example, teacher_examples
+
+    def examples(answers: list[Response], own: Path) -> list[Example]:
+        if settings.soft_weight:
+            return teacher_examples(target, answers, own)
+        return [Example.without_opinion(answer) for answer in answers]
+
+    target = load_target(model, dtype, device)
+    needed = settings.infilling or settings.mode == "full"
+    tokenizer = load_tokenizer(model) if needed else None
+    known = known_answers(responses, teacher, "teacher", examples)
+    adapter = train_sdsat(target, known, out, settings, run, tokenizer)
+    options = getattr(target.config, CONFIG_ENTRY) if adapter is None else adapter.options
+    step = bench_command(model, f"sdsat@{out}", dtype, device)
+    if settings.mode == "full":
+        step = bench_command(out, "sdsat", dtype, device)
+    elif settings.mode == "lora":
+        step = f"in Python, hf_spec.models.adaptive_tokens.merge_lora(model, {str(out)!r})"
+    conclude(options["held_back"], step)
 
 
 @train.command("disco", cls=RecordedCommand)
+@options_from_settings
 def train_disco_command(  # noqa: PLR0913 - one parameter an option
+    *,
     model: ModelOption,
     responses: Responses,
     out: AdapterOut,
@@ -141,13 +226,10 @@ def train_disco_command(  # noqa: PLR0913 - one parameter an option
     draft_layers: Annotated[
         int | None, typer.Option(min=1, help="Draft with the target's own first layers.")
     ] = None,
-    labels: Annotated[
-        Labels, typer.Option(help="hard: the tokens agree. soft: probability of acceptance.")
-    ] = Labels.hard,
+    settings: DiscoTrainSettings,
     task: Annotated[
         list[str] | None, typer.Option(help="Learn from this task alone; may be repeated.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the split and of the training.")] = 0,
     dtype: Dtype = AUTO,
     device: Device = None,
 ) -> None:
@@ -160,7 +242,7 @@ def train_disco_command(  # noqa: PLR0913 - one parameter an option
         hf-spec train disco --model MODEL --responses answers.jsonl --draft DRAFT --out my-disco
     """
     from hf_spec.cli.loading import load_target
-    from hf_spec.training.disco import DiscoTrainSettings, train_disco
+    from hf_spec.training.disco import train_disco
     from hf_spec.training.responses import read_responses
     from hf_spec.training.trainer import processes
 
@@ -168,25 +250,18 @@ def train_disco_command(  # noqa: PLR0913 - one parameter an option
         raise typer.BadParameter("give either --draft or --draft-layers")
     named: Any = draft if draft is not None else {"truncated": draft_layers}
     answers = list(read_responses(responses))
-    settings = DiscoTrainSettings(labels=labels.value, seed=seed)
     target = load_target(model, dtype, device)
     adapter = train_disco(target, named, answers, out, settings, task)
     if processes().is_main_process:
-        _show_rules(adapter)
+        # What the classifier and the fixed rules predict on prompts that were held back.
+        validation = adapter.options["validation"]
+        show_table(
+            f"{validation['acceptance']:.0%} of the positions held back are accepted",
+            ("rule", "class", "precision", "recall", "F1"),
+            (
+                (rule, name, *(f"{found[key]:.2f}" for key in ("precision", "recall", "f1")))
+                for rule, classes in validation["rules"].items()
+                for name, found in classes.items()
+            ),
+        )
         typer.echo(f"next: {bench_command(model, f'disco@{out}', dtype, device)}")
-
-
-def _show_rules(adapter: SpecAdapter) -> None:
-    """What the classifier and the fixed rules predict on prompts that were held back."""
-    from rich.console import Console
-    from rich.table import Table
-
-    validation = adapter.options["validation"]
-    table = Table(title=f"{validation['acceptance']:.0%} of the positions held back are accepted")
-    for column in ("rule", "class", "precision", "recall", "F1"):
-        table.add_column(column)
-    for rule, classes in validation["rules"].items():
-        for name, figures in classes.items():
-            cells = [f"{figures[key]:.2f}" for key in ("precision", "recall", "f1")]
-            table.add_row(rule, name, *cells)
-    Console().print(table)

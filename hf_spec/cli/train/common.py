@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from typer.core import TyperCommand
 
 if TYPE_CHECKING:
     from hf_spec.training.responses import Response
+
+Item = TypeVar("Item")
 
 Responses = Annotated[
     Path, typer.Option(exists=True, help="The target's answers, from `hf-spec train responses`.")
@@ -22,19 +24,6 @@ ResponseFiles = Annotated[
 AdapterOut = Annotated[
     Path, typer.Option(help="Folder for the adapter; an interrupted run resumes.")
 ]
-Vocabulary = Annotated[
-    int, typer.Option(min=0, help="Most frequent tokens it can propose; 0 for all.")
-]
-Epochs = Annotated[int, typer.Option(min=1, help="Passes over the answers.")]
-LearningRate = Annotated[
-    float, typer.Option(min=0, help="Highest; rises over the first steps, falls to a tenth.")
-]
-BatchTokens = Annotated[int, typer.Option(min=1, help="Tokens of a micro-batch, padding included.")]
-Accumulate = Annotated[int, typer.Option(min=1, help="Micro-batches of a step.")]
-EvaluateEvery = Annotated[
-    int, typer.Option(min=1, help="Steps between two looks at the answers held back.")
-]
-Seed = Annotated[int, typer.Option(help="Of the order and of every random number.")]
 TeacherFolder = Annotated[
     Path | None, typer.Option(help="Folder for the target's opinions; beside the answers.")
 ]
@@ -51,13 +40,33 @@ class RecordedCommand(TyperCommand):
             return super().invoke(ctx)
 
 
-def conclude(figures: Mapping[str, float], next_step: str) -> None:
-    """Say how well a training ended and what to do next, once for all its processes.
+def known_answers(
+    files: Sequence[Path],
+    folder: Path | None,
+    kind: str,
+    compute: Callable[[list[Response], Path], list[Item]],
+) -> list[Item]:
+    """The answers of all files, with what `compute` says of those of each.
 
     Args:
-        figures: on the answers that were held back.
-        next_step: see `hf_spec.cli.next_step`.
+        files: of `hf-spec train responses`.
+        folder: has a folder for each file; by default they lie beside the files.
+        kind: of what is computed; ends the name of a folder beside its file.
+        compute: gets the answers of a file and its folder, in one process before the others.
     """
+    from hf_spec.training.responses import read_responses
+    from hf_spec.training.trainer import processes
+
+    known: list[Item] = []
+    for file in files:
+        own = file.with_suffix(f".{kind}") if folder is None else folder / file.stem
+        with processes().main_process_first():
+            known += compute(list(read_responses(file)), own)
+    return known
+
+
+def conclude(figures: Mapping[str, float], next_step: str) -> None:
+    """Say how well a training ended and what to do next, once for all its processes."""
     from hf_spec.training.trainer import processes
 
     if processes().is_main_process:
@@ -66,18 +75,12 @@ def conclude(figures: Mapping[str, float], next_step: str) -> None:
         typer.echo(f"next: {next_step}")
 
 
-def answer_files(
-    files: list[Path], folder: Path | None, kind: str
-) -> Iterator[tuple[list[Response], Path]]:
-    """The answers of each file, and the folder for what is computed from them.
+def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table."""
+    from rich.console import Console
+    from rich.table import Table
 
-    Args:
-        files: of `hf-spec train responses`.
-        folder: has a folder for each file; by default they lie beside the files.
-        kind: of what is computed; ends the name of a folder beside its file.
-    """
-    from hf_spec.training.responses import read_responses
-
-    for file in files:
-        own = file.with_suffix(f".{kind}") if folder is None else folder / file.stem
-        yield list(read_responses(file)), own
+    table = Table(*columns, title=title)
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)

@@ -14,13 +14,13 @@ from tokenizers.pre_tokenizers import Split
 from hf_spec import OptionError
 from hf_spec.adapters.folder import load_adapter
 from hf_spec.bench.calibrate.disco import (
-    CalibrationSettings,
     calibrate_disco,
     check_prompts,
     fastest,
     tabulate,
     validation_prompts,
 )
+from hf_spec.bench.calibrate.settings import CalibrationSettings
 from hf_spec.bench.runner import Record
 from hf_spec.data.prompts import Prompt, load_prompts
 from hf_spec.outputs import RowStats, SpecStats
@@ -111,11 +111,3 @@ def test_prompts_of_the_benchmark_are_refused(tmp_path: Path) -> None:
         check_prompts([*PROMPTS, renamed])
     with pytest.raises(OptionError, match="no prompts"):
         calibrate_disco(build("llama"), words(), tmp_path, [], SETTINGS)
-
-
-@pytest.mark.parametrize(
-    "options", [{"thresholds": ()}, {"longest": ()}, {"repeats": 0}, {"new_tokens": 0}]
-)
-def test_settings(options: dict[str, Any]) -> None:
-    with pytest.raises(OptionError, match=next(iter(options))):
-        CalibrationSettings(**options)

@@ -14,7 +14,6 @@ from hf_spec import AssistantError, FalconConfig, OptionError
 from hf_spec.adapters.folder import load_adapter, save_adapter
 from hf_spec.bench.calibrate.falcon import (
     RoundSeconds,
-    TreeSettings,
     accepted_paths,
     bush,
     calibrate_falcon,
@@ -23,9 +22,11 @@ from hf_spec.bench.calibrate.falcon import (
     time_rounds,
     true_ranks,
 )
+from hf_spec.bench.calibrate.settings import TreeSettings
 from hf_spec.data.prompts import load_prompts
 from hf_spec.drafting.rank_tree import RankTree
-from hf_spec.models.falcon_head import FalconHead, FalconShape
+from hf_spec.models.falcon_head import FalconHead
+from hf_spec.models.shapes import FalconShape
 from hf_spec.strategies.falcon_tree import choose_tree
 from hf_spec.training.responses import Response
 from tests.falcon_reference import random_head
@@ -109,10 +110,11 @@ class TestAcceptance:
             )
             assert stats.target_forwards == 1 + len(starts)
             assert stats.accepted_tokens == sum(accepted for _, accepted in starts)
-            # What is foretold of these drafts is what they brought, but for the end of the text.
+            # What is predicted of these drafts is what they brought, but for the end of the text.
             share = accepted_paths(ranks[[start for start, _ in starts]], VOCAB)
-            foretold = len(starts) * sum(share.get(path, 0.0) for path in tree.paths)
-            assert 0 <= foretold - stats.accepted_tokens <= tree.height
+            predicted = len(starts) * sum(share.get(path, 0.0) for path in tree.paths)
+            # The shares are rounded numbers, their sum is one of whole tokens.
+            assert 0 <= round(predicted, 6) - stats.accepted_tokens <= tree.height
 
     def test_every_place_of_every_answer(self) -> None:
         head, ticks = random_head("llama", 3, 1), []
@@ -189,8 +191,8 @@ class TestCalibration:
         share = accepted_paths(ranks, SETTINGS.num_ranks)
         static = RankTree.of(calibration["static"]["tree"])
         assert len(static) <= SETTINGS.max_nodes
-        foretold = sum(share[path] for path in static.paths)
-        assert calibration["static"]["tau"] == pytest.approx(foretold)
+        predicted = sum(share[path] for path in static.paths)
+        assert calibration["static"]["tau"] == pytest.approx(predicted)
         tree, sent = RankTree.of(after.options["tree"]), after.options["max_nodes"]
         rates = [choice["tokens_per_second"] for choice in calibration["choices"]]
         chosen = calibration["choices"][calibration["best"]]
@@ -243,20 +245,3 @@ class TestRefusals:
     def test_heads_of_other_models(self, tmp_path: Path) -> None:
         with pytest.raises(AssistantError, match="trained for"):
             calibrate(save(tmp_path, random_head("qwen2")), [answer()])
-
-    @pytest.mark.parametrize(
-        "options",
-        [
-            {"depth": 0},
-            {"num_ranks": 0},
-            {"max_nodes": 0},
-            {"new_tokens": 0},
-            {"repeats": 0},
-            {"generations": 0},
-            {"drafted_nodes": (0,)},
-            {"node_counts": (0, 3)},
-        ],
-    )
-    def test_settings(self, options: dict[str, Any]) -> None:
-        with pytest.raises(OptionError, match=next(iter(options))):
-            TreeSettings(**options)

@@ -6,11 +6,18 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from hf_spec.adapters.folder import load_adapter
 from hf_spec.cli.app import build_app
-from tests.cli.train.cli_files import next_step, run, save_model, save_responses
+from tests.cli.train.cli_files import (
+    next_step,
+    run,
+    save_model,
+    save_responses,
+    short_bench,
+)
 
 
 @pytest.fixture
@@ -87,3 +94,172 @@ def test_from_prompts_to_a_trained_draft(model_folder: Path, tmp_path: Path) -> 
     assert next_step(result)[:4] == ["bench", str(model_folder), "--strategy", f"tree@{out}"]
     assert load_adapter(out, "draft").options["num_layers"] == 1
     assert (tmp_path / "answers.teacher").is_dir()
+
+
+class TestFalcon:
+    SMALL = ("--epochs", 2, "--batch-tokens", 60, "--vocabulary", 0)
+
+    def test_two_files_with_features_beside_them(
+        self, model_folder: Path, responses: Path, tmp_path: Path
+    ) -> None:
+        other = responses.with_name("others.jsonl")
+        other.write_text(responses.read_text())
+        out = tmp_path / "adapter"
+        train = ("train", "falcon", "--model", model_folder, "--out", out, "--dtype", "float32")
+        files = ("--responses", responses, "--responses", other)
+        options = ("--block-size", 3, "--csgd", "released", "--soft-weight", 0.5, "--seed", 4)
+        result = run(*train, *files, *options, *self.SMALL)
+        assert result.exit_code == 0, result.output
+        text = " ".join(result.output.split())
+        assert "the features of 8 texts take" in text
+        assert "slot_3_given" in text
+        for file in (responses, other):
+            assert list(file.with_suffix(".features").glob("*.safetensors"))
+        found = load_adapter(out, "falcon").options
+        assert found["shape"]["block_size"] == 3
+        training = found["training"]
+        assert (training["texts"], training["seed"]) == (16, 4)
+        assert (training["csgd"]["schedule"], training["csgd"]["soft_weight"]) == ("released", 0.5)
+        # A head to go on from, and no features on disk.
+        again = ("--init", out, "--no-store", "--block-size", 3)
+        train = ("train", "falcon", "--model", model_folder, "--out", tmp_path / "again")
+        result = run(*train, "--responses", responses, *again, *self.SMALL)
+        assert result.exit_code == 0, result.output
+        assert load_adapter(tmp_path / "again").options["training"]["start"] == out.name
+
+    def test_wrong_choices_and_heads(
+        self, model_folder: Path, responses: Path, tmp_path: Path
+    ) -> None:
+        train = ("train", "falcon", "--model", model_folder, "--responses", responses)
+        result = run(*train, "--out", tmp_path / "a", "--noise", "gauss")
+        assert result.exit_code == 2
+        text = " ".join(result.output.replace("│", " ").split())
+        assert "'gauss' is not one of 'paper', 'released', 'off'" in text
+        result = run(*train, "--out", tmp_path / "a", "--init", tmp_path / "none")
+        assert result.exit_code == 2
+        assert "there is no folder" in " ".join(result.output.split())
+        assert "Traceback" not in result.output
+
+    def test_help_teaches(self) -> None:
+        text = " ".join(run("train", "falcon", "--help").output.split())
+        assert 'spec_strategy="falcon"' in text
+        for option in ("--block-size", "--csgd", "--init", "--no-store", "--responses"):
+            assert option in text
+
+    def test_the_next_command_works(
+        self, model_folder: Path, responses: Path, tmp_path: Path
+    ) -> None:
+        out = tmp_path / "my head"
+        train = ("train", "falcon", "--model", model_folder, "--responses", responses, "--out", out)
+        words = next_step(run(*train, *self.SMALL, "--dtype", "bfloat16"))
+        assert words[:4] == ["bench", str(model_folder), "--strategy", f"falcon@{out}"]
+        assert words[4:] == ["--dtype", "bfloat16"]
+        result = run(*words, *short_bench(tmp_path))
+        assert result.exit_code == 0, result.output
+        assert "falcon@my head  " in result.stdout
+
+
+class TestSdsat:
+    SMALL = ("--epochs", 2, "--batch-tokens", 60, "--dtype", "float32", "--rank", 2)
+
+    def test_two_files_with_opinions(
+        self, model_folder: Path, responses: Path, tmp_path: Path
+    ) -> None:
+        other = responses.with_name("others.jsonl")
+        other.write_text(responses.read_text())
+        out = tmp_path / "adapter"
+        train = ("train", "sdsat", "--model", model_folder, "--out", out)
+        files = ("--responses", responses, "--responses", other, "--teacher", tmp_path / "said")
+        options = ("--window", 3, "--diverse", "--layout", "replaced", "--soft-weight", 0.4)
+        more = ("--start-share", 0.5, "--lora-layer", "q_proj", "--num-adaptive", 2, "--seed", 4)
+        result = run(*train, *files, *options, *more, *self.SMALL)
+        assert result.exit_code == 0, result.output
+        assert "slot_3_given" in " ".join(result.output.split())
+        for name in ("responses", "others"):
+            assert list((tmp_path / "said" / name).glob("*.safetensors"))
+        adapter = load_adapter(out, "sdsat")
+        assert adapter.options["num_adaptive"] == 2
+        assert any("q_proj" in name for name in adapter.tensors)
+        assert not any("k_proj" in name for name in adapter.tensors)
+        expected = {
+            "mode": "gated",
+            "window": 3,
+            "diverse": True,
+            "rank": 2,
+            "layout": "replaced",
+            "soft_weight": 0.4,
+            "start_share": 0.5,
+            "seed": 4,
+            "examples": 16,
+        }
+        assert expected.items() <= adapter.options["training"].items()
+
+    def test_no_opinions_without_their_weight(
+        self, model_folder: Path, responses: Path, tmp_path: Path
+    ) -> None:
+        train = ("train", "sdsat", "--model", model_folder, "--responses", responses)
+        result = run(*train, "--out", tmp_path / "a", "--mode", "embeddings", *self.SMALL)
+        assert result.exit_code == 0, result.output
+        assert not list(tmp_path.glob("*.teacher"))
+        options = load_adapter(tmp_path / "a", "sdsat").options
+        assert (options["num_adaptive"], options["training"]["mode"]) == (5, "embeddings")
+
+    def test_a_fine_tuned_model(self, model_folder: Path, responses: Path, tmp_path: Path) -> None:
+        train = ("train", "sdsat", "--model", model_folder, "--responses", responses)
+        full = ("--out", tmp_path / "a", "--mode", "full", "--token-id", 96)
+        result = run(*train, *full, *self.SMALL)
+        assert result.exit_code == 0, result.output
+        assert "tokens_per_forward" in " ".join(result.output.split())
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
+        assert model.config.sdsat["token_ids"] == [96]
+        assert AutoTokenizer.from_pretrained(tmp_path / "a").pad_token == "<pad>"
+
+    def test_wrong_choices(self, model_folder: Path, responses: Path, tmp_path: Path) -> None:
+        train = ("train", "sdsat", "--model", model_folder, "--responses", responses)
+        for options, message in (
+            (("--mode", "half"), "is not one of 'gated', 'embeddings', 'lora', 'full'"),
+            (("--mode", "lora", "--layout", "branches"), "choose layout='replaced'"),
+            (("--infilling", 0.5), "no infilling tokens"),
+        ):
+            result = run(*train, "--out", tmp_path / "a", *options, *self.SMALL)
+            assert result.exit_code == 2
+            # The box around a message breaks its lines.
+            assert message in " ".join(result.output.replace("│", " ").split())
+            assert "Traceback" not in result.output
+
+    def test_help_teaches(self) -> None:
+        text = " ".join(run("train", "sdsat", "--help").output.split())
+        assert 'spec_strategy="sdsat"' in text
+        for option in ("--mode", "--window", "--layout", "--infilling", "--teacher"):
+            assert option in text
+
+    @pytest.mark.parametrize(
+        ("options", "words"),
+        [
+            (("--mode", "embeddings"), ["bench", "{model}", "--strategy", "sdsat@{out}"]),
+            (("--mode", "full", "--token-id", 96), ["bench", "{out}", "--strategy", "sdsat"]),
+        ],
+    )
+    def test_the_next_command_works(
+        self,
+        options: tuple[str, ...],
+        words: list[str],
+        model_folder: Path,
+        responses: Path,
+        tmp_path: Path,
+    ) -> None:
+        out = tmp_path / "a"
+        train = ("train", "sdsat", "--model", model_folder, "--responses", responses, "--out", out)
+        found = next_step(run(*train, "--window", 2, *options, *self.SMALL))
+        expected = [word.format(model=model_folder, out=out) for word in words]
+        assert found == [*expected, "--dtype", "float32"]
+        result = run(*found, *short_bench(tmp_path))
+        assert result.exit_code == 0, result.output
+
+    def test_what_must_be_merged_first(
+        self, model_folder: Path, responses: Path, tmp_path: Path
+    ) -> None:
+        train = ("train", "sdsat", "--model", model_folder, "--responses", responses)
+        result = run(*train, "--out", tmp_path / "a", "--mode", "lora", *self.SMALL)
+        assert result.exit_code == 0, result.output
+        assert f"merge_lora(model, {str(tmp_path / 'a')!r})" in result.stdout

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_spec.cli.train.common import answer_files, conclude
+from hf_spec.cli.train.common import conclude, known_answers, show_table
+from hf_spec.training.responses import Response
 from tests.cli.train.cli_files import save_responses
 
 
@@ -27,8 +28,17 @@ def test_one_process_of_several_says_it(
 
 
 def test_folders_beside_the_files_or_in_one(tmp_path: Path) -> None:
-    file = save_responses(tmp_path / "a.jsonl")
-    [(answers, own)] = answer_files([file], None, "teacher")
-    assert (len(answers), own) == (8, tmp_path / "a.teacher")
-    [(_, own)] = answer_files([file], tmp_path / "all", "teacher")
-    assert own == tmp_path / "all" / "a"
+    files = [save_responses(tmp_path / "a.jsonl"), save_responses(tmp_path / "b.jsonl")]
+
+    def named(answers: list[Response], own: Path) -> list[str]:
+        return [f"{own.relative_to(tmp_path)} {len(answers)}"]
+
+    assert known_answers(files, None, "teacher", named) == ["a.teacher 8", "b.teacher 8"]
+    assert known_answers(files, tmp_path / "all", "teacher", named) == ["all/a 8", "all/b 8"]
+
+
+def test_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    show_table("a title", ("", "tau"), [("one", "1.5"), ("two", "2.5")])
+    page = capsys.readouterr().out
+    for text in ("a title", "tau", "one", "2.5"):
+        assert text in page

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from hf_spec import FalconConfig
+from hf_spec.bench.calibrate.falcon_rounds import Rounds, best_choice, candidates, record_rounds
 from hf_spec.drafting.rank_tree import RankTree
 from hf_spec.execution.tree import Verdict
 from hf_spec.models.falcon_head import FalconHead
 from hf_spec.strategies.falcon import FalconDrafter
-from hf_spec.training.falcon_rounds import Rounds, best_choice, candidates, record_rounds
 from hf_spec.training.responses import Response
 from tests.falcon_reference import random_head
 from tests.strategies.test_falcon import BUSHY, knowing_head

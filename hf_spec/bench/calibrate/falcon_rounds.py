@@ -63,13 +63,12 @@ class Choice:
 
     def summary(self) -> dict[str, float]:
         """The same with the tree's sizes for the tree."""
-        sizes = {"drafted": len(self.tree), "depth": self.tree.height}
-        rate = round(self.tokens_per_second, 2)
         return {
-            **sizes,
+            "drafted": len(self.tree),
+            "depth": self.tree.height,
             "sent": self.max_nodes,
             "tau": round(self.tau, 3),
-            "tokens_per_second": rate,
+            "tokens_per_second": round(self.tokens_per_second, 2),
         }
 
 
@@ -99,6 +98,23 @@ class RecordingDrafter(FalconDrafter):
         super().observe(verdict, output)
 
 
+def generate_greedily(
+    model: PreTrainedModel, prompt: Sequence[int], new_tokens: int, **options: Any
+) -> Any:
+    """The `SpecStats` of a greedy generation."""
+    ids = torch.tensor([prompt], device=model.device)
+    generate: Any = model.generate
+    output = generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        return_dict_in_generate=True,
+        **options,
+    )
+    return output.spec_stats
+
+
 def record_rounds(
     model: PreTrainedModel,
     head: FalconHead,
@@ -109,20 +125,13 @@ def record_rounds(
     """Generate answers to the prompts of `responses`, greedily, sending all of `tree`."""
     places: list[list[int]] = []
     seconds = 0.0
-    generate: Any = model.generate
     for response in responses:
         drafter = RecordingDrafter(head, tree)
-        ids = torch.tensor([response.prompt], device=model.device)
-        output = generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=new_tokens,
-            do_sample=False,
-            return_dict_in_generate=True,
-            custom_generate=partial(generate_with, drafter),
-        )
+        way = partial(generate_with, drafter)
+        seconds += generate_greedily(
+            model, response.prompt, new_tokens, custom_generate=way
+        ).draft_seconds
         places += drafter.places
-        seconds += output.spec_stats.draft_seconds
     return Rounds(tree, places, seconds / max(len(places), 1))
 
 
@@ -138,12 +147,9 @@ def candidates(
 
 
 def best_choice(rounds: Rounds, verify_seconds: Callable[[int], float], max_nodes: int) -> Choice:
-    """How much of a tree to send for the most tokens per second.
+    """How much of a tree, up to `max_nodes`, to send for the most tokens per second.
 
-    Args:
-        rounds: of that tree.
-        verify_seconds: number of nodes -> seconds of a round, drafting excluded.
-        max_nodes: most that are sent.
+    `verify_seconds` says what a round with so many nodes takes, drafting excluded.
     """
     choices = []
     for count in range(1, min(len(rounds.tree), max_nodes) + 1):

@@ -1,4 +1,4 @@
-"""Splits of prompts: stable, disjoint, and the ones that existing adapters were trained with."""
+"""Splits of prompts, stable and as existing adapters were trained with; figures counted by hand."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 
 from hf_spec import OptionError
 from hf_spec.training.features import Text
+from hf_spec.training.held_back import by_slot, learned_and_held, split_by_hash, split_by_seed, tau
 from hf_spec.training.responses import Response
-from hf_spec.training.split import learned_and_held, split_by_hash, split_by_seed
 
 IDS = [f"p{n}" for n in range(20)]
 
@@ -66,3 +66,30 @@ class TestSeed:
     def test_it_chooses_as_it_did_for_the_adapters_there_are(self) -> None:
         _, held = split_by_seed(IDS, 0.25, 0)
         assert held == {"p12", "p13", "p15", "p3", "p9"}
+
+
+RIGHT = [[True, True, False], [True, False], [False, True, True], [True]]
+
+
+def test_shares_of_drafts_of_different_lengths() -> None:
+    assert by_slot(RIGHT) == pytest.approx(
+        {
+            "slot_1": 3 / 4,
+            "slot_1_given": 3 / 4,
+            "slot_2": 2 / 3,
+            "slot_2_given": 1 / 2,
+            "slot_3": 1 / 2,
+            "slot_3_given": 0.0,
+        }
+    )
+
+
+def test_places_that_no_draft_reached() -> None:
+    assert by_slot([[True]], 2)["slot_2"] == by_slot([], 1)["slot_1_given"] == 0
+    assert by_slot([]) == {}
+
+
+def test_tau_of_rounds_counted_by_hand() -> None:
+    # Rounds begin at 0, 3 and at 0, 1; they keep 2, 2 and 0, 1.
+    assert tau([[2, 1, 0, 2, 1, 0], [0, 1]]) == 5 / 4
+    assert tau([]) == 0

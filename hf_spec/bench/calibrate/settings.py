@@ -1,0 +1,68 @@
+"""What calibrations measure: defaults, bounds, and the help of `hf-spec calibrate`."""
+
+# Imports neither torch nor transformers, see `hf_spec.settings`.
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from hf_spec.errors import OptionError
+from hf_spec.settings import Count, Internal, Named, Settings, Share, Within
+
+
+@dataclass(frozen=True)
+class CalibrationSettings(Settings):
+    """The grid of DISCO's options and how it is measured.
+
+    Attributes:
+        thresholds: acceptance thresholds to be tried (the paper's tau).
+        longest: longest drafts to be tried (the paper's SL_max).
+        static_lengths: lengths of the static baseline.
+        reference: the static length that every speed is relative to.
+        new_tokens: generated per run.
+        repeats: runs of each way and prompt.
+    """
+
+    thresholds: Annotated[tuple[Share, ...], Named("threshold")] = (0.2, 0.35, 0.5, 0.65, 0.8)
+    longest: tuple[Count, ...] = (5, 8, 12)
+    static_lengths: Internal[tuple[Count, ...]] = (1, 2, 3, 4, 5, 6, 8)
+    reference: Internal[Count] = 5
+    new_tokens: Count = 64
+    repeats: Count = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("thresholds", "longest", "static_lengths"):
+            if not getattr(self, name):
+                raise OptionError(f"{name} is empty; give at least one value")
+
+    @property
+    def num_ways(self) -> int:
+        """How many ways to generate are compared, the reference included."""
+        return 1 + len(self.thresholds) * len(self.longest) + len(self.static_lengths)
+
+
+@dataclass(frozen=True)
+class TreeSettings(Settings):
+    """What is measured for the tree of a Falcon head.
+
+    Attributes:
+        depth: of the deepest path tried.
+        num_ranks: length of the lists that count.
+        max_nodes: most that are sent to the target.
+        drafted_nodes: sizes of trees that are drafted whole and sent in part.
+        generations: from which these are judged.
+        node_counts: sizes of the timed trees; `max_nodes` is always one, larger ones are left out.
+        new_tokens: generated per timed run.
+        repeats: timed runs of each tree.
+    """
+
+    depth: Count = 6
+    num_ranks: Count = 8
+    max_nodes: Count = 40
+    drafted_nodes: tuple[Count, ...] = (24, 48)
+    generations: Count = 8
+    node_counts: Internal[tuple[Count, ...]] = (1, 3, 7, 11, 15, 23, 31, 40)
+    new_tokens: Annotated[int, Within(2)] = 32
+    repeats: Count = 3

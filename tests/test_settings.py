@@ -1,0 +1,85 @@
+"""Settings say of themselves what a command line and a check need to know."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import pytest
+
+from hf_spec import OptionError
+from hf_spec.settings import Count, Internal, Named, Settings, Share, Weight, Within, described
+
+
+@dataclass(frozen=True)
+class Search(Settings):
+    """How something is searched.
+
+    The class may say more.
+
+    Attributes:
+        width: paths that are kept.
+        rate, share: two of a kind; the text
+            goes on in a second line.
+        kind: which.
+        sizes: of the beams.
+
+    An afterword.
+    """
+
+    width: Annotated[Count | None, Named("paths")] = 4
+    rate: Weight = 1.0
+    share: Internal[Share] = 0.5
+    kind: Literal["wide", "deep"] = "wide"
+    other: Literal["a", "b"] | None = None
+    sizes: Annotated[tuple[int, ...], Within(1, 9)] = (1, 2)
+    seed: int = 0
+    exact: bool = True
+    name: str = "x"
+
+
+def test_what_is_known_of_a_field() -> None:
+    found = {setting.name: setting for setting in described(Search)}
+    assert [setting.option for setting in found.values()] == [
+        *("paths", "rate", None, "kind", "other", "sizes", "seed", "exact", "name")
+    ]
+    assert found["width"].help == "paths that are kept."
+    assert found["rate"].help == "two of a kind; the text goes on in a second line."
+    assert found["share"].help == found["rate"].help
+    assert found["seed"].help == ""
+    assert [found[name].kind for name in ("width", "rate", "sizes", "exact")] == [
+        *(int, float, int, bool)
+    ]
+    assert (found["width"].optional, found["width"].repeated) == (True, False)
+    assert (found["sizes"].optional, found["sizes"].repeated) == (False, True)
+    assert (found["kind"].choices, found["other"].choices) == (("wide", "deep"), ("a", "b"))
+    assert (found["share"].bounds, found["seed"].bounds) == (Within(0, 1), None)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{}, {"width": None}, {"rate": 0}, {"share": 1}, {"other": "b"}, {"sizes": ()}, {"seed": -5}],
+)
+def test_what_is_taken(values: dict[str, Any]) -> None:
+    Search(**values)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"width": 0}, "width=0 must be a whole number of at least 1"),
+        ({"width": 1.0}, "width=1.0 must be a whole number of at least 1"),
+        ({"width": True}, "width=True must be a whole number of at least 1"),
+        ({"rate": None}, "rate=None must be a number of at least 0"),
+        ({"rate": float("nan")}, "rate=nan must be a number of at least 0"),
+        ({"share": 1.5}, "share=1.5 must be a number between 0 and 1"),
+        ({"kind": "flat"}, "kind='flat': choose one of wide, deep"),
+        ({"other": []}, r"other=\[\]: choose one of a, b"),
+        ({"sizes": (1, 10)}, r"sizes=\(1, 10\) must be a whole number between 1 and 9"),
+        ({"seed": "0"}, "seed='0' must be a whole number$"),
+        ({"exact": 1}, "exact=1 must be True or False"),
+    ],
+)
+def test_what_is_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        Search(**values)
