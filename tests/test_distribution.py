@@ -386,9 +386,9 @@ def target_probs(text: tuple[int, ...]) -> Tensor:
         return tiny(0)(torch.tensor([text])).logits[0, -1].softmax(dim=-1)
 
 
-def draft_that_peeks(self: DraftModelDrafter, state: Any) -> DraftTree:
+def draft_that_peeks(self: DraftModelDrafter, state: Any, limits: Any) -> DraftTree:
     """Takes the whole draft back where the target finds its first token less likely."""
-    tree = whole_draft(self, state)
+    tree = whole_draft(self, state, limits)
     if tree.draft_probs is None:  # There was room for one token alone.
         return tree
     host, rows, kept = tree.host, [], []

@@ -9,7 +9,7 @@ drafter of this acceptance, whose own time comes on top; every report has to say
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hf_spec.bench.contenders import Contender
@@ -41,12 +41,12 @@ class SyntheticDrafter(Drafter):
         """Spoil the same places of the same answers in every repetition."""
         self._random = random.Random(str(self.answers))  # noqa: S311 - no secret
 
-    def draft(self, state: GenerationState) -> DraftTree:
+    def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
         """The next tokens of every unfinished row."""
         rows: list[tuple[list[int], list[int]]] = [([], []) for _ in state.tokens]
-        for row in state.unfinished:
+        for row, limit in limits.items():
             begin = state.generated[row]
-            end = begin + min(self.length, state.room(row) - 1)
+            end = begin + min(self.length, limit)
             chain = [self._spoiled(token) for token in self.answers[row][begin:end]]
             rows[row] = [state.tokens[row][-1], *chain], list(range(-1, len(chain)))
         return DraftTree.from_rows(rows)

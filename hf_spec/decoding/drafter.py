@@ -35,7 +35,7 @@ class DraftRunner(Protocol):
 
 
 class Drafter(CandidateGenerator, ABC):
-    """Proposes a draft tree per round and hears what became of it.
+    """Proposes a draft tree per round and learns the outcome.
 
     A row of the state is one sequence from the beginning to the end, or one after another in
     continuous batching: `restart` says that a row has a new one. What a drafter keeps of a sequence
@@ -78,8 +78,13 @@ class Drafter(CandidateGenerator, ABC):
         """Forget what was kept of `row`: a new sequence begins there. Nothing by default."""
 
     @abstractmethod
-    def draft(self, state: GenerationState) -> DraftTree:
-        """Propose one tree per unfinished row; the root is the row's last token."""
+    def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
+        """Propose one tree per unfinished row; the root is the row's last token.
+
+        Args:
+            state: the sequences; not changed.
+            limits: unfinished row -> how many levels its draft may have, 0 for the root alone.
+        """
 
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
         """Learn which nodes were accepted, and the target's hidden states. Nothing by default."""
@@ -138,7 +143,7 @@ class Drafter(CandidateGenerator, ABC):
                 state.append(0, token)
         self._assisted = state
         with self.active(state):
-            tree = self.draft(state)
+            tree = self.draft(state, state.draft_limits)
         path = [0]
         while children := tree.host.proposals(path[-1]):
             path.append(children[0])

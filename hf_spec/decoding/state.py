@@ -132,6 +132,11 @@ class GenerationState:
         lead = self.generated[row] - self._asked[row] if stop.asks else 0
         return room if lead <= 0 else min(room, max(1, MAX_LEAD - lead))
 
+    @property
+    def draft_limits(self) -> dict[int, int]:
+        """Unfinished row -> how many levels its draft may have; the bonus token needs room, too."""
+        return {row: self.room(row) - 1 for row in self.unfinished}
+
     def prefix(self, row: int, path: Sequence[int] = ()) -> Tensor:
         """(L,) int64 on `device`: the frame of `row` followed by the tokens of `path`.
 

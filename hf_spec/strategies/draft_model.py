@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from types import MappingProxyType
@@ -204,13 +204,12 @@ class DraftModelDrafter(Drafter):
         self._runner.restart(row)
         self.policy.restart(row)
 
-    def draft(self, state: GenerationState) -> DraftTree:
+    def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
         """One tree per unfinished row, one draft forward per level."""
         growths = {
-            row: _Growth(TokenGraph(state.tokens[row], self.shape.merge_length))
-            for row in state.unfinished
+            row: _Growth(TokenGraph(state.tokens[row], self.shape.merge_length)) for row in limits
         }
-        limits = {row: min(self.policy.limit(row), state.room(row) - 1) for row in growths}
+        limits = {row: min(self.policy.limit(row), limit) for row, limit in limits.items()}
         level = 0
         growing = [row for row in growths if limits[row] > 0]
         while growing:

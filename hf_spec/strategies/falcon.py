@@ -12,7 +12,7 @@ The draft depends on committed tokens and features alone, so it is judged by nod
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -184,20 +184,20 @@ class FalconDrafter(Drafter):
         self._pairs[row] = self._no_pairs(row)
         self.policy.restart(row)
 
-    def draft(self, state: GenerationState) -> DraftTree:
+    def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
         """One tree per unfinished row, in one pass per k depths over all rows."""
         size = self.head.shape.block_size
-        limits = {}
-        for row in state.unfinished:
+        depths = {}
+        for row, limit in limits.items():
             self._roots[row] = len(state.tokens[row]) - 1
-            room = min(self.plan.height, state.room(row) - 1, self.policy.limit(row))
+            most = min(self.plan.height, limit, self.policy.limit(row))
             # Before there are k pairs the newest block is not whole.
-            limits[row] = room if self._pairs[row].num_pairs >= size else 0
-        drawn = self._run(state, limits)
+            depths[row] = most if self._pairs[row].num_pairs >= size else 0
+        drawn = self._run(state, depths)
         rows: list[tuple[list[int], list[int]]] = [([], []) for _ in state.tokens]
         probs: list[float] = []
-        for row, limit in limits.items():
-            count = self.plan.within[max(limit, 0)]
+        for row, depth in depths.items():
+            count = self.plan.within[max(depth, 0)]
             mine = [one.host[row] for one in drawn if one.host is not None and row in one.host]
             tokens = [token for level in mine for token in level[0]]
             likely = [chance for level in mine for chance in level[1]]

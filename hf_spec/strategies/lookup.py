@@ -8,7 +8,7 @@ Sources: Yang et al. 2023, arXiv 2304.04487 (LLMA: match 2, copy 7); Saxena 2023
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -109,22 +109,22 @@ class LookupDrafter(Drafter):
         """An empty index for one row."""
         self._indexes[row] = self._new_index()
 
-    def draft(self, state: GenerationState) -> DraftTree:
+    def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
         """One trie of continuations per unfinished row."""
         rows: list[tuple[list[int], list[int]]] = [([], []) for _ in state.tokens]
-        for row in state.unfinished:
+        for row, limit in limits.items():
             sequence = state.tokens[row]
             self._indexes[row].extend(sequence)
-            rows[row] = self._trie(row, sequence, state.room(row) - 1)
+            rows[row] = self._trie(row, sequence, limit)
         return DraftTree.from_rows(rows)
 
     def _new_index(self) -> _NgramIndex:
         return _NgramIndex(range(self.config.min_match_length, self.config.match_length + 1))
 
-    def _trie(self, row: int, sequence: list[int], room: int) -> tuple[list[int], list[int]]:
+    def _trie(self, row: int, sequence: list[int], limit: int) -> tuple[list[int], list[int]]:
         tokens, parents = [sequence[-1]], [-1]
         children: dict[tuple[int, int], int] = {}
-        copied = min(self._copy_length, room)
+        copied = min(self._copy_length, limit)
         branches = 0
         # Occurrences that add nothing are passed over, but not thousands of them.
         looked_at = islice(self._indexes[row].matches(sequence), 8 * self.config.max_matches)

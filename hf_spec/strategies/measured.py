@@ -115,11 +115,11 @@ class MeasuredDrafter(Drafter):
                 stack.enter_context(source.drafter.active(state))
             yield
 
-    def draft(self, state: GenerationState) -> DraftTree:
+    def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
         """The best nodes of all that is proposed, or a tree that must stay whole."""
         costs = self._costs
         assert costs is not None, "drafting happens while active"
-        room = {row: min(state.room(row) - 1, self.max_draft_tokens) for row in state.unfinished}
+        room = {row: min(limit, self.max_draft_tokens) for row, limit in limits.items()}
         trees = {row: MergedTree(state.tokens[row][-1]) for row in room}
         for source in self.free:
             source.ask(state, {row: min(room[row], source.useful_depth(row)) for row in room})
@@ -128,9 +128,9 @@ class MeasuredDrafter(Drafter):
         chosen = choose_sources(base, trees, self.assistants, room)
         whole: DraftTree | None = None
         for source in self.assistants:
-            limits = self._limits(source, chosen, room)
-            source.ask(state, limits)
-            asked = sum(limit > 0 for limit in limits.values())
+            depths = self._depths(source, chosen, room)
+            source.ask(state, depths)
+            asked = sum(depth > 0 for depth in depths.values())
             self._counted[f"asked_{source.name}"] += asked
             if asked and self._stays_whole(source):
                 whole = source.tree
@@ -151,10 +151,10 @@ class MeasuredDrafter(Drafter):
         for source in self._sources:
             source.observe(verdict, output)
 
-    def _limits(self, source: Source, chosen: Round, room: Mapping[int, int]) -> dict[int, int]:
+    def _depths(self, source: Source, chosen: Round, room: Mapping[int, int]) -> dict[int, int]:
         """Per row how deep an assistant drafts, 0 where it is not asked."""
-        limits = chosen.asked.get(source.name, {})
-        return {row: limits.get(row, 0) for row in room}
+        depths = chosen.asked.get(source.name, {})
+        return {row: depths.get(row, 0) for row in room}
 
     def _stays_whole(self, source: Source) -> bool:
         """Whether the trees of an assistant are sent as they are."""
@@ -242,10 +242,10 @@ class SelfTimedDrafter(MeasuredDrafter):
         super().restart(row)
         self._is_first = self._is_first_draft = True
 
-    def draft(self, state: GenerationState) -> DraftTree:
+    def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
         """See `MeasuredDrafter`; the clock runs."""
         before, start = self.forwards, time.perf_counter()
-        tree = super().draft(state)
+        tree = super().draft(state, limits)
         policy = self._policy(self._main)
         if policy is not None:
             # It knows the drafter, which knows the policy: storage would wait for the collector.
@@ -282,7 +282,7 @@ class SelfTimedDrafter(MeasuredDrafter):
         self._times = known_times(self._target, key, state.num_rows)
         return self._times.costs(name, forwards)
 
-    def _limits(self, source: Source, chosen: Round, room: Mapping[int, int]) -> dict[int, int]:
+    def _depths(self, source: Source, chosen: Round, room: Mapping[int, int]) -> dict[int, int]:
         """A drafter that is asked may go on as long as its policy lets it."""
         asked = {row: depth for row, depth in chosen.asked.get(source.name, {}).items() if depth}
         policy = self._policy(source)

@@ -6,6 +6,7 @@ when they end, packed weights on a CPU. The baseline that tells these from the g
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from transformers import PreTrainedModel
@@ -20,10 +21,10 @@ from hf_spec.strategies.base import StrategyConfig, register
 class NoDrafter(Drafter):
     """Sends the roots alone."""
 
-    def draft(self, state: GenerationState) -> DraftTree:
+    def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
         """One root per unfinished row."""
         rows: list[tuple[list[int], list[int]]] = [([], []) for _ in state.tokens]
-        for row in state.unfinished:
+        for row in limits:
             rows[row] = ([state.tokens[row][-1]], [-1])
         return DraftTree.from_rows(rows)
 

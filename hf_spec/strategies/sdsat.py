@@ -18,7 +18,7 @@ by changes the distribution; it is there as `SdsatConfig(lossy=True)`.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -205,20 +205,19 @@ class SdsatDrafter(Drafter):
         """Forget what was foretold to the sequence before."""
         self._heard.pop(row, None)
 
-    def draft(self, state: GenerationState) -> DraftTree:
+    def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
         """Per unfinished row the drafts heard last, adaptive tokens, or both."""
         foretold = self._foretold(state)
         rows: list[tuple[list[int], list[int]]] = [([], []) for _ in state.tokens]
         self._plans = {}
-        for row in state.unfinished:
-            room = state.room(row)
+        for row, limit in limits.items():
             plan = _Plan([state.tokens[row][-1]])
-            self._add_drafts(plan, foretold.get(row, ()), room - 1, state)
+            self._add_drafts(plan, foretold.get(row, ()), limit, state)
             drafted = len(plan.tokens) > 1
             if self.config.fused:
-                self._add_chains(plan, foretold.get(row, ()), room, state)
+                self._add_chains(plan, foretold.get(row, ()), limit, state)
             elif not drafted:
-                self._add_chain(plan, 0, min(self.length, room - 2))
+                self._add_chain(plan, 0, min(self.length, limit - 1))
             self._count(plan, drafted)
             self._plans[row] = plan
             rows[row] = plan.tokens, plan.parents
@@ -284,7 +283,7 @@ class SdsatDrafter(Drafter):
             plan.chains[node] = chain
 
     def _add_chains(
-        self, plan: _Plan, foretold: Foretold, room: int, state: GenerationState
+        self, plan: _Plan, foretold: Foretold, limit: int, state: GenerationState
     ) -> None:
         """Adaptive chains behind the nodes where the walk is likely to end.
 
@@ -300,7 +299,7 @@ class SdsatDrafter(Drafter):
             if node and state.stop.ends_sequence(plan.tokens[node]):
                 continue
             # Behind this node there are its bonus token and then the next draft.
-            longest = min(self.length, room - plan.depths[node] - 2)
+            longest = min(self.length, limit - plan.depths[node] - 1)
             cells += [(-chance * going_on[place], place, node) for place in range(longest)]
         budget = self.config.max_adaptive_nodes
         lengths: dict[int, int] = {}

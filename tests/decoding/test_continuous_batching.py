@@ -11,7 +11,8 @@ from transformers.generation import EosTokenCriteria
 
 from hf_spec.decoding.continuous_batching import ContinuousBatch, Prepared, Request, as_they_finish
 from hf_spec.decoding.drafter import Drafter
-from hf_spec.decoding.state import GenerationState, StopRules
+from hf_spec.decoding.state import GenerationState
+from hf_spec.decoding.stopping import StopRules
 from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.tree import DraftTree
 from hf_spec.strategies import make_drafter, parse_strategy

@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers import TopKLogitsWarper
 
 from hf_spec.decoding.drafter import Drafter
-from hf_spec.decoding.state import GenerationState, StopRules
+from hf_spec.decoding.state import GenerationState
+from hf_spec.decoding.stopping import StopRules
 from hf_spec.decoding.verification import NodeDraw, ResidualRejection
 from hf_spec.strategies.draft_model import DraftConfig, DraftModelDrafter
 from hf_spec.strategies.lookup import LookupConfig, LookupDrafter
@@ -118,7 +119,7 @@ def test_a_generation_starts_once_however_often_it_is_active() -> None:
     )
     for state in (first, first, second, second):
         with drafter.active(state):
-            drafter.draft(state)
+            drafter.draft(state, state.draft_limits)
     assert len(drafter.started) == 2
     assert drafter.started[0] is first
     assert drafter.started[1] is second

@@ -81,6 +81,7 @@ def test_padding_is_left_out_of_tokens_but_not_of_frames() -> None:
     assert state.prefix(1).tolist() == [7, 8, 9, 10, 13]
     assert [state.frame_length(row) for row in (0, 1)] == [6, 5]
     assert [state.room(row) for row in (0, 1)] == [14, 15]
+    assert state.draft_limits == {0: 13, 1: 14}
     assert state.tokens == [[5, 6, 11, 12], [7, 8, 9, 10, 13]]
 
 

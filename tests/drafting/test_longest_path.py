@@ -9,7 +9,8 @@ from transformers import TemperatureLogitsWarper
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from hf_spec import UnsupportedError
-from hf_spec.decoding.state import GenerationState, StopRules
+from hf_spec.decoding.state import GenerationState
+from hf_spec.decoding.stopping import StopRules
 from hf_spec.decoding.verification import Walk
 from hf_spec.drafting.longest_path import LongestPath
 from hf_spec.execution.tree import DraftTree

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
-from hf_spec.decoding.state import GenerationState, StopRules
+from hf_spec.decoding.state import GenerationState
+from hf_spec.decoding.stopping import StopRules
 from hf_spec.drafting.path_sampling import PathSampling
 from hf_spec.execution.tree import DraftTree, Verdict
 

@@ -14,7 +14,8 @@ from transformers import MaxLengthCriteria, TopKLogitsWarper
 from hf_spec import DraftConfig, TreeConfig
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.loop import speculative_step
-from hf_spec.decoding.state import GenerationState, StopRules
+from hf_spec.decoding.state import GenerationState
+from hf_spec.decoding.stopping import StopRules
 from hf_spec.drafting.rank_tree import RankTree
 from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.step_graphs import padded_steps

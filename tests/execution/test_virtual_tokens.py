@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, RepetitionPenaltyLogitsProcessor
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
-from hf_spec.decoding.state import GenerationState, StopRules
+from hf_spec.decoding.state import GenerationState
+from hf_spec.decoding.stopping import StopRules
 from hf_spec.decoding.verification import NodeDraw, ResidualRejection
 from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.tree import DraftTree, Verdict

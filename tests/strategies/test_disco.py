@@ -72,7 +72,7 @@ def heights(config: Any, inputs: dict[str, Tensor]) -> list[int]:
     policy = disco.make_policy(config, build("llama"))
     drafter = DraftModelDrafter(config, draft_model("llama"), policy)
     with drafter.active(state):
-        host = drafter.draft(state).host
+        host = drafter.draft(state, state.draft_limits).host
     return [host.height(row) for row in range(state.num_rows)]
 
 
@@ -269,9 +269,9 @@ class TestGenerate:
         lengths: list[int] = []
         draft, observe = DraftModelDrafter.draft, DraftModelDrafter.observe
 
-        def remember(self: DraftModelDrafter, state: Any) -> Any:
+        def remember(self: DraftModelDrafter, state: Any, limits: Any) -> Any:
             lengths[:] = [len(tokens) for tokens in state.tokens]
-            return draft(self, state)
+            return draft(self, state, limits)
 
         def watch(self: DraftModelDrafter, verdict: Any, output: Any) -> None:
             observe(self, verdict, output)

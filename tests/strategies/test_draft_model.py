@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from hf_spec import AssistantError, DraftConfig, OptionError, TreeConfig
-from hf_spec.decoding.state import GenerationState, StopRules
+from hf_spec.decoding.state import GenerationState
+from hf_spec.decoding.stopping import StopRules
 from hf_spec.execution.tree import DraftTree, HostTree
 from hf_spec.strategies.draft_model import DraftModelDrafter
 from tests.model_watch import count_forwards
@@ -38,7 +39,7 @@ def draft_once(
 ) -> tuple[DraftTree, DraftModelDrafter]:
     drafter = DraftModelDrafter(config, model or draft_model("llama"))
     with drafter.active(state):
-        return drafter.draft(state), drafter
+        return drafter.draft(state, state.draft_limits), drafter
 
 
 @torch.no_grad()

@@ -69,9 +69,9 @@ def watch_drafts() -> Iterator[list[tuple[DraftTree, list[list[int]], list[int],
     seen: list[Any] = []
     original = FalconDrafter.draft
 
-    def draft(self: FalconDrafter, state: Any) -> DraftTree:
+    def draft(self: FalconDrafter, state: Any, limits: Any) -> DraftTree:
         before = self.forwards
-        tree = original(self, state)
+        tree = original(self, state, limits)
         tokens = [list(row) for row in state.tokens]
         seen.append((tree, tokens, list(state.unfinished), self.forwards - before))
         return tree

@@ -15,7 +15,8 @@ from transformers import NoRepeatNGramLogitsProcessor, PreTrainedModel
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 import hf_spec
-from hf_spec.decoding.state import GenerationState, StopRules
+from hf_spec.decoding.state import GenerationState
+from hf_spec.decoding.stopping import StopRules
 from hf_spec.decoding.verification import NodeDraw
 from hf_spec.drafting.graph import TokenGraph, Unmerged
 from hf_spec.execution.runner import ForwardOutput
@@ -69,9 +70,9 @@ def test_a_path_through_a_merge_edge_is_accepted_and_repaired(
 
     drafting = DraftModelDrafter.draft
 
-    def remember(self: DraftModelDrafter, state: Any) -> Any:
+    def remember(self: DraftModelDrafter, state: Any, limits: Any) -> Any:
         self._runner_state = state  # type: ignore[attr-defined]
-        return drafting(self, state)
+        return drafting(self, state, limits)
 
     monkeypatch.setattr(DraftModelDrafter, "observe", watch)
     monkeypatch.setattr(DraftModelDrafter, "draft", remember)
@@ -156,7 +157,7 @@ def start(new_tokens: int = 50, **options: Any) -> GenerationState:
 def draft_once(config: hf_spec.GsdConfig, state: GenerationState) -> tuple[DraftTree, GsdDrafter]:
     drafter = GsdDrafter(config, draft_model("llama"))
     with drafter.active(state):
-        return drafter.draft(state), drafter
+        return drafter.draft(state, state.draft_limits), drafter
 
 
 @dataclass(repr=False, eq=False)

@@ -10,7 +10,8 @@ import torch
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from hf_spec import AssistantError, LookupConfig, OptionError
-from hf_spec.decoding.state import GenerationState, StopRules
+from hf_spec.decoding.state import GenerationState
+from hf_spec.decoding.stopping import StopRules
 from hf_spec.execution.tree import DraftTree
 from hf_spec.strategies.lookup import LookupDrafter
 from tests import tiny_models
@@ -28,7 +29,7 @@ def draft(
 ) -> DraftTree:
     drafter = drafter or LookupDrafter(LookupConfig(**options))
     with drafter.active(state):
-        return drafter.draft(state)
+        return drafter.draft(state, state.draft_limits)
 
 
 def shape(tree: DraftTree) -> tuple[list[int], list[int]]:

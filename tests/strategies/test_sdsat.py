@@ -16,7 +16,8 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 import hf_spec
 from hf_spec import SdsatConfig
 from hf_spec.adapters.folder import save_adapter
-from hf_spec.decoding.state import GenerationState, StopRules
+from hf_spec.decoding.state import GenerationState
+from hf_spec.decoding.stopping import StopRules
 from hf_spec.decoding.verification import NodeDraw
 from hf_spec.drafting.path_sampling import PathSampling
 from hf_spec.execution.runner import ForwardOutput
@@ -158,7 +159,7 @@ class TestTheLoops:
         for fused in (False, True):
             drafter, state = drafting(adapter, SdsatConfig(num_adaptive=4, fused=fused), text)
             with drafter.active(state), torch.no_grad():
-                first = drafter.draft(state)
+                first = drafter.draft(state, state.draft_limits)
                 assert first.host.tokens == [text[-1], -1, -2, -3, -4]
                 embeddings = torch.cat([model.get_input_embeddings()(torch.tensor(text)), vectors])
                 logits = model(inputs_embeds=embeddings[None, : len(text) + 4]).logits[0]
@@ -166,7 +167,7 @@ class TestTheLoops:
                 verdict = NodeDraw([], 1).verify(first, foretold, state)
                 state.commit(verdict)
                 drafter.observe(verdict, ForwardOutput(foretold))
-                second = drafter.draft(state)
+                second = drafter.draft(state, state.draft_limits)
             certain, *drafts = foretold.argmax(dim=-1).tolist()
             assert second.host.tokens[:5] == [certain, *drafts]
             assert second.host.parent[:5] == [-1, 0, 1, 2, 3]
@@ -179,11 +180,11 @@ class TestTheLoops:
         foretold = torch.zeros(4, VOCAB)
         foretold[[0, 1, 2, 3], [20, 21, 30, 22]] = 9.0
         with drafter.active(state):
-            first = drafter.draft(state)
+            first = drafter.draft(state, state.draft_limits)
             verdict = NodeDraw([], 1).verify(first, foretold, state)
             state.commit(verdict)
             drafter.observe(verdict, ForwardOutput(foretold))
-            second = drafter.draft(state)
+            second = drafter.draft(state, state.draft_limits)
         assert second.host.tokens[:3] == [20, 21, 30]
         # Chains behind the two others alone.
         assert second.host.tokens[3:] == [-1] * 6
@@ -196,7 +197,7 @@ class TestTheLoops:
                 sdsat_adapter("llama"), config, repetitive_prompt()[0].tolist(), room
             )
             with drafter.active(state):
-                assert drafter.draft(state).num_nodes == 1 + adaptive
+                assert drafter.draft(state, state.draft_limits).num_nodes == 1 + adaptive
 
     def test_a_budget_keeps_the_likeliest_chains(self) -> None:
         config = SdsatConfig(num_adaptive=2, fused=True, max_adaptive_nodes=3)
@@ -206,11 +207,11 @@ class TestTheLoops:
         foretold[0, 10] = foretold[1, 11] = 20.0
         foretold[2, 12] = 0.5
         with drafter.active(state):
-            first = drafter.draft(state)
+            first = drafter.draft(state, state.draft_limits)
             verdict = NodeDraw([], 1).verify(first, foretold, state)
             state.commit(verdict)
             drafter.observe(verdict, ForwardOutput(foretold))
-            second = drafter.draft(state)
+            second = drafter.draft(state, state.draft_limits)
         assert second.host.tokens == [10, 11, 12, -1, -1, -1]
         assert second.host.parent == [-1, 0, 1, 1, 3, 2]
 

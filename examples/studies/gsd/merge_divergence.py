@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median
@@ -103,9 +103,9 @@ class UnmergedDrafter(GsdDrafter):
         self._study = study
         self._reader = ModelRunner(model, 1)
 
-    def draft(self, state: GenerationState) -> DraftTree:
+    def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
         """See `Drafter`; the draft model then runs the leaves too."""
-        tree = super().draft(state)
+        tree = super().draft(state, limits)
         with self._reader.active():
             logits = self._reader.forward(tree, state.tokens).logits
             self._reader.keep([[]])

@@ -203,11 +203,11 @@ class _Rounds:
     def run(self, width: int, depth: int) -> tuple[float, dict[str, float]]:
         """Seconds of a forward of `width` nodes per row, and of every drafter's draft."""
         state, rows = self._state, range(self._state.num_rows)
-        view = LimitedState.of(state, dict.fromkeys(rows, depth))
+        limits = dict.fromkeys(rows, depth)
         trees, drafting = {}, {}
         for name, drafter in self._drafters.items():
             start = self._now()
-            trees[name] = drafter.draft(view)
+            trees[name] = drafter.draft(state, limits)
             drafting[name] = self._now() - start
         chains = [
             ([text[-1], *(text * width)[: width - 1]], list(range(-1, width - 1)))
@@ -232,29 +232,6 @@ class _Rounds:
         if _device(self._target).type != "cpu":
             torch.accelerator.synchronize()
         return time.perf_counter()
-
-
-class LimitedState(GenerationState):
-    """A state in which rows have room for so many draft tokens and no more; made by `of`.
-
-    Every drafter heeds `room`, so this caps the depth of its drafts, row by row.
-
-    Attributes:
-        limits: row -> depth.
-    """
-
-    limits: Mapping[int, int]
-
-    @classmethod
-    def of(cls, state: GenerationState, limits: Mapping[int, int]) -> LimitedState:
-        """A view of `state`, good until that changes."""
-        view = object.__new__(cls)
-        view.__dict__.update(state.__dict__, limits=limits)
-        return view
-
-    def room(self, row: int) -> int:
-        """One more than the draft may be deep, for the token that follows it."""
-        return min(super().room(row), 1 + self.limits[row])
 
 
 def _device(target: PreTrainedModel) -> torch.device:

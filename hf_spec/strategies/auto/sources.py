@@ -15,7 +15,6 @@ from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.state import GenerationState
 from hf_spec.execution.runner import ForwardOutput
 from hf_spec.execution.tree import DraftTree, Verdict
-from hf_spec.strategies.auto.costs import LimitedState
 
 # How fast old trials are forgotten, per trial; and how many the expectation counts for.
 DECAY = 0.95
@@ -119,8 +118,8 @@ class Source:
 
     def ask(self, state: GenerationState, limits: Mapping[int, int]) -> None:
         """Let the drafter propose; rows with limit 0 take part, so that it keeps count of them."""
-        self.limits = {row: min(limits[row], self.depth) for row in state.unfinished}
-        self.tree = self.drafter.draft(LimitedState.of(state, self.limits))
+        self.limits = {row: min(limit, self.depth) for row, limit in limits.items()}
+        self.tree = self.drafter.draft(state, self.limits)
         probs = self.tree.node_probs
         self._probs = None if probs is None else probs.tolist()
         for row, limit in self.limits.items():

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from hf_spec import OptionError
-from hf_spec.decoding.state import GenerationState, StopRules
+from hf_spec.decoding.state import GenerationState
+from hf_spec.decoding.stopping import StopRules
 from hf_spec.execution.runner import ModelRunner
 from hf_spec.strategies.auto import costs as auto_costs
 from hf_spec.strategies.auto.costs import (
     Costs,
     Curve,
-    LimitedState,
     check_timings,
     known_costs,
     measure_costs,
@@ -188,16 +188,3 @@ class TestKnownCosts:
         torch.set_num_threads(2)
         known_costs(model, {}, state_of(1), "unpadded")
         assert len(measured) == 2
-
-
-def test_a_limited_state_has_less_room_and_is_otherwise_the_same() -> None:
-    state = state_of(2)
-    view = LimitedState.of(state, {0: 3, 1: 0})
-    assert [view.room(0), view.room(1)] == [4, 1]
-    assert view.tokens is state.tokens
-    assert view.unfinished == [0, 1]
-    stop = StopRules([], 1)
-    stop.max_length = 8
-    ids = torch.tensor([[3, 4, 5, 6, 7, 8]])
-    short = GenerationState.create(ids, torch.ones_like(ids), stop)
-    assert LimitedState.of(short, {0: 9}).room(0) == short.room(0) == 2

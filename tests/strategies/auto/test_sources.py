@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 
 from hf_spec.decoding.drafter import Drafter
-from hf_spec.decoding.state import GenerationState, StopRules
+from hf_spec.decoding.state import GenerationState
+from hf_spec.decoding.stopping import StopRules
 from hf_spec.execution.runner import ForwardOutput
 from hf_spec.execution.tree import DraftTree, Verdict
 from hf_spec.strategies.auto.sources import (
@@ -34,14 +36,14 @@ class Fixed(Drafter):
         self.probs = None if probs is None else torch.tensor(probs)
         self.hidden_layers = (-1,) if hidden else ()
         self.heard: list[Verdict] = []
-        self.room: list[int] = []
+        self.limits: dict[int, int] = {}
         self.restarted: list[int] = []
 
     def restart(self, row: int) -> None:
         self.restarted.append(row)
 
-    def draft(self, state: GenerationState) -> DraftTree:
-        self.room = [state.room(row) for row in state.unfinished]
+    def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
+        self.limits = dict(limits)
         rows = [(TOKENS, PARENTS) for _ in state.tokens]
         return DraftTree.from_rows(rows, node_probs=self.probs)
 
@@ -123,7 +125,7 @@ class TestSource:
         source = Source("s", drafter, 3)
         source.start(2)
         source.ask(state, {0: 9, 1: 0})
-        assert drafter.room == [4, 1]
+        assert drafter.limits == {0: 3, 1: 0}
         assert source.limits == {0: 3, 1: 0}
         assert source.size(0, 7) == 5
         assert source.size(1, 7) == 7

@@ -87,8 +87,8 @@ def trees(monkeypatch: pytest.MonkeyPatch) -> list[DraftTree]:
     sent: list[DraftTree] = []
     draft = AutoDrafter.draft
 
-    def watch(self: AutoDrafter, state: Any) -> DraftTree:
-        sent.append(draft(self, state))
+    def watch(self: AutoDrafter, state: Any, limits: Any) -> DraftTree:
+        sent.append(draft(self, state, limits))
         return sent[-1]
 
     monkeypatch.setattr(AutoDrafter, "draft", watch)

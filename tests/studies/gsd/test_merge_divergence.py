@@ -26,7 +26,8 @@ from examples.studies.gsd.merge_divergence import (
 )
 from hf_spec import GsdConfig
 from hf_spec.data.prompts import Prompt
-from hf_spec.decoding.state import GenerationState, StopRules
+from hf_spec.decoding.state import GenerationState
+from hf_spec.decoding.stopping import StopRules
 from hf_spec.execution.tree import DraftTree, HostTree
 from hf_spec.generation.one_call import generate_with
 from hf_spec.strategies.gsd import GsdDrafter
@@ -85,7 +86,7 @@ def first_draft(config: GsdConfig, draft: Any, prompt: Tensor) -> tuple[DraftTre
     state = GenerationState.create(prompt, torch.ones_like(prompt), stop)
     drafter = GsdDrafter(config, draft)
     with drafter.active(state):
-        return drafter.draft(state), drafter
+        return drafter.draft(state, state.draft_limits), drafter
 
 
 @pytest.mark.parametrize("merge_length", MERGE_LENGTHS)
