@@ -391,14 +391,14 @@ def draft_that_peeks(self: DraftModelDrafter, state: Any, limits: Any) -> DraftT
     tree = whole_draft(self, state, limits)
     if tree.draft_probs is None:  # There was room for one token alone.
         return tree
-    host, rows, kept = tree.host, [], []
+    rows, kept = [], []
     for row, text in enumerate(state.tokens):
-        nodes = list(host.nodes(row))
+        nodes = list(tree.nodes(row))
         if len(nodes) > 1:
-            token = host.tokens[nodes[1]]
+            token = tree.tokens[nodes[1]]
             if target_probs(tuple(text))[token] < tree.draft_probs[nodes[0], token]:
                 nodes = nodes[:1]
-        rows.append(([host.tokens[n] for n in nodes], list(range(-1, len(nodes) - 1))))
+        rows.append(([tree.tokens[n] for n in nodes], list(range(-1, len(nodes) - 1))))
         kept += nodes
     return DraftTree.from_rows(rows, draft_probs=tree.draft_probs[kept])
 

@@ -145,10 +145,10 @@ class Drafter(CandidateGenerator, ABC):
         with self.active(state):
             tree = self.draft(state, state.draft_limits)
         path = [0]
-        while children := tree.host.proposals(path[-1]):
+        while children := tree.proposals(path[-1]):
             path.append(children[0])
         self._proposed = tree, path[1:]
-        drafted = [tree.host.tokens[node] for node in path[1:]]
+        drafted = [tree.tokens[node] for node in path[1:]]
         return torch.cat([input_ids, input_ids.new_tensor([drafted])], dim=1), None
 
     def update_candidate_strategy(

@@ -264,9 +264,9 @@ class GenerationState:
                 self._ends[row] = self.generated[row]
             if self._ends[row] is not None and stop.pads:
                 break
-        host, gained = verdict.tree.host, self.generated[row] - before
+        tree, gained = verdict.tree, self.generated[row] - before
         self.stats.rows[self.sequence[row]].count(
-            host.num_drafted(row), host.height(row), min(accepted, gained), gained
+            tree.num_drafted(row), tree.height(row), min(accepted, gained), gained
         )
 
     def _newest_frame(self, row: int) -> Tensor:

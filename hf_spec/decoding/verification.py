@@ -62,15 +62,14 @@ class Verifier(LogitsProcessor):
         Returns:
             Accepted nodes and the bonus token per row, with scores if the state keeps them.
         """
-        host = tree.host
         walk = Walk(self.processors, logits, state)
         accepted: list[list[int]] = [[] for _ in range(tree.num_rows)]
         bonus: list[int | None] = [None] * tree.num_rows
-        here = {row: host.row_start[row] for row in state.unfinished}
+        here = {row: tree.row_start[row] for row in state.unfinished}
         self._begin(tree, walk)
         # One level per turn, all rows together; rows drop out where the target disagrees.
         while here:
-            paths = {row: [host.tokens[node] for node in accepted[row]] for row in here}
+            paths = {row: [tree.tokens[node] for node in accepted[row]] for row in here}
             for row, (token, node) in self._step(tree, walk, here, paths).items():
                 if node is None:
                     bonus[row] = token
@@ -146,8 +145,7 @@ class Walk:
         """(N, V) processed scores of all nodes, where no processor reads a prefix."""
         if not len(self.processors):
             return self.raw
-        host = tree.host
-        rows = [row for row in range(tree.num_rows) for _ in host.nodes(row)]
+        rows = [row for row in range(tree.num_rows) for _ in tree.nodes(row)]
         raw = self.raw.to(self.state.device, torch.float32, copy=True)
         return self.processors(rows, None, raw)
 
@@ -203,18 +201,18 @@ class NodeDraw(Verifier):
 
 def _walk_on_device(tree: DraftTree, scores: Tensor, state: GenerationState) -> Verdict:
     """The verdict by `verify_tree`, in one transfer."""
-    host, uniforms = tree.host, None
+    uniforms = None
     if state.do_sample:
         uniforms = torch.rand(len(scores), device=scores.device)
-    most = max(len(host.nodes(row)) for row in range(tree.num_rows))
+    most = max(len(tree.nodes(row)) for row in range(tree.num_rows))
     found = verify_tree(scores, *tree.on(scores.device), most, uniforms)
     columns = (found.num_accepted[:, None], found.bonus[:, None], found.accepted)
     accepted: list[list[int]] = []
     bonus: list[int | None] = []
     for row, (count, last, *path) in enumerate(fetch(torch.cat(columns, dim=1))):
-        if last < 0 and host.nodes(row):
+        if last < 0 and tree.nodes(row):
             raise RuntimeError(f"row {row}: no token has a probability above 0, so none is drawn")
-        drafted = [host.tokens[node] for node in path[:count]]
+        drafted = [tree.tokens[node] for node in path[:count]]
         # What lies behind the end of a sequence is cut off by the stop rule, here as in `verify`.
         end = next((i for i, token in enumerate(drafted) if state.stop.ends_sequence(token)), None)
         accepted.append(path[:count] if end is None else path[: end + 1])
@@ -250,8 +248,7 @@ class ResidualRejection(Verifier):
         Returns:
             (M,) int64, the token that follows each node: that of an accepted child, or a draw.
         """
-        host = tree.host
-        siblings = [[host.tokens[child] for child in host.proposals(node)] for node in nodes]
+        siblings = [[tree.tokens[child] for child in tree.proposals(node)] for node in nodes]
         most = max(map(len, siblings))
         padded = [[*tokens, *[-1] * (most - len(tokens))] for tokens in siblings]
         table, places = send(
@@ -281,7 +278,7 @@ def carried(
 ) -> dict[int, tuple[int, int | None]]:
     """Per row the token that follows its current node, and the child that carries it if any."""
     pairs = zip(here.items(), tokens, strict=True)
-    return {row: (token, tree.host.child(node, token)) for (row, node), token in pairs}
+    return {row: (token, tree.child(node, token)) for (row, node), token in pairs}
 
 
 def _normalised(weights: Tensor, otherwise: Tensor) -> Tensor:

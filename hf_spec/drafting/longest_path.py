@@ -47,14 +47,13 @@ class LongestPath(Verifier):
 
     def _begin(self, tree: DraftTree, walk: Walk) -> None:
         """Find the longest accepted path of every row."""
-        host = tree.host
         accepted = self._accept(tree, walk)
         self._next = {}
         for row in walk.state.unfinished:
             # Nodes come in order of probability, and max() takes the first of equals.
-            mine = [node for node in host.nodes(row) if node in accepted]
-            node = max(mine, key=lambda node: host.depth[node])
-            while (above := host.parent[node]) >= 0:
+            mine = [node for node in tree.nodes(row) if node in accepted]
+            node = max(mine, key=lambda node: tree.depth[node])
+            while (above := tree.parent[node]) >= 0:
                 self._next[above] = node
                 node = above
 
@@ -66,5 +65,5 @@ class LongestPath(Verifier):
         steps: dict[int, tuple[int, int | None]] = {}
         for (row, node), bonus in zip(here.items(), drawn.tolist(), strict=True):
             child = self._next.get(node)
-            steps[row] = (bonus if child is None else tree.host.tokens[child], child)
+            steps[row] = (bonus if child is None else tree.tokens[child], child)
         return steps

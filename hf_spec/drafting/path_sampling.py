@@ -25,19 +25,18 @@ class PathSampling(LongestPath):
     """
 
     def _accept(self, tree: DraftTree, walk: Walk) -> set[int]:
-        host = tree.host
         accepted: set[int] = set()
         rows, nodes, paths = [], [], []
         for row in walk.state.unfinished:
             known: dict[int, list[int]] = {}
-            for node in host.nodes(row):
-                above = host.parent[node]
-                if host.tokens[node] < 0:
+            for node in tree.nodes(row):
+                above = tree.parent[node]
+                if tree.tokens[node] < 0:
                     continue
-                known[node] = [] if above < 0 else [*known[above], host.tokens[node]]
+                known[node] = [] if above < 0 else [*known[above], tree.tokens[node]]
                 if above < 0:
                     accepted.add(node)
-                if host.proposals(node):
+                if tree.proposals(node):
                     rows.append(row)
                     nodes.append(node)
                     paths.append(known[node])
@@ -45,9 +44,9 @@ class PathSampling(LongestPath):
             return accepted
         probs = dict(zip(nodes, walk.look(rows, nodes, paths).softmax(dim=-1), strict=True))
         for row in walk.state.unfinished:
-            for node in host.nodes(row):
-                if host.tokens[node] >= 0 and not host.proposals(node):
-                    accepted.update(_matched(host.parent, host.tokens, probs, node))
+            for node in tree.nodes(row):
+                if tree.tokens[node] >= 0 and not tree.proposals(node):
+                    accepted.update(_matched(tree.parent, tree.tokens, probs, node))
         return accepted
 
 

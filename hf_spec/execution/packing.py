@@ -121,7 +121,7 @@ def align_right(
         inputs.key_positions[w.row, :root] = before.clamp(min=0)
         if w.nodes:
             inputs.visible[w.row, begin:, :root] = before >= 0
-            inputs.visible[w.row, begin:, root : w.num_keys] = w.visible_nodes(tree).cpu()
+            inputs.visible[w.row, begin:, root : w.num_keys] = w.visible_nodes(tree)
             inputs.key_positions[w.row, root : w.num_keys] = w.base + depths
         line = w.row * length
         inputs.pending[w.row] = range(line + first, line + begin)
@@ -159,12 +159,10 @@ def _tree_segment(work: RowWork, start: int, positions: list[int], tree: DraftTr
     key_position = torch.cat([before, work.base + depths])
     visible = None
     if work.width > 1 or work.held is not None:
-        below = work.visible_nodes(tree)
-        visible = below.new_zeros(len(positions), work.num_keys)
-        visible[:, : work.root_place] = (before >= 0).to(below.device)
+        visible = torch.zeros(len(positions), work.num_keys, dtype=torch.bool)
+        visible[:, : work.root_place] = before >= 0
         visible[:, work.root_place] = True
-        visible[: len(work.nodes), work.root_place :] = below
-        position, key_position = position.to(below.device), key_position.to(below.device)
+        visible[: len(work.nodes), work.root_place :] = work.visible_nodes(tree)
     return Segment(
         slot=work.row,
         start=start,

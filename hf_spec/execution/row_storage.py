@@ -103,7 +103,7 @@ class RowStorage:
             root, ran = self._round[row]
             stored = self.stored[row]
             pending = list(sequences[row][stored : len(sequences[row]) - 1])
-            offsets = [node - tree.host.row_start[row] for node in chosen]
+            offsets = [node - tree.row_start[row] for node in chosen]
             width = max([*ran, *offsets]) + 1
             held = None if root == stored + len(pending) else list(self._held[row])
             start = root - len(pending)
@@ -139,7 +139,7 @@ def _by_row(tree: DraftTree, nodes: Sequence[int]) -> dict[int, list[int]]:
     """The given nodes of every row that has some."""
     found = {}
     for row in range(tree.num_rows):
-        mine = tree.host.nodes(row)
+        mine = tree.nodes(row)
         chosen = list(nodes[bisect_left(nodes, mine.start) : bisect_left(nodes, mine.stop)])
         if chosen:
             found[row] = chosen

@@ -105,14 +105,14 @@ class RowWork:
 
     def tokens(self, tree: DraftTree) -> list[int]:
         """Every token and the padding, in the order they run."""
-        tokens = tree.host.tokens
+        tokens = tree.tokens
         # A row without nodes has no root at hand; 0 is a token of every model.
         copied = tokens[self.nodes[0]] if self.nodes else 0
         return [*self.pending, *(tokens[node] for node in self.nodes), *[copied] * self.fill]
 
     def positions(self, tree: DraftTree) -> list[int]:
         """The true position of every token, and the root's for the padding."""
-        depths = (tree.host.depth[node] for node in self.nodes)
+        depths = (tree.depth[node] for node in self.nodes)
         nodes = (self.base + depth for depth in depths)
         return [*range(self.stored, self.base), *nodes, *[self.base] * self.fill]
 
@@ -128,8 +128,8 @@ class RowWork:
 
     def node_depths(self, tree: DraftTree) -> list[int]:
         """Depth of the row's first `width` nodes, by offset."""
-        start = tree.host.row_start[self.row]
-        return tree.host.depth[start : start + self.width]
+        start = tree.row_start[self.row]
+        return tree.depth[start : start + self.width]
 
     def visible_nodes(self, tree: DraftTree) -> Tensor:
         """(nodes, width) bool: which of the row's nodes each node to run descends from."""

@@ -246,7 +246,7 @@ class DraftModelDrafter(Drafter):
             valid = next((i for i, node in enumerate(path) if sent.merged[node]), len(path))
             self.counters["rounds_with_merged_accepted"] += valid < len(path)
             kept[row] = [sent.nodes[node] for node in path[:valid]]
-            self.policy.observe(row, verdict.tree.host.height(row), len(path))
+            self.policy.observe(row, verdict.tree.height(row), len(path))
         self._runner.keep(kept)
 
     def _count(self) -> None:
@@ -309,7 +309,7 @@ class DraftModelDrafter(Drafter):
     ) -> Tensor:
         """(nodes, V) float32: the draft model's distribution after each (row, node)."""
         assert self._runner is not None, "drafting happens while active"
-        starts = tree.host.row_start
+        starts = tree.row_start
         nodes = [starts[row] + node for row, node in owners]
         output = self._runner.forward(tree, state.tokens, nodes)
         prefixes = None

@@ -213,18 +213,18 @@ class FalconDrafter(Drafter):
 
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
         """Take the features of the root and of what was accepted; tell the policy."""
-        host = verdict.tree.host
+        tree = verdict.tree
         places, counts = [], {}
         for row, accepted in enumerate(verdict.accepted):
-            if not host.nodes(row):
+            if not tree.nodes(row):
                 continue
             pending = output.pending.get(row, [])
             if self._pairs[row].first < 0:
                 self._pairs[row].first = self._roots[row] - len(pending)
-            nodes = [output.nodes[node] for node in (host.row_start[row], *accepted)]
+            nodes = [output.nodes[node] for node in (tree.row_start[row], *accepted)]
             places += [*pending, *nodes]
             counts[row] = len(pending) + len(nodes)
-            self.policy.observe(row, host.height(row), len(accepted))
+            self.policy.observe(row, tree.height(row), len(accepted))
         hidden = output.hidden[-1]
         (index,) = send([torch.tensor(places)], hidden.device)
         features = hidden[index].to(self.head.attention.device)

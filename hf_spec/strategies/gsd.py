@@ -103,16 +103,16 @@ class IndependentAcceptance(LongestPath):
     def _accept(self, tree: DraftTree, walk: Walk) -> set[int]:
         """Found level by level."""
         assert tree.node_probs is not None, "drafted graphs carry the probability of each node"
-        host, draft_probs = tree.host, tree.node_probs.tolist()
-        level = [(row, host.row_start[row]) for row in walk.state.unfinished]
+        draft_probs = tree.node_probs.tolist()
+        level = [(row, tree.row_start[row]) for row in walk.state.unfinished]
         paths: dict[int, list[int]] = {root: [] for _, root in level}
-        while level := [(row, node) for row, node in level if host.children[node]]:
+        while level := [(row, node) for row, node in level if tree.children[node]]:
             rows, nodes = [row for row, _ in level], [node for _, node in level]
             target_probs = walk.look(rows, nodes, [paths[n] for n in nodes]).softmax(dim=-1)
             level = []
             for row, node, probs in zip(rows, nodes, target_probs, strict=True):
-                for child in host.children[node]:
-                    token = host.tokens[child]
+                for child in tree.children[node]:
+                    token = tree.tokens[child]
                     if float(torch.rand(())) * draft_probs[child] < float(probs[token]):
                         paths[child] = [*paths[node], token]
                         level.append((row, child))

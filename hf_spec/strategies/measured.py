@@ -143,7 +143,7 @@ class MeasuredDrafter(Drafter):
                 rows[row] = tree.keep(nodes[row])
             whole = DraftTree.from_rows(rows)
         self._counted["rounds"] += len(room)
-        self._counted["idle_rounds"] += sum(len(whole.host.nodes(row)) == 1 for row in room)
+        self._counted["idle_rounds"] += sum(len(whole.nodes(row)) == 1 for row in room)
         return whole
 
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
@@ -252,7 +252,7 @@ class SelfTimedDrafter(MeasuredDrafter):
             policy.price = free
         if self.assistants:
             # Levels that the policy left out tell nothing.
-            self._main.limits = {row: self._main.tree.host.height(row) for row in state.unfinished}
+            self._main.limits = {row: self._main.tree.height(row) for row in state.unfinished}
         now = time.perf_counter()
         self._drafted = self.forwards - before, now - start, now
         return tree
@@ -270,9 +270,9 @@ class SelfTimedDrafter(MeasuredDrafter):
         super().observe(verdict, output)
         policy = self._policy(self._main)
         if policy is not None:
-            host = self._main.tree.host
+            tree = self._main.tree
             for row, reached in self._main.reached.items():
-                policy.learn(row, host.height(row), reached, len(verdict.tokens(row)))
+                policy.learn(row, tree.height(row), reached, len(verdict.tokens(row)))
 
     def _learn_costs(self, state: GenerationState) -> Costs:
         self._is_first = self._is_first_draft = True

@@ -226,7 +226,7 @@ class SdsatDrafter(Drafter):
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
         """Keep what was foretold behind the last accepted node of each row."""
         self._heard = {}
-        starts = verdict.tree.host.row_start
+        starts = verdict.tree.row_start
         for row, plan in self._plans.items():
             path = verdict.paths[row]
             if chain := plan.chains.get(path[-1] if path else 0):

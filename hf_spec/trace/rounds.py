@@ -41,7 +41,7 @@ class Round:
         """The accepted nodes of a row, without the root, as nodes of its graph."""
         graph, path = self.graphs[row], [0]
         for node in self.verdict.accepted[row]:
-            token = self.verdict.tree.host.tokens[node]
+            token = self.verdict.tree.tokens[node]
             path.append(next(c for c, _ in graph.edges[path[-1]] if graph.tokens[c] == token))
         return path[1:]
 

@@ -70,9 +70,9 @@ def test_a_finished_row_hands_its_slot_on_at_once(monkeypatch: pytest.MonkeyPatc
     drain(batch)
     waiting = [request.prompt for request in requests(8)]
     for tree, texts in trees:
-        busy = sum(bool(tree.host.nodes(row)) for row in range(3))
+        busy = sum(bool(tree.nodes(row)) for row in range(3))
         for row, text in enumerate(texts):
-            if tree.host.nodes(row) and text in waiting:
+            if tree.nodes(row) and text in waiting:
                 waiting.remove(text)
         assert busy == 3 or not waiting, "a slot is free while prompts wait"
     assert waiting == []
@@ -80,7 +80,7 @@ def test_a_finished_row_hands_its_slot_on_at_once(monkeypatch: pytest.MonkeyPatc
     newcomers = {tuple(request.prompt) for request in requests(8)[3:]}
     for prompt in newcomers:
         tree, texts = next((t, s) for t, s in trees if list(prompt) in s)
-        assert sum(bool(tree.host.nodes(row)) for row in range(3)) > 1
+        assert sum(bool(tree.nodes(row)) for row in range(3)) > 1
     assert len(trees) == batch.stats.target_forwards
 
 

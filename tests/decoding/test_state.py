@@ -68,7 +68,7 @@ def commit(state: GenerationState, *blocks: list[int], **extra: Any) -> None:
         nodes = [tokens[-1], *block[:-1]] if block else []
         rows.append((nodes, list(range(-1, len(nodes) - 1))))
     tree = DraftTree.from_rows(rows)
-    accepted = [list(tree.host.nodes(row))[1:] for row in range(len(blocks))]
+    accepted = [list(tree.nodes(row))[1:] for row in range(len(blocks))]
     bonus = [block[-1] if block else None for block in blocks]
     state.commit(Verdict(tree, accepted, bonus, **extra))
 

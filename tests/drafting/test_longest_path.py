@@ -22,7 +22,7 @@ class Chosen(LongestPath):
     nodes: frozenset[int] = frozenset()
 
     def _accept(self, tree: DraftTree, walk: Walk) -> set[int]:
-        return {tree.host.row_start[row] for row in walk.state.unfinished} | self.nodes
+        return {tree.row_start[row] for row in walk.state.unfinished} | self.nodes
 
 
 #       0

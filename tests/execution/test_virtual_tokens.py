@@ -54,12 +54,12 @@ class AnyVector:
 
 
 def test_the_tree_counts_tokens_alone() -> None:
-    host = tree().host
-    assert host.num_drafted(0) == 2
-    assert host.height(0) == 2
-    assert host.children[0] == [1, 3]
-    assert host.proposals(0) == [3]
-    assert host.proposals(4) == []
+    drafted = tree()
+    assert drafted.num_drafted(0) == 2
+    assert drafted.height(0) == 2
+    assert drafted.children[0] == [1, 3]
+    assert drafted.proposals(0) == [3]
+    assert drafted.proposals(4) == []
 
 
 @pytest.mark.parametrize("penalty", [False, True], ids=["plain", "penalty"])

@@ -72,8 +72,8 @@ def heights(config: Any, inputs: dict[str, Tensor]) -> list[int]:
     policy = disco.make_policy(config, build("llama"))
     drafter = DraftModelDrafter(config, draft_model("llama"), policy)
     with drafter.active(state):
-        host = drafter.draft(state, state.draft_limits).host
-    return [host.height(row) for row in range(state.num_rows)]
+        tree = drafter.draft(state, state.draft_limits)
+    return [tree.height(row) for row in range(state.num_rows)]
 
 
 class TestDecision:
@@ -277,7 +277,7 @@ class TestGenerate:
             observe(self, verdict, output)
             assert self._runner is not None
             for row, path in enumerate(verdict.paths):
-                if height := verdict.tree.host.height(row):
+                if height := verdict.tree.height(row):
                     # The last drafted token has never run, so it has nothing to keep.
                     kept = min(len(path), height - 1)
                     assert self._runner.stored[row] == lengths[row] + kept

@@ -16,7 +16,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from hf_spec import AssistantError, DraftConfig, OptionError, TreeConfig
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.stopping import StopRules
-from hf_spec.execution.tree import DraftTree, HostTree
+from hf_spec.execution.tree import DraftTree
 from hf_spec.strategies.draft_model import DraftModelDrafter
 from tests.model_watch import count_forwards
 from tests.tiny_models import VOCAB, build, draft_model, prompts, ragged_batch, repetitive_prompt
@@ -49,12 +49,12 @@ def next_probs(model: PreTrainedModel, paths: Sequence[Sequence[int]]) -> Tensor
     return model(torch.stack(rows)).logits[:, -1].softmax(dim=-1)
 
 
-def paths(host: HostTree, row: int = 0) -> list[tuple[int, ...]]:
+def paths(tree: DraftTree, row: int = 0) -> list[tuple[int, ...]]:
     """Per node of the row, root left out, the tokens that lead to it."""
     known: dict[int, tuple[int, ...]] = {}
-    for node in host.nodes(row):
-        above = host.parent[node]
-        known[node] = () if above < 0 else (*known[above], host.tokens[node])
+    for node in tree.nodes(row):
+        above = tree.parent[node]
+        known[node] = () if above < 0 else (*known[above], tree.tokens[node])
     return [path for path in known.values() if path]
 
 
@@ -70,14 +70,14 @@ class TestShape:
             expanded_per_level=expanded,
             max_nodes=max_nodes,
         )
-        host = draft_once(config, start({"input_ids": PROMPT}))[0].host
-        assert max(map(len, host.children)) <= children
+        tree = draft_once(config, start({"input_ids": PROMPT}))[0]
+        assert max(map(len, tree.children)) <= children
         for level in range(depth):
-            inner = [n for n in host.nodes(0) if host.depth[n] == level and host.children[n]]
+            inner = [n for n in tree.nodes(0) if tree.depth[n] == level and tree.children[n]]
             assert len(inner) <= expanded
-        assert host.height(0) <= depth
+        assert tree.height(0) <= depth
         grown = sum(children * min(expanded, children**level) for level in range(depth))
-        assert len(host.tokens) - 1 == min(max_nodes, grown)
+        assert len(tree.tokens) - 1 == min(max_nodes, grown)
 
     @pytest.mark.parametrize("depth", [1, 5])
     def test_draft_is_the_greedy_chain(self, depth: int) -> None:
@@ -86,8 +86,8 @@ class TestShape:
         )
         model = draft_model("llama")
         greedy = model.generate(PROMPT, max_new_tokens=depth, do_sample=False)
-        assert tree.host.tokens == greedy[0, PROMPT.shape[1] - 1 :].tolist()
-        assert tree.host.parent == list(range(-1, depth))
+        assert tree.tokens == greedy[0, PROMPT.shape[1] - 1 :].tolist()
+        assert tree.parent == list(range(-1, depth))
         assert tree.draft_probs is None
         assert drafter.forwards == depth
 
@@ -102,7 +102,7 @@ class TestShape:
         every = {(a,): first[a].item() for a in range(VOCAB)}
         every |= {(a, b): second[a, b].item() for a in range(VOCAB) for b in range(VOCAB)}
         best = sorted(every, key=lambda path: -every[path])[:20]
-        assert paths(tree.host) == best
+        assert paths(tree) == best
         assert {len(path) for path in best} == {1, 2}
 
     def test_the_likeliest_paths_are_expanded(self) -> None:
@@ -110,8 +110,8 @@ class TestShape:
         config = TreeConfig(max_draft_tokens=2, children=5, expanded_per_level=2, max_nodes=100)
         tree, _ = draft_once(config, start({"input_ids": PROMPT}))
         top = next_probs(model, [()])[0].topk(5).indices.tolist()
-        assert [path[0] for path in paths(tree.host) if len(path) == 1] == top
-        assert {path[0] for path in paths(tree.host) if len(path) == 2} == set(top[:2])
+        assert [path[0] for path in paths(tree) if len(path) == 1] == top
+        assert {path[0] for path in paths(tree) if len(path) == 2} == set(top[:2])
 
     def test_improbable_nodes_are_leaves(self) -> None:
         model = draft_model("llama")
@@ -120,7 +120,7 @@ class TestShape:
         tree, _ = draft_once(
             TreeConfig(**options, min_probability=0.2), start({"input_ids": PROMPT})
         )
-        found = paths(tree.host)
+        found = paths(tree)
         inner = {path[:-1] for path in found if len(path) > 1}
         chance = {path: next_probs(model, [path[:-1]])[0, path[-1]].item() for path in found}
         assert inner
@@ -132,7 +132,7 @@ class TestShape:
         model = draft_model("llama")
         config = TreeConfig(max_draft_tokens=3, max_nodes=200, min_sibling_ratio=0.5)
         tree, _ = draft_once(config, start({"input_ids": PROMPT}))
-        found = set(paths(tree.host))
+        found = set(paths(tree))
         dropped = 0
         for above in {path[:-1] for path in found}:
             probs, tokens = next_probs(model, [above])[0].topk(3)
@@ -144,25 +144,25 @@ class TestShape:
     def test_nothing_grows_behind_an_end_of_sequence(self) -> None:
         config = TreeConfig(max_draft_tokens=3, max_nodes=100)
         free, _ = draft_once(config, start({"input_ids": PROMPT}))
-        end = free.host.tokens[1]
+        end = free.tokens[1]
         tree, _ = draft_once(config, start({"input_ids": PROMPT}, eos=[end]))
-        assert end in tree.host.tokens
-        assert all(end not in path[:-1] for path in paths(tree.host))
-        assert any(end in path[:-1] for path in paths(free.host))
+        assert end in tree.tokens
+        assert all(end not in path[:-1] for path in paths(tree))
+        assert any(end in path[:-1] for path in paths(free))
 
     @pytest.mark.parametrize("new_tokens", [1, 2, 4])
     def test_nothing_is_drafted_beyond_the_maximum_length(self, new_tokens: int) -> None:
         for config in (DraftConfig(), TreeConfig()):
             state = start({"input_ids": PROMPT}, new_tokens=new_tokens)
             tree, drafter = draft_once(config, state)
-            assert tree.host.height(0) == drafter.forwards == new_tokens - 1
+            assert tree.height(0) == drafter.forwards == new_tokens - 1
 
 
 class TestCost:
     @pytest.mark.parametrize("config", [DraftConfig(max_draft_tokens=4), TreeConfig(max_nodes=99)])
     def test_one_forward_per_level_over_all_rows(self, config: DraftConfig) -> None:
         tree, drafter = draft_once(config, start(ragged_batch()))
-        levels = max(tree.host.height(row) for row in range(5))
+        levels = max(tree.height(row) for row in range(5))
         assert drafter.forwards == levels == drafter.config.max_draft_tokens
 
     def test_forwards_are_reported(self) -> None:
@@ -284,13 +284,13 @@ class TestAcceptance:
         together, _ = draft_once(config, start(batch))
         for row, (ids, mask) in enumerate(zip(*batch.values(), strict=True)):
             alone, _ = draft_once(config, start({"input_ids": ids[mask.bool()][None]}))
-            assert paths(together.host, row) == paths(alone.host)
+            assert paths(together, row) == paths(alone)
 
     def test_finished_rows_have_no_nodes(self) -> None:
         state = start(ragged_batch())
         state.finished[1] = state.finished[4] = True
-        host = draft_once(TreeConfig(), state)[0].host
-        assert [len(host.nodes(row)) > 0 for row in range(5)] == [True, False, True, True, False]
+        tree = draft_once(TreeConfig(), state)[0]
+        assert [len(tree.nodes(row)) > 0 for row in range(5)] == [True, False, True, True, False]
 
 
 class TestPolicies:
@@ -299,7 +299,7 @@ class TestPolicies:
         config = DraftConfig(
             max_draft_tokens=6, length_policy="confidence", confidence_threshold=threshold
         )
-        host = draft_once(config, start(batch))[0].host
+        tree = draft_once(config, start(batch))[0]
         small, heights = draft_model("llama"), []
         for ids, mask in zip(*batch.values(), strict=True):
             sequence, height = ids[mask.bool()][None], 0
@@ -311,7 +311,7 @@ class TestPolicies:
                 if probs.max() < threshold:
                     break
             heights.append(height)
-        assert [host.height(row) for row in range(5)] == heights
+        assert [tree.height(row) for row in range(5)] == heights
         assert len(set(heights)) > 1
 
     @pytest.mark.parametrize(("threshold", "height"), [(0.0, 6), (1.0, 1)])
@@ -322,7 +322,7 @@ class TestPolicies:
             length_policy="confidence",
             confidence_threshold=threshold,
         )
-        assert draft_once(config, start({"input_ids": PROMPT}))[0].host.height(0) == height
+        assert draft_once(config, start({"input_ids": PROMPT}))[0].height(0) == height
 
     @pytest.mark.parametrize("kind", [DraftConfig, TreeConfig])
     def test_heuristic_follows_each_row(self, kind: type[DraftConfig]) -> None:
@@ -381,15 +381,15 @@ class TestSampling:
     )
     def test_nodes_carry_what_their_children_were_drawn_from(self, config: DraftConfig) -> None:
         tree = self.sampled(config)
-        host, probs = tree.host, tree.draft_probs
+        probs = tree.draft_probs
         assert probs is not None
         assert probs.shape == (tree.num_nodes, VOCAB)
-        assert len(host.tokens) - 1 <= config.shape.max_nodes
-        for node, path in enumerate([(), *paths(host)]):
-            if host.children[node]:
+        assert len(tree.tokens) - 1 <= config.shape.max_nodes
+        for node, path in enumerate([(), *paths(tree)]):
+            if tree.children[node]:
                 expected = next_probs(draft_model("llama"), [path])[0]
                 torch.testing.assert_close(probs[node], expected, atol=1e-5, rtol=1e-4)
-                tokens = [host.tokens[child] for child in host.children[node]]
+                tokens = [tree.tokens[child] for child in tree.children[node]]
                 assert len(set(tokens)) == len(tokens) == config.shape.children
 
     @pytest.mark.parametrize("config", [DraftConfig(sample_drafts=False), TreeConfig()])
@@ -397,7 +397,7 @@ class TestSampling:
         tree = self.sampled(config)
         greedy, _ = draft_once(config, start({"input_ids": PROMPT}))
         assert tree.draft_probs is None
-        assert tree.host.tokens == greedy.host.tokens
+        assert tree.tokens == greedy.tokens
 
 
 class TestRefusals:
@@ -445,8 +445,8 @@ def watch_rounds() -> Iterator[list[list[tuple[int, int]]]]:
     observe = DraftModelDrafter.observe
 
     def watched(self: DraftModelDrafter, verdict: Any, output: Any) -> None:
-        host = verdict.tree.host
-        rounds.append([(host.height(r), len(path)) for r, path in enumerate(verdict.accepted)])
+        tree = verdict.tree
+        rounds.append([(tree.height(r), len(path)) for r, path in enumerate(verdict.accepted)])
         observe(self, verdict, output)
 
     DraftModelDrafter.observe = watched  # type: ignore[method-assign]

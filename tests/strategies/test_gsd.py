@@ -279,12 +279,12 @@ class TestGraph:
     def test_drafting_ends_when_a_level_has_only_leaves(self) -> None:
         config = hf_spec.GsdConfig(min_probability=1.0)
         tree, drafter = draft_once(config, start())
-        assert tree.host.height(0) == drafter.forwards == 1
+        assert tree.height(0) == drafter.forwards == 1
 
     def test_no_level_below_the_last(self) -> None:
         config = hf_spec.GsdConfig(**{**WIDE, "max_draft_tokens": 2}, merge_length=0)
         tree, drafter = draft_once(config, start())
-        assert tree.host.height(0) == drafter.forwards == 2
+        assert tree.height(0) == drafter.forwards == 2
 
     def test_every_node_of_a_level_is_expanded_by_default(self) -> None:
         config = hf_spec.GsdConfig(
@@ -313,14 +313,14 @@ def path_to(tree: DraftTree, node: int) -> list[int]:
     path: list[int] = []
     while node > 0:
         path.insert(0, node)
-        node = tree.host.parent[node]
+        node = tree.parent[node]
     return path
 
 
 def spelled(tree: DraftTree) -> list[list[int]]:
     """Per node below the root of row 0 the tokens that lead to it."""
-    nodes = range(1, len(tree.host.nodes(0)))
-    return [[tree.host.tokens[n] for n in path_to(tree, node)] for node in nodes]
+    nodes = range(1, len(tree.nodes(0)))
+    return [[tree.tokens[n] for n in path_to(tree, node)] for node in nodes]
 
 
 def verdicts(

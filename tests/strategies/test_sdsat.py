@@ -160,7 +160,7 @@ class TestTheLoops:
             drafter, state = drafting(adapter, SdsatConfig(num_adaptive=4, fused=fused), text)
             with drafter.active(state), torch.no_grad():
                 first = drafter.draft(state, state.draft_limits)
-                assert first.host.tokens == [text[-1], -1, -2, -3, -4]
+                assert first.tokens == [text[-1], -1, -2, -3, -4]
                 embeddings = torch.cat([model.get_input_embeddings()(torch.tensor(text)), vectors])
                 logits = model(inputs_embeds=embeddings[None, : len(text) + 4]).logits[0]
                 foretold = logits[len(text) - 1 :]
@@ -169,9 +169,9 @@ class TestTheLoops:
                 drafter.observe(verdict, ForwardOutput(foretold))
                 second = drafter.draft(state, state.draft_limits)
             certain, *drafts = foretold.argmax(dim=-1).tolist()
-            assert second.host.tokens[:5] == [certain, *drafts]
-            assert second.host.parent[:5] == [-1, 0, 1, 2, 3]
-            assert len(second.host.tokens) == (25 if fused else 5)
+            assert second.tokens[:5] == [certain, *drafts]
+            assert second.parent[:5] == [-1, 0, 1, 2, 3]
+            assert len(second.tokens) == (25 if fused else 5)
 
     def test_no_draft_below_an_end_of_sequence(self) -> None:
         text = repetitive_prompt()[0].tolist()
@@ -185,9 +185,9 @@ class TestTheLoops:
             state.commit(verdict)
             drafter.observe(verdict, ForwardOutput(foretold))
             second = drafter.draft(state, state.draft_limits)
-        assert second.host.tokens[:3] == [20, 21, 30]
+        assert second.tokens[:3] == [20, 21, 30]
         # Chains behind the two others alone.
-        assert second.host.tokens[3:] == [-1] * 6
+        assert second.tokens[3:] == [-1] * 6
 
     @pytest.mark.parametrize(("room", "adaptive"), [(1, 0), (2, 0), (3, 1), (4, 2), (9, 3)])
     def test_no_more_adaptive_tokens_than_there_is_room_for(self, room: int, adaptive: int) -> None:
@@ -212,8 +212,8 @@ class TestTheLoops:
             state.commit(verdict)
             drafter.observe(verdict, ForwardOutput(foretold))
             second = drafter.draft(state, state.draft_limits)
-        assert second.host.tokens == [10, 11, 12, -1, -1, -1]
-        assert second.host.parent == [-1, 0, 1, 1, 3, 2]
+        assert second.tokens == [10, 11, 12, -1, -1, -1]
+        assert second.parent == [-1, 0, 1, 1, 3, 2]
 
     def test_where_the_walk_ends_without_a_chain_the_next_tree_is_one(self) -> None:
         config = SdsatConfig(num_adaptive=3, fused=True, max_adaptive_nodes=1)

@@ -28,7 +28,7 @@ from hf_spec.data.prompts import Prompt, load_prompts
 from hf_spec.decoding.state import GenerationState
 from hf_spec.drafting.graph import TokenGraph
 from hf_spec.execution.runner import ModelRunner
-from hf_spec.execution.tree import DraftTree, HostTree
+from hf_spec.execution.tree import DraftTree
 from hf_spec.generation.one_call import generate_with
 from hf_spec.models.truncated import truncated_draft
 from hf_spec.strategies import GsdConfig
@@ -40,14 +40,14 @@ CONTROL = "random pair"
 
 Pair = tuple[int, int]
 # Called with every drafted tree of one row, its text and the next-token log-probabilities (N, V).
-Study = Callable[[HostTree, list[int], Tensor], None]
+Study = Callable[[DraftTree, list[int], Tensor], None]
 
 
-def merged_pairs(host: HostTree, context: Sequence[int], merge_length: int) -> list[Pair]:
+def merged_pairs(tree: DraftTree, context: Sequence[int], merge_length: int) -> list[Pair]:
     """The nodes of an unmerged tree that a graph would merge, each with its first occurrence.
 
     Args:
-        host: a tree of one row; siblings in order of rank.
+        tree: a draft of one row; siblings in order of rank.
         context: the committed tokens, the root's included.
         merge_length: see `hf_spec.drafting.graph`.
 
@@ -60,11 +60,11 @@ def merged_pairs(host: HostTree, context: Sequence[int], merge_length: int) -> l
     level = [0]
     while level:
         # The graph drafts level by level, and never below a merged node.
-        below = [child for node in level for child in host.children[node]]
+        below = [child for node in level for child in tree.children[node]]
         level = []
         for node in below:
-            father = places[host.parent[node]]
-            place = graph.add(father, host.tokens[node], 1.0)
+            father = places[tree.parent[node]]
+            place = graph.add(father, tree.tokens[node], 1.0)
             if place is None:
                 pairs.append((node, origins[graph.edges[father][-1][0]]))
             else:
@@ -109,7 +109,7 @@ class UnmergedDrafter(GsdDrafter):
         with self._reader.active():
             logits = self._reader.forward(tree, state.tokens).logits
             self._reader.keep([[]])
-        self._study(tree.host, state.tokens[0], logits.float().log_softmax(dim=-1))
+        self._study(tree, state.tokens[0], logits.float().log_softmax(dim=-1))
         return tree
 
 
@@ -139,12 +139,12 @@ def measure(
     pairs: dict[str, list[dict[str, Any]]] = {str(name): [] for name in (*MERGE_LENGTHS, CONTROL)}
     drafted = 0
 
-    def study(host: HostTree, context: list[int], log_probs: Tensor) -> None:
+    def study(tree: DraftTree, context: list[int], log_probs: Tensor) -> None:
         nonlocal drafted
-        count = len(host.tokens) - 1
+        count = len(tree.tokens) - 1
         drafted += count
         for merge_length in MERGE_LENGTHS:
-            found = merged_pairs(host, context, merge_length)
+            found = merged_pairs(tree, context, merge_length)
             pairs[str(merge_length)] += divergence(log_probs, found)
             if merge_length == 0:
                 drawn = [rng.sample(range(1, count + 1), 2) for _ in found]

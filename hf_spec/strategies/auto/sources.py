@@ -124,7 +124,7 @@ class Source:
         self._probs = None if probs is None else probs.tolist()
         for row, limit in self.limits.items():
             if limit:
-                self._sizes[row] = len(self.tree.host.nodes(row)) - 1
+                self._sizes[row] = len(self.tree.nodes(row)) - 1
 
     def useful_depth(self, row: int) -> int:
         """How deep a draft without probabilities goes until even its best node is too unlikely."""
@@ -149,11 +149,11 @@ class Source:
 
         Nothing below a node that is too unlikely to be looked at has any.
         """
-        host, shares = self.tree.host, self._nodes[row]
-        start = host.row_start[row]
+        tree, shares = self.tree, self._nodes[row]
+        start = tree.row_start[row]
         values = [1.0]
-        for node in host.nodes(row)[1:]:
-            above = values[host.parent[node] - start]
+        for node in tree.nodes(row)[1:]:
+            above = values[tree.parent[node] - start]
             values.append(above * shares.share(self._kind(node)) if above >= MIN_VALUE else 0.0)
         return values
 
@@ -173,16 +173,16 @@ class Source:
 
     def _hear(self, row: int, tokens: Sequence[int], limit: int) -> list[int]:
         """Count what was right; the nodes of its tree that carry the tokens, as far as they do."""
-        host, path = self.tree.host, [self.tree.host.row_start[row]]
+        tree, path = self.tree, [self.tree.row_start[row]]
         if not limit:
             self._levels[row].fade(self.fade)
             return []
         for depth, token in enumerate(tokens, start=1):
             if depth > limit:
                 break
-            for node in host.proposals(path[-1]):
-                self._nodes[row].hear(self._kind(node), host.tokens[node] == token)
-            child = host.child(path[-1], token)
+            for node in tree.proposals(path[-1]):
+                self._nodes[row].hear(self._kind(node), tree.tokens[node] == token)
+            child = tree.child(path[-1], token)
             self._levels[row].hear(depth, child is not None)
             if child is None:
                 break
@@ -190,11 +190,11 @@ class Source:
         return path[1:]
 
     def _kind(self, node: int) -> Hashable:
-        host = self.tree.host
+        tree = self.tree
         if self._probs is not None:
             return min(int(self._probs[node] * PROBABILITY_KINDS), PROBABILITY_KINDS - 1)
-        rank = host.children[host.parent[node]].index(node)
-        return min(host.depth[node], DEPTH_KINDS), min(rank, RANK_KINDS - 1)
+        rank = tree.children[tree.parent[node]].index(node)
+        return min(tree.depth[node], DEPTH_KINDS), min(rank, RANK_KINDS - 1)
 
     def _new_nodes(self) -> Shares:
         # Not a method of this object, which would wait for the cycle collector with its drafter.
@@ -229,12 +229,12 @@ class MergedTree:
 
     def add(self, source: Source, row: int) -> None:
         """Take in the tree that a source proposes for `row`."""
-        host = source.tree.host
-        start = host.row_start[row]
+        tree = source.tree
+        start = tree.row_start[row]
         place = {start: 0}
-        for node, value in zip(host.nodes(row)[1:], source.values(row)[1:], strict=True):
+        for node, value in zip(tree.nodes(row)[1:], source.values(row)[1:], strict=True):
             if value >= MIN_VALUE:
-                here = self._child(place[host.parent[node]], host.tokens[node])
+                here = self._child(place[tree.parent[node]], tree.tokens[node])
                 # No node is worth more than its parent, by any source that has both.
                 self.values[here] = max(self.values[here], value)
                 place[node] = here
