@@ -32,10 +32,10 @@ from hf_spec import (
 from hf_spec.adapters.folder import SpecAdapter
 from hf_spec.decoding import drafter
 from hf_spec.decoding.verification import NodeDraw
+from hf_spec.drafting import model_drafter
+from hf_spec.drafting.model_drafter import DraftModelDrafter
 from hf_spec.execution.tree import DraftTree
 from hf_spec.models.falcon_head import FalconHead, FalconShape
-from hf_spec.strategies import draft_model
-from hf_spec.strategies.draft_model import DraftModelDrafter
 from hf_spec.verify.distribution import IMPOSSIBLE, chi_square
 from tests.biased_rules import NoResidual, RedrawnBonus, SiblingsWithoutUpdate
 from tests.tiny_models import TIMINGS, random_adaptive_tokens, save_disco_adapter
@@ -376,7 +376,7 @@ def flatter(distributions: Any) -> Tensor | None:
     return torch.nn.functional.normalize(probs.sqrt(), p=1, dim=-1)
 
 
-draft_model_stack = draft_model._stack
+draft_model_stack = model_drafter._stack
 whole_draft = DraftModelDrafter.draft
 
 
@@ -429,7 +429,7 @@ class TestBrokenTwins:
         assert worst_p_value([REPETITIVE], PLAIN, "disco", TWIN_DRAWS) < REJECTED
 
     def test_draft_probs_that_were_not_drawn_from(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(draft_model, "_stack", flatter)
+        monkeypatch.setattr(model_drafter, "_stack", flatter)
         assert worst_p_value([REPETITIVE], {"temperature": 0.5}, "draft", TWIN_DRAWS) < REJECTED
 
     def test_one_row_with_the_prefix_of_another(self, monkeypatch: pytest.MonkeyPatch) -> None:

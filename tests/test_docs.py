@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import hf_spec
 from hf_spec.cli.app import ENTRIES, load_command
-from hf_spec.strategies import base
+from hf_spec.strategies import registry
 from tests import support_matrix, tiny_models
 
 ROOT = Path(__file__).parents[1]
@@ -145,8 +145,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def names(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the examples may take as given; strategies that they register are forgotten."""
     monkeypatch.setattr("hf_spec.data.small_models.smollm2_135m_instruct", lambda: tiny_folder)
-    monkeypatch.setattr(base, "_CONFIGS", dict(base._CONFIGS))
-    monkeypatch.setattr(base, "_MAKERS", dict(base._MAKERS))
+    monkeypatch.setattr(registry, "_STRATEGIES", dict(registry._STRATEGIES))
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
     return {
         "__name__": "documentation",

@@ -17,9 +17,10 @@ from transformers import PreTrainedModel
 from hf_spec.bench.contenders import Contender, PlainAnswers, Run, speculative
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.drafting.length_policy import DraftedToken, LengthPolicy
+from hf_spec.drafting.model_drafter import DraftModelDrafter
 from hf_spec.execution.vocabulary import num_embeddings
 from hf_spec.generation.one_call import generate_with
-from hf_spec.strategies.draft_model import DraftConfig, DraftModelDrafter
+from hf_spec.strategies.draft_model import DraftConfig
 
 
 class OraclePolicy(LengthPolicy):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -50,6 +51,7 @@ class Drafter(CandidateGenerator, ABC):
         rule: the verifier that judges its trees, while it is active; None for the exact one.
         no_candidates: why it cannot serve transformers' assisted decoding; None if it can.
         virtual_tokens: what the nodes with negative token ids stand for; None if it sends none.
+        max_depth: levels of its deepest draft.
         counters: what the drafter counts beside that, by name; `SpecStats.counters` at the end.
     """
 
@@ -58,6 +60,7 @@ class Drafter(CandidateGenerator, ABC):
     rule: type[Verifier] | None = None
     no_candidates: str | None = None
     virtual_tokens: VirtualTokens | None = None
+    max_depth: int = sys.maxsize
     counters: Mapping[str, int] = MappingProxyType({})
     _generation: GenerationState | None = None
     _runner: DraftRunner | None = None
@@ -70,6 +73,16 @@ class Drafter(CandidateGenerator, ABC):
     def num_forwards(self, depth: int) -> int:
         """Forwards of its own that a draft of so many levels takes: one a level by default."""
         return depth
+
+    @property
+    def alone(self) -> bool:
+        """Whether its trees cannot be joined with others': virtual nodes bring the next draft."""
+        return self.virtual_tokens is not None
+
+    @property
+    def timing_key(self) -> Hashable:
+        """What measured times belong to: what of it outlives a generation, such as its model."""
+        return id(self)
 
     def start(self, state: GenerationState) -> None:
         """Begin the generation of `state` and forget an earlier one. Nothing by default."""

@@ -9,7 +9,7 @@
 ==============  ================================================================================
 
 Others are added from outside with `register_policy`: DISCO's classifier, and "measured", which
-weighs what a token is worth against what it costs (`hf_spec.strategies.measured`). A policy is
+weighs what a token is worth against what it costs (`hf_spec.drafting.measured`). A policy is
 asked after every drafted token, the first one included; the token it stops behind is still sent to
 the target. It knows what was drafted so far, past rounds and times, and nothing else, so a draft
 that was drawn at random stays one that residual rejection can judge.

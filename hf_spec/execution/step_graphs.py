@@ -4,7 +4,7 @@ A small step takes a GPU less time than the host takes to launch it. A recorded 
 Its inputs have to stand where they stood when it was recorded, in the same shapes, so tokens are
 padded to a few sizes, inside the graph only: padding is stored nowhere, seen by no token and cut
 off from the outputs. What a token looks at comes from the layout, which the kernels read on the
-device, so lengths need no sizes of their own; when the storage grows, recording starts anew.
+device, so lengths need no sizes of their own; when the storage grows, recording starts again.
 
 A shape runs twice in this form before it is recorded the third time. Where nothing can be recorded
 (see `obstacle`) steps run as they come, and one line of the log says why.

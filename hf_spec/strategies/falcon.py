@@ -4,7 +4,7 @@ The head reads the target's last features and the tokens that followed them; its
 give a list of tokens for each of the k depths to come. A fixed tree of ranks says which entries of
 the lists are sent, and which paths are drafted on in another pass, k depths at a time (Gao et al.
 2024, arXiv 2412.12639). The head's keys and values of committed tokens stay; those of a draft rest
-on foretold features, so they are dropped and the true ones are fed in the next round.
+on predicted features, so they are dropped and the true ones are fed in the next round.
 
 The draft depends on committed tokens and features alone, so it is judged by node draw.
 """
@@ -12,7 +12,8 @@ The draft depends on committed tokens and features alone, so it is judged by nod
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -23,8 +24,12 @@ from transformers import PreTrainedModel
 
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.state import GenerationState
+from hf_spec.drafting.config import PolicyConfig
 from hf_spec.drafting.length_policy import MEASURED, DraftedToken, LengthPolicy, make_policy
+from hf_spec.drafting.measured import measured, resolve
+from hf_spec.drafting.published_trees import published_trees
 from hf_spec.drafting.rank_tree import RankTree
+from hf_spec.drafting.sources import NODES_PER_LEVEL
 from hf_spec.errors import OptionError, UnsupportedError, choices
 from hf_spec.execution.attention import takes_packed
 from hf_spec.execution.runner import ForwardOutput
@@ -34,11 +39,8 @@ from hf_spec.models.falcon_head import METHOD, FalconHead, State
 from hf_spec.models.falcon_plan import DraftPass, DraftPlan, draft_plan
 from hf_spec.models.falcon_runner import HeadRunner, PairRow
 from hf_spec.strategies.assistants import resolve_falcon_head
-from hf_spec.strategies.auto.sources import NODES_PER_LEVEL
-from hf_spec.strategies.base import PolicyConfig, register
 from hf_spec.strategies.falcon_tree import choose_tree, max_sent
-from hf_spec.strategies.measured import measured, resolve
-from hf_spec.strategies.published_trees import published_trees
+from hf_spec.strategies.registry import register
 
 COUNTERS = ("draft_nodes", "rounds")
 
@@ -59,11 +61,17 @@ def _make(config: FalconConfig, target: PreTrainedModel, assistant: object) -> D
     if config.length_policy == MEASURED:
         drafter = FalconDrafter(head, tree, policy, config.min_draft_tokens)
         config = replace(config, max_nodes=config.max_nodes or len(tree))
-        return measured(drafter, target, config, NODES_PER_LEVEL)
+        return measured(drafter, policy, target, config, NODES_PER_LEVEL)
     return FalconDrafter(head, tree, policy, config.min_draft_tokens, most)
 
 
-@register("falcon", _make)
+def _make_for_auto(target: PreTrainedModel, assistant: object, batching: str) -> Drafter:
+    # Which nodes are worth sending is decided there.
+    whole = FalconConfig(length_policy="static", max_nodes=sys.maxsize, batching=batching)
+    return _make(whole, target, assistant)
+
+
+@register("falcon", _make, _make_for_auto)
 @dataclass(frozen=True)
 class FalconConfig(PolicyConfig):
     """Options of a Falcon head's drafts; the length policy is asked between passes.
@@ -74,7 +82,7 @@ class FalconConfig(PolicyConfig):
             siblings; "chain"; a published one for k = 2, "falcon-vicuna" or "falcon-llama"; or a
             list of rank paths, see `hf_spec.drafting.rank_tree`.
         max_nodes: most nodes of a drafted tree that are sent to the target, the likeliest paths
-            first, chosen anew in every round (compare Li et al. 2024, arXiv 2406.16858, section
+            first, chosen again in every round (compare Li et al. 2024, arXiv 2406.16858, section
             4.2). None is what the adapter's own tree was calibrated with, and all nodes of others.
     """
 
@@ -158,6 +166,7 @@ class FalconDrafter(Drafter):
         self.tree = tree
         self.plan: DraftPlan = draft_plan(tree, head.shape.block_size)
         self.policy = policy or LengthPolicy(tree.height)
+        self.max_depth = min(tree.height, self.policy.max_draft_tokens)
         self.min_draft_tokens = min_draft_tokens
         self.max_nodes = max_nodes
         # A policy that only sets limits need not be asked, which spares the host a wait a pass.
@@ -170,6 +179,11 @@ class FalconDrafter(Drafter):
     def num_forwards(self, depth: int) -> int:
         """A pass for every block of depths."""
         return -(-depth // self.head.shape.block_size)
+
+    @property
+    def timing_key(self) -> Hashable:
+        """The head."""
+        return id(self.head)
 
     def start(self, state: GenerationState) -> None:
         """Rows without pairs."""
@@ -268,15 +282,15 @@ class FalconDrafter(Drafter):
         carried: State | None,
         before: _Drawn,
     ) -> tuple[Tensor, State | None]:
-        """Run a pass behind the outputs (A, n, k, H) of the one before, for the rows at `kept`."""
+        """Run a pass on the outputs (A, n, k, H) of the one before, for the rows at `kept`."""
         assert self._runner is not None, "drafting happens while active"
         device = outputs.device
         chosen, parents, fed = send([torch.tensor(kept)[:, None], step.parents, step.fed], device)
         tokens = before.tokens[chosen, fed].view(len(kept), len(parents), -1)
         features = outputs[chosen, parents]
         if carried is not None:
-            behind = [part.view(2, *outputs.shape[:2], -1) for part in carried]
-            hidden, cell = (part[:, chosen, parents].flatten(1, 2) for part in behind)
+            states = [part.view(2, *outputs.shape[:2], -1) for part in carried]
+            hidden, cell = (part[:, chosen, parents].flatten(1, 2) for part in states)
             carried = hidden, cell
         pairs = [self._pairs[rows[i]] for i in kept]
         return self._runner.grow(pairs, step.blocks, tokens, features, carried)

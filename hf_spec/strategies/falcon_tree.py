@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from hf_spec.drafting.published_trees import published_trees
 from hf_spec.drafting.rank_tree import RankTree
 from hf_spec.errors import AssistantError, OptionError
 from hf_spec.models.falcon_head import METHOD, FalconHead
-from hf_spec.strategies.published_trees import published_trees
 
 
 def choose_tree(named: Any, max_draft_tokens: int | None, head: FalconHead) -> RankTree:
@@ -20,7 +20,7 @@ def choose_tree(named: Any, max_draft_tokens: int | None, head: FalconHead) -> R
 
     Raises:
         OptionError: if it is deeper than the head was trained for, or made for another k.
-        AssistantError: if the head's own tree is of no use.
+        AssistantError: if the head's own tree cannot be used.
     """
     tree = _whole_tree(named, max_draft_tokens, head).cut(max_draft_tokens, head.head.size)
     longest = max_depth(head)
@@ -47,7 +47,7 @@ def max_sent(named: Any, max_nodes: int | None, head: FalconHead) -> int | None:
         return max_nodes
     own = head.options.get("max_nodes")
     if own is not None and (type(own) is not int or own < 1):
-        raise AssistantError(f"the Falcon adapter has max_nodes={own!r}; calibrate it anew")
+        raise AssistantError(f"the Falcon adapter has max_nodes={own!r}; calibrate it again")
     return own
 
 
@@ -59,7 +59,7 @@ def max_depth(head: FalconHead) -> int | None:
     """
     longest = head.options.get("max_depth")
     if longest is not None and (type(longest) is not int or longest < 1):
-        raise AssistantError(f"the Falcon adapter has max_depth={longest!r}; train it anew")
+        raise AssistantError(f"the Falcon adapter has max_depth={longest!r}; train it again")
     return longest
 
 
@@ -85,10 +85,10 @@ def _whole_tree(named: Any, max_draft_tokens: int | None, head: FalconHead) -> R
     try:
         tree = RankTree.of(own)
     except (OptionError, TypeError) as error:
-        raise AssistantError(f"the Falcon adapter's tree is of no use: {error}") from error
+        raise AssistantError(f"the Falcon adapter's tree cannot be used: {error}") from error
     if tree.height > (max_depth(head) or tree.height):
         raise AssistantError(
-            f"the Falcon adapter's tree is of no use: it is {tree.height} deep, its head was "
-            f"trained for {max_depth(head)}; calibrate it anew"
+            f"the Falcon adapter's tree cannot be used: it is {tree.height} deep, its head was "
+            f"trained for {max_depth(head)}; calibrate it again"
         )
     return tree

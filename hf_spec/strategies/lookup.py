@@ -16,11 +16,12 @@ from transformers import PreTrainedModel
 
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.state import GenerationState
+from hf_spec.drafting.config import StrategyConfig
+from hf_spec.drafting.measured import SelfTimedDrafter, can_measure
+from hf_spec.drafting.sources import Source
 from hf_spec.errors import AssistantError, OptionError
 from hf_spec.execution.tree import DraftTree
-from hf_spec.strategies.auto.sources import Source
-from hf_spec.strategies.base import StrategyConfig, register
-from hf_spec.strategies.measured import SelfTimedDrafter, can_measure
+from hf_spec.strategies.registry import register
 
 # Drafts where one of the two is given.
 COPY_LENGTH, MAX_NODES = 7, 15
@@ -50,12 +51,12 @@ class LookupConfig(StrategyConfig):
     """Options of the lookup drafter.
 
     Where neither `copy_length` nor `max_draft_tokens` is given, as many tokens are sent as are
-    worth their time (`hf_spec.strategies.measured`); otherwise, as many as there are.
+    worth their time (`hf_spec.drafting.measured`); otherwise, as many as there are.
 
     Attributes:
         match_length: longest n-gram that is looked up.
         min_match_length: shortest one, tried when the longer ones have no match.
-        copy_length: how many tokens are copied from behind a match; 7 where only `max_draft_tokens`
+        copy_length: how many tokens are copied from after a match; 7 where only `max_draft_tokens`
             is given.
         max_matches: how many occurrences may become branches of the tree.
         max_draft_tokens: most nodes of the tree, root excluded; 15 where only `copy_length` is
@@ -153,7 +154,7 @@ def lookup_sources(config: LookupConfig, longest: int) -> list[Source]:
         longest: depth of the deepest draft.
     """
     found = []
-    for runs, (first, further) in RUNS.items():
+    for runs, shares in RUNS.items():
         least = max(runs.start, config.min_match_length)
         most = min(runs.stop - 1, config.match_length)
         if least <= most:
@@ -164,7 +165,7 @@ def lookup_sources(config: LookupConfig, longest: int) -> list[Source]:
                 copy_length=longest,
                 max_draft_tokens=2 * longest,
             )
-            found.append(Source("lookup", LookupDrafter(part), longest, first, further))
+            found.append(Source("lookup", LookupDrafter(part), longest, shares))
     return found
 
 
@@ -177,7 +178,7 @@ class _NgramIndex:
         self._indexed = 0
 
     def extend(self, sequence: Sequence[int]) -> None:
-        """Index every n-gram that has a token behind it."""
+        """Index every n-gram that has a token after it."""
         for end in range(self._indexed + 1, len(sequence)):
             for length, ends in zip(self.lengths, self._ends, strict=True):
                 if end >= length:
@@ -185,7 +186,7 @@ class _NgramIndex:
         self._indexed = max(self._indexed, len(sequence) - 1)
 
     def matches(self, sequence: Sequence[int]) -> Iterator[int]:
-        """Places behind earlier occurrences of the sequence's end: longest first, then newest."""
+        """Places after earlier occurrences of the sequence's end: longest first, then newest."""
         seen: set[int] = set()
         for length, ends in zip(reversed(self.lengths), reversed(self._ends), strict=True):
             for end in reversed(ends.get(tuple(sequence[-length:]), [])):

@@ -30,15 +30,16 @@ from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.processors import NodeProcessors
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.token_sampling import distribution
-from hf_spec.drafting.path_sampling import PathSampling
+from hf_spec.drafting.config import StrategyConfig
+from hf_spec.drafting.lossy_rules import PathSampling
+from hf_spec.drafting.published_trees import published_trees
 from hf_spec.drafting.rank_tree import RankTree
 from hf_spec.errors import OptionError, choices
 from hf_spec.execution.runner import ForwardOutput
 from hf_spec.execution.tree import DraftTree, Verdict
 from hf_spec.models.adaptive_tokens import METHOD, AdaptiveTokens, adaptive_tokens
 from hf_spec.strategies.assistants import read_once
-from hf_spec.strategies.base import StrategyConfig, register
-from hf_spec.strategies.published_trees import published_trees
+from hf_spec.strategies.registry import register
 
 COUNTERS = ("adaptive_rounds", "verify_rounds", "fused_rounds", "adaptive_nodes")
 
@@ -48,7 +49,11 @@ def _make(config: SdsatConfig, target: PreTrainedModel, assistant: object) -> Sd
     return SdsatDrafter(config, tokens, options.get("num_adaptive"))
 
 
-@register("sdsat", _make)
+def _make_for_auto(target: PreTrainedModel, assistant: object, batching: str) -> SdsatDrafter:
+    return _make(SdsatConfig(fused=True, batching=batching), target, assistant)
+
+
+@register("sdsat", _make, _make_for_auto)
 @dataclass(frozen=True)
 class SdsatConfig(StrategyConfig):
     """Options of drafts behind adaptive tokens.
@@ -187,7 +192,7 @@ class SdsatDrafter(Drafter):
     def __init__(self, config: SdsatConfig, tokens: AdaptiveTokens, usual_length: object = None):
         self.config = config
         self.virtual_tokens = tokens
-        self.length = chain_length(config, tokens, usual_length)
+        self.length = self.max_depth = chain_length(config, tokens, usual_length)
         self.tree = config.rank_tree or RankTree.chain(self.length)
         self._adaptive_ids = tokens.chain(self.length)
         self._plans: dict[int, _Plan] = {}

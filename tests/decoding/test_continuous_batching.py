@@ -13,10 +13,11 @@ from hf_spec.decoding.continuous_batching import ContinuousBatch, Prepared, Requ
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.stopping import StopRules
+from hf_spec.drafting.model_drafter import DraftModelDrafter
 from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.tree import DraftTree
 from hf_spec.strategies import make_drafter, parse_strategy
-from hf_spec.strategies.draft_model import DraftConfig, DraftModelDrafter
+from hf_spec.strategies.draft_model import DraftConfig
 from hf_spec.strategies.lookup import LookupConfig, LookupDrafter
 from tests import tiny_models
 

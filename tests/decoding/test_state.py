@@ -401,7 +401,7 @@ def test_tokens_that_may_still_be_cut_are_held_back() -> None:
     assert state.finish().sequences[:, 4:].tolist() == [streamer.rows[0], streamer.rows[1]]
 
 
-def test_a_row_begins_anew_with_rules_and_counts_of_its_own() -> None:
+def test_a_row_begins_again_with_rules_and_counts_of_its_own() -> None:
     streamer = RowRecorder()
     state = make_state(MaxLengthCriteria(20), EosTokenCriteria(12), streamer=streamer)
     commit(state, [11, 12], [14, 15])

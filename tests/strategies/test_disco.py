@@ -22,13 +22,13 @@ from hf_spec import (
 )
 from hf_spec.adapters.folder import load_adapter
 from hf_spec.drafting.length_policy import DraftedToken
+from hf_spec.drafting.model_drafter import DraftModelDrafter
 from hf_spec.models.disco_classifier import DiscoClassifier, draft_features
 from hf_spec.strategies import assistants as assistant
 from hf_spec.strategies import disco
 from hf_spec.strategies import draft_model as draft_model_strategy
 from hf_spec.strategies.assistants import resolve_draft_model
 from hf_spec.strategies.disco import DiscoPolicy
-from hf_spec.strategies.draft_model import DraftModelDrafter
 from tests.model_watch import count_forwards
 from tests.strategies.test_draft_model import start
 from tests.tiny_models import (
@@ -317,7 +317,7 @@ class TestRefusals:
             self.generate(spec_strategy=kind(length_policy="disco"), assistant=draft_model("llama"))
 
     def test_an_adapter_without_the_policy(self) -> None:
-        with pytest.raises(OptionError, match="adapter='x' is of no use to length_policy=None"):
+        with pytest.raises(OptionError, match="adapter='x' is not used by length_policy=None"):
             DraftConfig(adapter="x")
 
     def test_no_assistant(self) -> None:

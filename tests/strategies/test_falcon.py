@@ -18,12 +18,12 @@ from transformers import DynamicCache
 
 from hf_spec import AssistantError, FalconConfig, OptionError, UnsupportedError
 from hf_spec.adapters.folder import save_adapter
+from hf_spec.drafting.published_trees import published_trees
 from hf_spec.drafting.rank_tree import RankTree
 from hf_spec.execution import runner as runner_module
 from hf_spec.execution.tree import DraftTree
 from hf_spec.models.falcon_head import FalconHead, FalconShape
 from hf_spec.strategies.falcon import FalconDrafter
-from hf_spec.strategies.published_trees import published_trees
 from tests.drafting.test_rank_tree import random_paths
 from tests.falcon_reference import block_ends, drafted, features_of, random_head
 from tests.model_watch import count_forwards, snapshot

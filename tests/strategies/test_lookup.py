@@ -106,7 +106,7 @@ class TestIndex:
         # (9, 3) was generated, not read.
         assert draft(state, drafter).tokens == [3, 5, 6]
 
-    def test_growing_equals_starting_anew(self) -> None:
+    def test_growing_equals_starting_again(self) -> None:
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(3, 7, (60,), generator=generator).tolist()
         state = start(tokens[:5], new_tokens=60)

@@ -19,10 +19,10 @@ from hf_spec.adapters.folder import save_adapter
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.stopping import StopRules
 from hf_spec.decoding.verification import NodeDraw
-from hf_spec.drafting.path_sampling import PathSampling
+from hf_spec.drafting.lossy_rules import PathSampling
+from hf_spec.drafting.published_trees import published_trees
 from hf_spec.execution.runner import ForwardOutput
 from hf_spec.models.adaptive_tokens import from_adapter
-from hf_spec.strategies.published_trees import published_trees
 from hf_spec.strategies.sdsat import SdsatDrafter
 from tests.model_watch import count_forwards, snapshot
 from tests.tiny_models import (
@@ -363,7 +363,7 @@ class TestOptions:
         with pytest.raises(hf_spec.UnsupportedError, match="assisted decoding"):
             drafter.get_candidates(torch.tensor([[3, 4]]))
 
-    def test_a_folder_is_read_anew_when_it_changes(self, tmp_path: Path) -> None:
+    def test_a_folder_is_read_again_when_it_changes(self, tmp_path: Path) -> None:
         model: PreTrainedModel = build("llama")
         heard = []
         for window in (2, 4):

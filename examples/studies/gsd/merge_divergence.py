@@ -27,13 +27,13 @@ from hf_spec.data.machine import environment
 from hf_spec.data.prompts import Prompt, load_prompts
 from hf_spec.decoding.state import GenerationState
 from hf_spec.drafting.graph import TokenGraph
+from hf_spec.drafting.model_drafter import DraftModelDrafter
 from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.tree import DraftTree
 from hf_spec.generation.one_call import generate_with
 from hf_spec.models.truncated import truncated_draft
 from hf_spec.strategies import GsdConfig
 from hf_spec.strategies.assistants import resolve_draft_model
-from hf_spec.strategies.gsd import GsdDrafter
 
 MERGE_LENGTHS = (0, 1, 2, 3)
 CONTROL = "random pair"
@@ -63,10 +63,10 @@ def merged_pairs(tree: DraftTree, context: Sequence[int], merge_length: int) -> 
         below = [child for node in level for child in tree.children[node]]
         level = []
         for node in below:
-            father = places[tree.parent[node]]
-            place = graph.add(father, tree.tokens[node], 1.0)
+            parent = places[tree.parent[node]]
+            place = graph.add(parent, tree.tokens[node], 1.0)
             if place is None:
-                pairs.append((node, origins[graph.edges[father][-1][0]]))
+                pairs.append((node, origins[graph.edges[parent][-1][0]]))
             else:
                 places[node] = place
                 origins.append(node)
@@ -89,7 +89,7 @@ def divergence(log_probs: Tensor, pairs: Sequence[Pair]) -> list[dict[str, Any]]
     return [{"kl": k, "same": s} for k, s in zip(kl.tolist(), same.tolist(), strict=True)]
 
 
-class UnmergedDrafter(GsdDrafter):
+class UnmergedDrafter(DraftModelDrafter):
     """Drafts without merging, and shows every tree with what the draft model says at each node.
 
     Args:

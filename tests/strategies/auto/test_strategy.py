@@ -14,10 +14,10 @@ from torch import Tensor
 import hf_spec
 from hf_spec import AssistantError, AutoConfig, OptionError
 from hf_spec.adapters.folder import BaseModel, SpecAdapter, save_adapter
+from hf_spec.drafting.sources import Source
 from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.tree import DraftTree
-from hf_spec.strategies.auto import costs as auto_costs
-from hf_spec.strategies.auto.sources import Source
+from hf_spec.strategies.auto import calibration
 from hf_spec.strategies.auto.strategy import AutoDrafter
 from tests.falcon_reference import random_head
 from tests.model_watch import snapshot
@@ -112,13 +112,13 @@ class TestOutput:
 
     def test_calibration_leaves_everything_as_it_was(self, monkeypatch: pytest.MonkeyPatch) -> None:
         model, calls = build("olmo2"), []
-        measure = auto_costs.measure_costs
+        measure = calibration.measure_costs
 
         def watch(*arguments: Any) -> Any:
             calls.append(1)
             return measure(*arguments)
 
-        monkeypatch.setattr(auto_costs, "measure_costs", watch)
+        monkeypatch.setattr(calibration, "measure_costs", watch)
         before, outputs = snapshot(model), []
         for _ in range(2):
             torch.manual_seed(3)
@@ -296,7 +296,7 @@ class TestAssistants:
             for assistant in given:
                 assert [source.name for source in self.made(assistant).assistants] == [name]
 
-    def test_lookup_is_always_at_hand(self) -> None:
+    def test_lookup_is_always_available(self) -> None:
         assert {source.name for source in self.made(None).free} == {"lookup"}
         assert self.made(None).assistants == []
         assert self.made(None).hidden_layers == ()

@@ -28,9 +28,9 @@ from hf_spec import GsdConfig
 from hf_spec.data.prompts import Prompt
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.stopping import StopRules
+from hf_spec.drafting.model_drafter import DraftModelDrafter
 from hf_spec.execution.tree import DraftTree
 from hf_spec.generation.one_call import generate_with
-from hf_spec.strategies.gsd import GsdDrafter
 from tests.model_watch import snapshot
 from tests.tiny_models import draft_model, repetitive_prompt
 
@@ -81,10 +81,12 @@ def test_pairs_of_a_tree_made_by_hand() -> None:
 
 
 @torch.no_grad()
-def first_draft(config: GsdConfig, draft: Any, prompt: Tensor) -> tuple[DraftTree, GsdDrafter]:
+def first_draft(
+    config: GsdConfig, draft: Any, prompt: Tensor
+) -> tuple[DraftTree, DraftModelDrafter]:
     stop = StopRules([MaxLengthCriteria(60)], 1)
     state = GenerationState.create(prompt, torch.ones_like(prompt), stop)
-    drafter = GsdDrafter(config, draft)
+    drafter = DraftModelDrafter(config, draft)
     with drafter.active(state):
         return drafter.draft(state, state.draft_limits), drafter
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from hf_spec.drafting.length_policy import MEASURED, DraftedToken, LengthPolicy, register_policy
-from hf_spec.strategies.auto.sources import (
+from hf_spec.drafting.sources import (
     EXPECTATION_WEIGHT,
     LEVEL_EXPECTATION,
     LEVEL_WEIGHT,
@@ -68,7 +68,7 @@ class MeasuredPolicy(LengthPolicy):
         return worth
 
     def learn(self, row: int, drafted: int, reached: int, known: int) -> None:
-        """Take in the outcome of a round.
+        """Add the outcome of a round.
 
         Args:
             row: which one.
@@ -79,9 +79,9 @@ class MeasuredPolicy(LengthPolicy):
         for level, reach in enumerate(self._reach[row], start=1):
             if level > known and reached == known:
                 break
-            self._came_true[row].hear(_tenth(reach), level <= reached)
+            self._came_true[row].count(_tenth(reach), level <= reached)
         for level in range(1, min(drafted, known, reached + 1) + 1):
-            self._went_on[row].hear(None, level <= reached)
+            self._went_on[row].count(None, level <= reached)
 
     @staticmethod
     def _new_shares() -> Shares:

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from hf_spec.strategies.auto.costs import Costs
-from hf_spec.strategies.auto.sources import MergedTree, Source
+from hf_spec.drafting.costs import Costs
+from hf_spec.drafting.sources import MergedTree, Source
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,24 @@ class Round:
     def rate(self) -> float:
         """Tokens per second."""
         return _rate(self.tokens, self.costs.verify(self.nodes) + self.draft_seconds)
+
+    def level_price(self, source: Source, asked: int, rows: int, level: int) -> float:
+        """What another level of one row's draft costs, in tokens that its time brings elsewhere.
+
+        A chain sends it, too. Of a tree, the nodes to send are chosen when it is there.
+
+        Args:
+            source: drafts it.
+            asked: for how many rows.
+            rows: of how many.
+            level: how many levels there are.
+        """
+        draft, verify = self.costs.draft[source.name], self.costs.verify
+        seconds = (draft(level + 1) - draft(level)) / asked
+        if source.nodes_per_level == 1:
+            nodes = rows + level * asked
+            seconds += verify(nodes + 1) - verify(nodes)
+        return self.rate * seconds
 
 
 def _rate(tokens: float, seconds: float) -> float:
@@ -94,7 +112,11 @@ def choose_sources(
     masses = {row: dict(enumerate(tree.masses(), start=1)) for row, tree in trees.items()}
     best = base
     while True:
-        left = [source for source in sources if not source.alone and source.name not in best.asked]
+        left = [
+            source
+            for source in sources
+            if not source.drafter.alone and source.name not in best.asked
+        ]
         options = [_asking(best, source, masses, room) for source in left]
         better = max(options, key=lambda option: option.rate, default=best)
         if better.rate <= best.rate:
@@ -104,7 +126,7 @@ def choose_sources(
             for level, gain in enumerate(_gains(new, row, masses[row], depth), start=1):
                 masses[row][level] = masses[row].get(level, 0.0) + gain
         best = better
-    alone = [_alone(base, source, trees, room) for source in sources if source.alone]
+    alone = [_alone(base, source, trees, room) for source in sources if source.drafter.alone]
     return max([best, *alone], key=lambda option: option.rate)
 
 

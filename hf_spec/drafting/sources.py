@@ -2,7 +2,7 @@
 
 A *source* is a drafter with a memory of how it fared, per row. Of every node it proposes it says
 how likely the target is to go there: the product along the path of the shares of nodes of the same
-kind that were accepted behind an accepted parent. Kinds are the drafter's own probability in tenths
+kind that were accepted after an accepted parent. Kinds are the drafter's own probability in tenths
 or, where it has none, depth and rank. Shares decay, and begin with an expectation.
 """
 
@@ -39,28 +39,28 @@ class Shares:
     """How often things of each kind came true, old trials counting less.
 
     Args:
-        expected: the share of a kind before anything was heard.
+        expected: the share of a kind before any trial.
         weight: how many trials that counts for.
     """
 
     def __init__(self, expected: Callable[..., float], weight: float):
         self._expected = expected
         self._weight = weight
-        self._heard: dict[Hashable, tuple[float, float]] = {}
+        self._trials: dict[Hashable, tuple[float, float]] = {}
 
     def share(self, kind: Hashable) -> float:
         """Between 0 and 1."""
-        hits, trials = self._heard.get(kind, (0.0, 0.0))
+        hits, trials = self._trials.get(kind, (0.0, 0.0))
         return (self._weight * self._expected(kind) + hits) / (self._weight + trials)
 
-    def hear(self, kind: Hashable, hit: bool) -> None:
+    def count(self, kind: Hashable, hit: bool) -> None:
         """Count a trial."""
-        hits, trials = self._heard.get(kind, (0.0, 0.0))
-        self._heard[kind] = DECAY * hits + hit, DECAY * trials + 1
+        hits, trials = self._trials.get(kind, (0.0, 0.0))
+        self._trials[kind] = DECAY * hits + hit, DECAY * trials + 1
 
     def fade(self, kept: float = FADE) -> None:
         """Forget everything but a share of it."""
-        self._heard = {kind: (kept * h, kept * t) for kind, (h, t) in self._heard.items()}
+        self._trials = {kind: (kept * h, kept * t) for kind, (h, t) in self._trials.items()}
 
 
 class Source:
@@ -68,40 +68,41 @@ class Source:
 
     Args:
         name: in counters and timings.
-        drafter: deterministic.
-        depth: of its deepest draft.
-        first, further: expected share of a first node at depth 1 and below, where the drafter has
-            no probabilities of its own.
+        drafter: asked for drafts.
+        depth: most levels that it is asked for.
+        expected: share of the first node at depth 1 and of those below that is accepted, before
+            any was seen and where the drafter has no probabilities of its own.
+        nodes_per_level: of its tree that are expected to be sent.
+        fade: share of what is known that stays in a round in which it is not asked.
 
     Attributes:
         tree: proposed last.
         limits: per row how deep it was asked to go.
         reached: per row how many of its levels the target went through, sent or not.
-        nodes_per_level: of its tree that are expected to be sent.
-        fade: share of what is known that stays in a round in which it is not asked.
     """
 
     def __init__(
-        self, name: str, drafter: Drafter, depth: int, first: float = 0.5, further: float = 0.7
+        self,
+        name: str,
+        drafter: Drafter,
+        depth: int,
+        expected: tuple[float, float] = (0.5, 0.7),
+        nodes_per_level: int = NODES_PER_LEVEL,
+        fade: float = FADE,
     ):
         self.name = name
         self.drafter = drafter
-        self.depth = depth
-        self._expected = first, further
+        self.depth = min(depth, drafter.max_depth)
+        self.nodes_per_level = nodes_per_level
+        self.fade = fade
+        self._expected = expected
         self.tree: DraftTree
         self.limits: Mapping[int, int] = {}
-        self.nodes_per_level = NODES_PER_LEVEL
-        self.fade = FADE
         self.reached: dict[int, int] = {}
         self._probs: list[float] | None = None
         self._nodes: list[Shares] = []
         self._levels: list[Shares] = []
         self._sizes: dict[int, int] = {}
-
-    @property
-    def alone(self) -> bool:
-        """Whether its trees must be sent as they are: virtual nodes bring the next draft."""
-        return self.drafter.virtual_tokens is not None
 
     def start(self, num_rows: int) -> None:
         """Forget how it fared; the drafter forgets when it is made active."""
@@ -158,20 +159,20 @@ class Source:
         return values
 
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
-        """Learn what became of its own tree, and let the drafter know.
+        """Learn how its own tree fared, and let the drafter know.
 
         A drafter that reads hidden states needs all nodes that were run; the others know their own.
         """
         accepted: list[list[int]] = [[] for _ in verdict.accepted]
         self.reached = {}
         for row, limit in self.limits.items():
-            path = self._hear(row, verdict.tokens(row), limit)
+            path = self._follow(row, verdict.tokens(row), limit)
             self.reached[row] = len(path)
             accepted[row] = path[: len(verdict.accepted[row])]
         own = Verdict(self.tree, accepted, verdict.bonus)
         self.drafter.observe(verdict if self.drafter.hidden_layers else own, output)
 
-    def _hear(self, row: int, tokens: Sequence[int], limit: int) -> list[int]:
+    def _follow(self, row: int, tokens: Sequence[int], limit: int) -> list[int]:
         """Count what was right; the nodes of its tree that carry the tokens, as far as they do."""
         tree, path = self.tree, [self.tree.row_start[row]]
         if not limit:
@@ -181,9 +182,9 @@ class Source:
             if depth > limit:
                 break
             for node in tree.proposals(path[-1]):
-                self._nodes[row].hear(self._kind(node), tree.tokens[node] == token)
+                self._nodes[row].count(self._kind(node), tree.tokens[node] == token)
             child = tree.child(path[-1], token)
-            self._levels[row].hear(depth, child is not None)
+            self._levels[row].count(depth, child is not None)
             if child is None:
                 break
             path.append(child)

@@ -21,7 +21,7 @@ class PublishedTree:
     """A tree and what it was made for.
 
     Attributes:
-        block_size: k, tokens foretold at once.
+        block_size: k, tokens predicted at once.
         tree: the tree.
     """
 
@@ -36,7 +36,7 @@ def published_trees(method: str) -> Mapping[str, PublishedTree]:
 
 @functools.cache
 def _all_trees() -> Mapping[str, PublishedTree]:
-    text = resources.files("hf_spec.strategies").joinpath("trees.json").read_text("utf-8")
+    text = resources.files("hf_spec.drafting").joinpath("trees.json").read_text("utf-8")
     trees = {}
     for name, entry in json.loads(text).items():
         words = [word for level in entry["depths"] for word in level.split()]
