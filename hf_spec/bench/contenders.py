@@ -14,9 +14,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation import CompileConfig
 
+from hf_spec.drafting.config import StrategyConfig
 from hf_spec.errors import AssistantError, UnsupportedError
 from hf_spec.outputs import SpecStats
-from hf_spec.strategies import StrategyConfig, parse_strategy
+from hf_spec.strategies.registry import parse_strategy
 
 # What generate() is told beside the prompt.
 Settings = Mapping[str, Any]

@@ -15,12 +15,13 @@ from hf_spec.bench import contenders as ways
 from hf_spec.bench.contenders import Contender, Settings
 from hf_spec.bench.oracle import oracle
 from hf_spec.bench.synthetic import synthetic
+from hf_spec.drafting.config import StrategyConfig
 from hf_spec.errors import OptionError
 from hf_spec.execution.model_checks import check_model
 from hf_spec.execution.vocabulary import num_embeddings
 from hf_spec.models.truncated import truncated_draft
-from hf_spec.strategies import StrategyConfig, make_drafter
 from hf_spec.strategies.assistants import resolve_draft_model
+from hf_spec.strategies.registry import make_drafter
 
 # A strategy's name in tables, its config and its assistant.
 Entry = tuple[str, StrategyConfig, Any]

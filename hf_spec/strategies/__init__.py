@@ -1,6 +1,5 @@
-"""The strategies that `spec_strategy=` can name, one file each."""
+"""The strategies that `spec_strategy=` can name, one file each; `hf_spec` exports their configs."""
 
-from hf_spec.drafting.config import StrategyConfig
 from hf_spec.strategies.auto.strategy import AutoConfig
 from hf_spec.strategies.disco import DiscoConfig
 from hf_spec.strategies.draft_model import DraftConfig, TreeConfig
@@ -8,12 +7,6 @@ from hf_spec.strategies.falcon import FalconConfig
 from hf_spec.strategies.gsd import GsdConfig
 from hf_spec.strategies.lookup import LookupConfig
 from hf_spec.strategies.none import NoneConfig
-from hf_spec.strategies.registry import (
-    known_strategies,
-    make_drafter,
-    parse_strategy,
-    register,
-)
 from hf_spec.strategies.sdsat import SdsatConfig
 
 __all__ = [
@@ -25,10 +18,5 @@ __all__ = [
     "LookupConfig",
     "NoneConfig",
     "SdsatConfig",
-    "StrategyConfig",
     "TreeConfig",
-    "known_strategies",
-    "make_drafter",
-    "parse_strategy",
-    "register",
 ]

@@ -15,11 +15,12 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from hf_spec.adapters.folder import SpecAdapter
+from hf_spec.drafting.config import StrategyConfig
 from hf_spec.drafting.graph import TokenGraph
 from hf_spec.execution.runner import ForwardOutput
 from hf_spec.execution.tree import Verdict
 from hf_spec.generation.one_call import generate_with
-from hf_spec.strategies import StrategyConfig, make_drafter, parse_strategy
+from hf_spec.strategies.registry import make_drafter, parse_strategy
 
 Assistant = PreTrainedModel | SpecAdapter | str | os.PathLike[str]
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from hf_spec.bench.contenders import plain, speculative
 from hf_spec.data.prompts import Prompt
-from hf_spec.strategies import StrategyConfig
+from hf_spec.drafting.config import StrategyConfig
 from hf_spec.verify.mismatch import TIE, Difference, differences
 from hf_spec.verify.sampling import SamplingPlan, SamplingResult, check_sampling
 

@@ -16,9 +16,9 @@ from hf_spec.decoding.stopping import StopRules
 from hf_spec.drafting.model_drafter import DraftModelDrafter
 from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.tree import DraftTree
-from hf_spec.strategies import make_drafter, parse_strategy
 from hf_spec.strategies.draft_model import DraftConfig
 from hf_spec.strategies.lookup import LookupConfig, LookupDrafter
+from hf_spec.strategies.registry import make_drafter, parse_strategy
 from tests import tiny_models
 
 # Longer texts than the first capacity of the pool would hide growth.

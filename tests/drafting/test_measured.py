@@ -17,7 +17,7 @@ from hf_spec.drafting.costs import RoundTimes
 from hf_spec.drafting.measured import SelfTimedDrafter, resolve
 from hf_spec.errors import OptionError, UnsupportedError
 from hf_spec.execution.runner import ModelRunner
-from hf_spec.strategies import make_drafter, parse_strategy
+from hf_spec.strategies.registry import make_drafter, parse_strategy
 from tests.falcon_reference import random_head
 from tests.tiny_models import build, disco_adapter, draft_model, prompts
 

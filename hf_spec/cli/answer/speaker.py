@@ -12,9 +12,9 @@ from torch import Tensor
 from hf_spec.bench.contenders import parse_entry, with_assistants
 from hf_spec.cli.answer.options import Sampling
 from hf_spec.cli.loading import load_target, load_tokenizer
+from hf_spec.drafting.config import StrategyConfig
 from hf_spec.errors import OptionError
 from hf_spec.outputs import SpecGenerateOutput
-from hf_spec.strategies import StrategyConfig
 
 
 def parse_choice(

@@ -275,7 +275,7 @@ class TestSilence:
 
 class TestAssistants:
     def made(self, assistant: Any) -> AutoDrafter:
-        drafter = hf_spec.strategies.make_drafter(AutoConfig(), build("llama"), assistant)
+        drafter = hf_spec.strategies.registry.make_drafter(AutoConfig(), build("llama"), assistant)
         assert isinstance(drafter, AutoDrafter)
         return drafter
 
@@ -327,7 +327,7 @@ class TestAssistants:
     def test_timings_must_know_the_assistants(self) -> None:
         config = AutoConfig(timings={"verify": [[1, 1.0]], "draft": {"falcon": [[1, 1.0]]}})
         with pytest.raises(OptionError, match=r"timings\['draft'\] lacks 'tree'; it has 'falcon'"):
-            hf_spec.strategies.make_drafter(config, build("llama"), draft_model("llama"))
+            hf_spec.strategies.registry.make_drafter(config, build("llama"), draft_model("llama"))
 
     def test_a_wrong_set_of_timings(self) -> None:
         with pytest.raises(OptionError, match="timings="):
