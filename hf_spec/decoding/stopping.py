@@ -49,7 +49,6 @@ class StopRules:
         pads: whether a row that ends is padded while others go on. Plain `generate()` does so only
             if there is an end-of-sequence token; without one, all rows go on until each has met
             a rule.
-        asks: whether any criterion has to be asked step by step, about the whole batch.
     """
 
     def __init__(self, criteria: Sequence[Any], num_rows: int):
