@@ -140,9 +140,14 @@ class GenerationState:
     def prefix(self, row: int, path: Sequence[int] = ()) -> Tensor:
         """(L,) int64 on `device`: the frame of `row` followed by the tokens of `path`.
 
-        The path is written behind the committed frame, where the next call overwrites it.
+        The path is written after the committed frame, where the next call overwrites it.
         """
         return self._write(row, path).to(self.device)
+
+    def prefixes(self, rows: Sequence[int], paths: Sequence[Sequence[int]]) -> list[Tensor]:
+        """The `prefix` of every row and path, to keep."""
+        # A copy each: those of one row share the space after its committed tokens.
+        return [self.prefix(row, path).clone() for row, path in zip(rows, paths, strict=True)]
 
     def _write(self, row: int, path: Sequence[int]) -> Tensor:
         start = self.frame_length(row)

@@ -1,6 +1,6 @@
 """Streams of several sequences: who gets which tokens, as soon as they are certain.
 
-A streamer of transformers follows one sequence. A `BatchStreamer` hears with every block which
+A streamer of transformers follows one sequence. A `BatchStreamer` is told with every block which
 sequence it belongs to, and with a tokenizer a `BatchTextStreamer` turns each sequence into text.
 """
 
@@ -48,7 +48,7 @@ class BatchStreamer(BaseStreamer):
         self.on_tokens(row, token_ids)
 
     def end_row(self, row: int) -> None:
-        """Hear that a sequence has ended; nothing more of it comes."""
+        """Learn that a sequence has ended; nothing more of it comes."""
         self.on_end(row)
 
     def put(self, value: torch.Tensor) -> None:
@@ -65,7 +65,7 @@ class BatchStreamer(BaseStreamer):
             )
 
     def end(self) -> None:
-        """Hear that all sequences have ended."""
+        """Learn that all sequences have ended."""
 
 
 class BatchTextStreamer(BatchStreamer):

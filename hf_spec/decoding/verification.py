@@ -14,7 +14,7 @@ token there, after every processor of the user, evaluated with that node's own p
 ===================  ============================================================================
 
 On a CPU nodes are looked at one level after the other, and none that the walk does not reach. On a
-GPU every level would wait for the one before, so all nodes are judged at once and the host hears
+GPU every level would wait for the one before, so all nodes are judged at once and the host learns
 the outcome in one transfer, unless a processor reads prefixes or the scores are wanted.
 """
 
@@ -133,12 +133,7 @@ class Walk:
             (M, V) float32.
         """
         raw = self.raw[nodes].to(self.state.device, torch.float32, copy=True)
-        prefixes = None
-        if self.processors.reads_prefix:
-            # A copy each: prefixes of one row share the space behind its committed tokens.
-            prefixes = [
-                self.state.prefix(row, path).clone() for row, path in zip(rows, paths, strict=True)
-            ]
+        prefixes = self.state.prefixes(rows, paths) if self.processors.reads_prefix else None
         return self.processors(rows, prefixes, raw)
 
     def look_at_all(self, tree: DraftTree) -> Tensor:
@@ -213,7 +208,7 @@ def _walk_on_device(tree: DraftTree, scores: Tensor, state: GenerationState) -> 
         if last < 0 and tree.nodes(row):
             raise RuntimeError(f"row {row}: no token has a probability above 0, so none is drawn")
         drafted = [tree.tokens[node] for node in path[:count]]
-        # What lies behind the end of a sequence is cut off by the stop rule, here as in `verify`.
+        # What lies after the end of a sequence is cut off by the stop rule, here as in `verify`.
         end = next((i for i, token in enumerate(drafted) if state.stop.ends_sequence(token)), None)
         accepted.append(path[:count] if end is None else path[: end + 1])
         bonus.append(drafted[end] if end is not None else last if last >= 0 else None)

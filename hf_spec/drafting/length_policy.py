@@ -4,13 +4,13 @@
 `static`        always `max_draft_tokens`
 `heuristic`     two more after a round in which every token was accepted, else one fewer
                 (transformers' rule; the dynHeur baseline of Mamou et al. 2024, arXiv 2405.04304)
-`confidence`    stop behind the first token whose draft probability is below the threshold
+`confidence`    stop after the first token whose draft probability is below the threshold
                 (transformers' dynamic speculation)
 ==============  ================================================================================
 
 Others are added from outside with `register_policy`: DISCO's classifier, and "measured", which
 weighs what a token is worth against what it costs (`hf_spec.drafting.measured`). A policy is
-asked after every drafted token, the first one included; the token it stops behind is still sent to
+asked after every drafted token, the first one included; the token it stops after is still sent to
 the target. It knows what was drafted so far, past rounds and times, and nothing else, so a draft
 that was drawn at random stays one that residual rejection can judge.
 """
@@ -38,7 +38,7 @@ class DraftedToken:
         row: the sequence.
         token: its id.
         position: counted from the beginning of the generation, 0 for the first generated token.
-        probability: the draft model's, behind its own prefix.
+        probability: the draft model's, after its own prefix.
         score: what `LengthPolicy.score` made of the distribution it was taken from.
         reach: the drafter's probability that the target goes to what the row would draft on from;
             in a tree, of all its ends together.
@@ -85,11 +85,11 @@ class LengthPolicy:
         return None
 
     def goes_on(self, newest: Sequence[DraftedToken]) -> list[bool]:
-        """Per growing row whether it drafts on behind its newest token."""
+        """Per growing row whether it drafts on after its newest token."""
         return [True] * len(newest)
 
     def observe(self, row: int, drafted: int, accepted: int) -> None:
-        """Hear how many levels of the last draft of `row` were accepted."""
+        """Learn how many levels of the last draft of `row` were accepted."""
 
 
 @dataclass
@@ -117,7 +117,7 @@ class HeuristicPolicy(LengthPolicy):
 
 @dataclass
 class ConfidencePolicy(LengthPolicy):
-    """Stop behind a token whose draft probability is below the threshold."""
+    """Stop after a token whose draft probability is below the threshold."""
 
     threshold: float = 0.4
 

@@ -32,7 +32,7 @@ from hf_spec.drafting.graph import TokenGraph, Unmerged
 from hf_spec.drafting.length_policy import DraftedToken, LengthPolicy, make_policy
 from hf_spec.errors import OptionError
 from hf_spec.execution.runner import ForwardOutput, ModelRunner
-from hf_spec.execution.transfer import fetch
+from hf_spec.execution.transfer import fetch_all
 from hf_spec.execution.tree import DraftTree, Verdict
 
 COUNTERS = ("draft_nodes", "merges", "rounds", "rounds_with_merged_accepted")
@@ -229,11 +229,13 @@ class DraftModelDrafter(Drafter):
         else:
             likely, drawn = probs.topk(children, dim=-1)
         positions = [state.generated[row] + growths[row].graph.depth[node] for row, node in owners]
-        tokens, chances, scores = _to_host(drawn, likely, self.policy.score(probs, positions))
+        scored = self.policy.score(probs, positions)
+        found = [drawn, likely, *([scored] if scored is not None else [])]
+        tokens, chances, *scores = fetch_all(found)
         for row in growing:
             growths[row].frontier = []
         for index, (row, node) in enumerate(owners):
-            growths[row].scores[node] = scores[index]
+            growths[row].scores[node] = scores[0][index] if scores else 0.0
             if self.samples:
                 growths[row].distributions[node] = probs[index]
             self._hang(growths[row], node, tokens[index], chances[index])
@@ -258,14 +260,12 @@ class DraftModelDrafter(Drafter):
         starts = tree.row_start
         nodes = [starts[row] + node for row, node in owners]
         output = self._runner.forward(tree, state.tokens, nodes)
-        prefixes = None
+        rows, prefixes = [row for row, _ in owners], None
         if self._processors.reads_prefix:
-            # A copy each: prefixes of one row share the space behind its committed tokens.
-            prefixes = [
-                state.prefix(row, growths[row].graph.path(node)).clone() for row, node in owners
-            ]
+            paths = [growths[row].graph.path(node) for row, node in owners]
+            prefixes = state.prefixes(rows, paths)
         logits = output.logits.to(state.device, torch.float32)
-        return distribution(self._processors([row for row, _ in owners], prefixes, logits))
+        return distribution(self._processors(rows, prefixes, logits))
 
     def _hang(
         self, growth: _Growth, node: int, tokens: Sequence[int], chances: Sequence[float]
@@ -293,22 +293,6 @@ class DraftModelDrafter(Drafter):
         for row, draft in drafts.items():
             rows[row] = (draft.tokens, draft.parents)
         return DraftTree.from_rows(rows, draft_probs=draft_probs, node_probs=node_probs)
-
-
-def _to_host(
-    tokens: Tensor, chances: Tensor, scores: Tensor | None
-) -> tuple[list[list[int]], list[list[float]], list[float]]:
-    """What the host needs of a level, in one transfer."""
-    if scores is None:
-        scores = chances.new_zeros(len(chances))
-    # Token ids lie far below 2**24, where float32 begins to lose whole numbers.
-    level = fetch(torch.cat([chances, tokens.to(chances.dtype), scores[:, None]], dim=-1))
-    width = tokens.shape[-1]
-    return (
-        [[int(token) for token in row[width:-1]] for row in level],
-        [row[:width] for row in level],
-        [row[-1] for row in level],
-    )
 
 
 def _stack(distributions: Sequence[Tensor | None]) -> Tensor | None:

@@ -3,7 +3,7 @@
 A path (2, 0) is the best token of the second list below the third best token of the first one. The
 shape is the same in every round; only the tokens differ.
 
-A drafter that foretells k depths at once runs such a tree in *passes* (Gao et al. 2024, arXiv
+A drafter that predicts k depths at once runs such a tree in *passes* (Gao et al. 2024, arXiv
 2412.12639, section 3.3). The first pass has one block, which gives the lists of depths 1 to k.
 Every node at depth k that has children becomes a block of the second pass, fed with the tokens of
 the k nodes that lead to it; it gives the lists of depths k + 1 to 2k below that node; and so on.

@@ -88,9 +88,9 @@ class PackedStep:
         """
         layout, places = self.on_host
         sent = send([*others, places, *tensors_of(layout)], device)
-        behind = len(others)
-        self._layouts[device] = with_tensors(layout, sent[behind + 1 :]), sent[behind]
-        return sent[:behind]
+        after = len(others)
+        self._layouts[device] = with_tensors(layout, sent[after + 1 :]), sent[after]
+        return sent[:after]
 
     def check(self, model: PreTrainedModel, num_layers: int) -> None:
         """Refuse a model that did not run its tree through `tree_attention`.

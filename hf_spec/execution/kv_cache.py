@@ -1,6 +1,6 @@
 """Keys and values of a ragged batch: a buffer per layer, a slot per row, each with its own length.
 
-Nothing is ever padded, cropped or concatenated. A forward writes its tokens behind the committed
+Nothing is ever padded, cropped or concatenated. A forward writes its tokens after the committed
 part of their slot; the accepted ones are then moved together and the rest is overwritten by the
 next forward (EMS-SD, Ni et al. 2024, arXiv 2405.07542, section 3.3). Layers with a sliding window
 keep full-length storage; the window is in the attention mask.

@@ -69,18 +69,18 @@ def pack(work: Sequence[RowWork], tree: DraftTree) -> PackedInputs:
     for w in work:
         start = len(inputs.tokens)
         begin = start + len(w.pending)
-        behind = begin + len(w.nodes)
+        after = begin + len(w.nodes)
         inputs.tokens += w.tokens(tree)
         inputs.positions += w.positions(tree)
         inputs.pending[w.row] = range(start, begin)
-        inputs.nodes += range(begin, behind)
-        inputs.fill += range(behind, behind + min(w.fill, most_nodes - len(w.nodes)))
+        inputs.nodes += range(begin, after)
+        inputs.fill += range(after, after + min(w.fill, most_nodes - len(w.nodes)))
         if w.pending:
             inputs.segments.append(_chain_segment(w, start))
         if w.nodes:
             inputs.segments.append(_tree_segment(w, begin, inputs.positions[begin:], tree))
         elif w.fill:
-            inputs.segments.append(_fill_segment(w, behind))
+            inputs.segments.append(_fill_segment(w, after))
         inputs.writes.append((w.row, start, len(inputs.tokens), span(w.places)))
     return inputs
 

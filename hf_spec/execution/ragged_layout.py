@@ -24,7 +24,7 @@ def ragged_layout(segments: Sequence[Segment]) -> RaggedLayout:
     """Put what the segments see into one layout on the host.
 
     Args:
-        segments: one behind the other from token 0 on.
+        segments: one after the other from token 0 on.
     """
     # Where everything is visible nothing needs a bit.
     prefixes = [s.num_keys if s.visible is None else s.prefix for s in segments]
@@ -33,7 +33,7 @@ def ragged_layout(segments: Sequence[Segment]) -> RaggedLayout:
     for s, first in zip(segments, prefixes, strict=True):
         if s.visible is not None:
             visible[s.start : s.end, : s.num_keys - first] = s.visible[:, first:]
-    behind = [s.key_position[first:] for s, first in zip(segments, prefixes, strict=True)]
+    positions = [s.key_position[first:] for s, first in zip(segments, prefixes, strict=True)]
     return RaggedLayout(
         slot=_ints([s.slot for s in segments]),
         query_start=_ints([0, *(s.end for s in segments)]),
@@ -42,7 +42,7 @@ def ragged_layout(segments: Sequence[Segment]) -> RaggedLayout:
         bits=pack_bits(visible),
         position=torch.cat([s.position for s in segments]).int(),
         first_position=torch.cat([s.key_position[:1] for s in segments]).int(),
-        key_position=torch.cat(behind).int(),
+        key_position=torch.cat(positions).int(),
         key_start=_ints([0, *accumulate(tails)][:-1]),
         max_queries=max(s.end - s.start for s in segments),
         max_keys=max(s.num_keys for s in segments),

@@ -2,7 +2,7 @@
 
 A row's sequence splits in three: tokens whose keys and values are stored, *pending* tokens
 (committed, not stored; the last of them is the root of the next tree), and the nodes of the tree.
-Between two calls of `keep` lies a *round*: nodes that run pile up behind the root, and `keep` says
+Between two calls of `keep` lies a *round*: nodes that run pile up after the root, and `keep` says
 which of them become part of the sequence.
 """
 
@@ -65,7 +65,7 @@ class RowStorage:
         self.shorten(row, 0)
 
     def shorten(self, row: int, length: int) -> None:
-        """Forget what is stored of `row` behind its first `length` tokens."""
+        """Forget what is stored of `row` after its first `length` tokens."""
         self.stored[row] = min(self.stored[row], length)
         del self._held[row][length:]
 
@@ -111,7 +111,7 @@ class RowStorage:
         return work
 
     def idle(self, busy: set[int]) -> list[RowWork]:
-        """The other rows, with the first place behind everything that they hold."""
+        """The other rows, with the first place after everything that they hold."""
         found = []
         for row in set(range(self.pool.num_slots)) - busy:
             root, ran = self._round.get(row, (0, set()))
@@ -122,7 +122,7 @@ class RowStorage:
         return found
 
     def note(self, work: Sequence[RowWork]) -> None:
-        """Take down that these tokens have run: what was pending is stored, the nodes are there."""
+        """Record that these tokens have run: what was pending is stored, the nodes are there."""
         for w in work:
             self._store(w.row, range(w.root_place - len(w.pending), w.root_place))
             self._round[w.row][1].update(w.offsets)

@@ -6,7 +6,7 @@
 ==================  ===========================  ==============================================
 `batching`          inputs of the linear layers  storage of keys and values
 ==================  ===========================  ==============================================
-`unpadded`          the tokens alone             each row goes on behind its own last token
+`unpadded`          the tokens alone             each row goes on after its own last token
 `unpadded_kv`       B rows of equal length       likewise
 `unpadded_input`    the tokens alone             all rows go on at one place; rows that
                                                  accepted less have gaps before it
@@ -59,10 +59,10 @@ class RowWork:
         nodes: tree nodes to run.
         offsets: the same, counted from the row's root.
         width: places from the root on that the row's nodes use, those of earlier forwards included.
-        start: storage place of the first pending token, or of the root; None right behind `stored`
+        start: storage place of the first pending token, or of the root; None right after `stored`
             tokens without gaps.
         held: where there are gaps, the storage places of the stored tokens.
-        fill: padding that runs behind the nodes: copies of the root that nobody looks at.
+        fill: padding that runs after the nodes: copies of the root that nobody looks at.
     """
 
     row: int
@@ -106,7 +106,7 @@ class RowWork:
     def tokens(self, tree: DraftTree) -> list[int]:
         """Every token and the padding, in the order they run."""
         tokens = tree.tokens
-        # A row without nodes has no root at hand; 0 is a token of every model.
+        # A row without nodes has no root here; 0 is a token of every model.
         copied = tokens[self.nodes[0]] if self.nodes else 0
         return [*self.pending, *(tokens[node] for node in self.nodes), *[copied] * self.fill]
 

@@ -199,7 +199,7 @@ class ModelRunner(RowStorage):
                 # Python decides there what the layers compute.
                 given = self._graphs.put(tensors, step)
                 logits, *hidden = self._compute(given, step, embeddings)
-        # Behind the results of a graph come those of its padding.
+        # After the results of a graph come those of its padding.
         hidden = [states[: len(tokens)] for states in hidden]
         return self._output(logits[: len(inputs.nodes)], hidden, inputs)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -33,7 +33,7 @@ from hf_spec.drafting.sources import NODES_PER_LEVEL
 from hf_spec.errors import OptionError, UnsupportedError, choices
 from hf_spec.execution.attention import takes_packed
 from hf_spec.execution.runner import ForwardOutput
-from hf_spec.execution.transfer import fetch, send
+from hf_spec.execution.transfer import fetch_all, send
 from hf_spec.execution.tree import DraftTree, Verdict, likeliest
 from hf_spec.models.falcon_head import METHOD, FalconHead, State
 from hf_spec.models.falcon_plan import DraftPass, DraftPlan, draft_plan
@@ -118,20 +118,18 @@ class FalconConfig(PolicyConfig):
 
 @dataclass
 class _Drawn:
-    """What one pass gave.
+    """What one pass gave to its rows.
 
     Attributes:
         rows: A of them.
-        tokens, likely: (A, entries) tokens and their probabilities.
-        scores: (A, lists) of the length policy, or None.
-        host: per row tokens, probabilities and scores as lists, once fetched.
+        tensors: (A, entries) tokens, their probabilities and, if there are any, (A, lists) scores
+            of the length policy.
+        host: per row the same as lists, once fetched.
     """
 
     rows: list[int]
-    tokens: Tensor
-    likely: Tensor
-    scores: Tensor | None
-    host: dict[int, tuple[list[float], list[float], list[float]]] | None = None
+    tensors: list[Tensor]
+    host: dict[int, tuple[list[Any], ...]] = field(default_factory=dict)
 
 
 class FalconDrafter(Drafter):
@@ -212,11 +210,11 @@ class FalconDrafter(Drafter):
         probs: list[float] = []
         for row, depth in depths.items():
             count = self.plan.within[max(depth, 0)]
-            mine = [one.host[row] for one in drawn if one.host is not None and row in one.host]
+            mine = [one.host[row] for one in drawn if row in one.host]
             tokens = [token for level in mine for token in level[0]]
             likely = [chance for level in mine for chance in level[1]]
             chosen = self.plan.entries[:count]
-            ids = [state.tokens[row][-1], *(int(tokens[entry]) for entry in chosen)]
+            ids = [state.tokens[row][-1], *(tokens[entry] for entry in chosen)]
             chances = [1.0, *(likely[entry] for entry in chosen)]
             nodes, parents = likeliest(self.plan.parents[: count + 1], chances, self.max_nodes)
             rows[row] = [ids[node] for node in nodes], parents
@@ -286,7 +284,7 @@ class FalconDrafter(Drafter):
         assert self._runner is not None, "drafting happens while active"
         device = outputs.device
         chosen, parents, fed = send([torch.tensor(kept)[:, None], step.parents, step.fed], device)
-        tokens = before.tokens[chosen, fed].view(len(kept), len(parents), -1)
+        tokens = before.tensors[0][chosen, fed].view(len(kept), len(parents), -1)
         features = outputs[chosen, parents]
         if carried is not None:
             states = [part.view(2, *outputs.shape[:2], -1) for part in carried]
@@ -304,19 +302,14 @@ class FalconDrafter(Drafter):
         if step.num_lists < lines.shape[1]:
             lines = lines[:, send([step.lines], lines.device)[0]]
         tokens, likely, probs = self._runner.lists(lines.flatten(0, 1), step.num_ranks)
-        scores = None
+        found = [tokens, likely]
         if self._asks:
             size = self.head.shape.block_size
             depths = [index * size + line % size for line in step.host_lines]
             positions = [state.generated[row] + depth for row in rows for depth in depths]
             scores = self.policy.score(probs, positions)
-        shape = (len(rows), -1)
-        return _Drawn(
-            rows,
-            tokens.view(shape),
-            likely.view(shape),
-            None if scores is None else scores.view(shape),
-        )
+            found += [scores] if scores is not None else []
+        return _Drawn(rows, [tensor.view(len(rows), -1) for tensor in found])
 
     def _ask(
         self,
@@ -328,12 +321,11 @@ class FalconDrafter(Drafter):
     ) -> None:
         """Ask the policy about the likeliest path that the next pass would go on from."""
         _fetch([drawn])
-        assert drawn.host is not None, "fetched above"
         this, following = self.plan.passes[index : index + 2]
         depth = (index + 1) * self.head.shape.block_size
         newest = []
         for row in drawn.rows:
-            tokens, likely, scores = drawn.host[row]
+            tokens, likely, *scores = drawn.host[row]
             reach[row] = [
                 reach[row][parent] * math.prod(likely[entry] for entry in fed)
                 for parent, fed in zip(following.host_parents, following.host_fed, strict=True)
@@ -343,10 +335,10 @@ class FalconDrafter(Drafter):
             newest.append(
                 DraftedToken(
                     row,
-                    int(tokens[last]),
+                    tokens[last],
                     state.generated[row] + depth - 1,
                     likely[last],
-                    scores[last // this.num_ranks] if scores else 0.0,
+                    scores[0][last // this.num_ranks] if scores else 0.0,
                     min(1.0, sum(reach[row])),
                 )
             )
@@ -360,23 +352,8 @@ class FalconDrafter(Drafter):
 
 def _fetch(drawn: Sequence[_Drawn]) -> None:
     """Bring to the host what is not there yet, in one transfer."""
-    missing = [one for one in drawn if one.host is None]
-    if not missing:
-        return
-    parts = []
-    for one in missing:
-        # Token ids lie far below 2**24, where float32 begins to lose whole numbers.
-        parts += [one.tokens.float(), one.likely]
-        parts += [one.scores] if one.scores is not None else []
-    flat = fetch(torch.cat([part.flatten() for part in parts]))
-    start = 0
-    for one in missing:
-        columns = []
-        for part in (one.tokens, one.likely, one.scores):
-            width = 0 if part is None else part.shape[1]
-            stop = start + width * len(one.rows)
-            columns.append(
-                [flat[start + i * width : start + (i + 1) * width] for i in range(len(one.rows))]
-            )
-            start = stop
-        one.host = dict(zip(one.rows, zip(*columns, strict=True), strict=True))
+    if missing := [one for one in drawn if not one.host]:
+        lists = iter(fetch_all([tensor for one in missing for tensor in one.tensors]))
+        for one in missing:
+            parts = [next(lists) for _ in one.tensors]
+            one.host = dict(zip(one.rows, zip(*parts, strict=True), strict=True))
