@@ -32,14 +32,7 @@ from hf_spec.outputs import SpecRequestOutput, SpecStats
 
 @dataclass(frozen=True)
 class Request:
-    """One sequence to generate.
-
-    Attributes:
-        index: its place among the sequences of the call.
-        request_id: what its output is called.
-        number: of its prompt, which may be that of several sequences.
-        prompt: token ids.
-    """
+    """One sequence to generate: number `index` of the call, from prompt `number`."""
 
     index: int
     request_id: str
@@ -49,13 +42,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What `generate()` prepared for one sequence.
-
-    Attributes:
-        processors: logits processors.
-        stop: stop rules, for a batch of one.
-        do_sample: whether tokens are drawn.
-    """
+    """What `generate()` prepared for one sequence; the stop rules are for a batch of one."""
 
     processors: Sequence[Any]
     stop: StopRules

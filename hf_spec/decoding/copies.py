@@ -29,12 +29,8 @@ SHARED = (
 def own_copy(thing: Any, purpose: str) -> Any:
     """A copy that remembers for itself; models, tokenizers, files, events and locks are shared.
 
-    Args:
-        thing: a logits processor or stopping criterion.
-        purpose: what it follows, for the error.
-
     Raises:
-        UnsupportedError: if it cannot be copied.
+        UnsupportedError: if it cannot be copied; says the `purpose`.
     """
     members = getattr(thing, "__dict__", {}).values()
     shared: dict[int, Any] = {id(m): m for m in members if isinstance(m, SHARED)}

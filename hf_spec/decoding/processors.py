@@ -161,9 +161,6 @@ class RowProcessors:
 
     It stands in a list of processors for all that `generate()` would have prepared. `begin` may
     follow at any time: what was made from that list knows of it.
-
-    Args:
-        num_rows: B.
     """
 
     def __init__(self, num_rows: int):

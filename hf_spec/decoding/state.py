@@ -167,14 +167,7 @@ class GenerationState:
         setattr(self.stats, name, getattr(self.stats, name) + time.perf_counter() - start)
 
     def begin(self, row: int, sequence: int, prompt: Sequence[int], stop: StopRules) -> None:
-        """Put a new sequence into a finished row.
-
-        Args:
-            row: it forgets the sequence that it held.
-            sequence: which one of the call this is.
-            prompt: token ids, without padding.
-            stop: the stop rules, made for a batch of one.
-        """
+        """Put a new prompt, of one sequence of the call, into a finished row."""
         self._prompt_lengths[row] = self.generated[row] = 0
         self._write(row, prompt)
         self._prompt_lengths[row] = len(prompt)

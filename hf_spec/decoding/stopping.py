@@ -86,10 +86,7 @@ class StopRules:
     def end_row(self, frame: Tensor, token: int) -> bool:
         """Whether a rule for single rows ends a row with its newest token.
 
-        Args:
-            frame: (L,) int64, the row as plain `generate()` holds it, newest token included;
-                on the host unless it is read.
-            token: the newest token.
+        `frame` is the (L,) row as plain `generate()` holds it; on the host unless it is read.
         """
         if token in self._eos:
             return True

@@ -39,12 +39,7 @@ class BatchStreamer(BaseStreamer):
         self.on_end = on_end
 
     def put_row(self, row: int, token_ids: list[int]) -> None:
-        """Receive tokens of one sequence.
-
-        Args:
-            row: its number: the row of the batch, or the place among the prompts.
-            token_ids: at least one, in order; no token comes twice.
-        """
+        """Receive new tokens of one sequence: a row of a batch, or a place among the prompts."""
         self.on_tokens(row, token_ids)
 
     def end_row(self, row: int) -> None:
@@ -137,12 +132,7 @@ class _GrowingText:
 
 
 class StreamFeed:
-    """What a streamer was given so far of each row.
-
-    Args:
-        streamer: of transformers, for one row, or a `BatchStreamer`; None streams nothing.
-        num_rows: B.
-    """
+    """What a streamer was given so far: one of transformers, a `BatchStreamer`, or None."""
 
     def __init__(self, streamer: Any, num_rows: int):
         self.streamer = streamer
@@ -157,13 +147,7 @@ class StreamFeed:
         self._ended[row] = False
 
     def send(self, row: int, generated: Sequence[int], ended: bool) -> None:
-        """Hand on what is new.
-
-        Args:
-            row: of the state.
-            generated: all tokens of the row that are certain to stay, without the prompt.
-            ended: whether there will be no more.
-        """
+        """Hand on what is new of all tokens that stay, and whether the row has ended."""
         if self.streamer is None or self._ended[row]:
             return
         block = list(generated[self._sent[row] :])

@@ -37,12 +37,7 @@ from hf_spec.execution.tree import DraftTree, Verdict
 
 
 class Verifier(LogitsProcessor):
-    """Judges draft trees; as a logits processor it is the user's processors in one.
-
-    Args:
-        processors: the prepared list of `generate()`.
-        num_rows: B.
-    """
+    """Judges draft trees; as a logits processor it is the user's processors in one."""
 
     def __init__(self, processors: Sequence[Any], num_rows: int):
         self.processors = NodeProcessors(processors, num_rows)
@@ -103,13 +98,7 @@ class Verifier(LogitsProcessor):
 
 
 class Walk:
-    """The target's scores along the way, processed for the nodes that are visited and no others.
-
-    Args:
-        processors: applied to every node with its own prefix.
-        logits: (N, V) of the target.
-        state: the sequences.
-    """
+    """The target's scores along the way, processed for the nodes that are visited and no others."""
 
     def __init__(self, processors: NodeProcessors, logits: Tensor, state: GenerationState):
         self.processors = processors
@@ -122,15 +111,9 @@ class Walk:
     def look(
         self, rows: Sequence[int], nodes: Sequence[int], paths: Sequence[Sequence[int]]
     ) -> Tensor:
-        """Processed scores of any nodes; nothing is kept.
+        """(M, V) float32 processed scores of any nodes, by their rows and paths; nothing is kept.
 
-        Args:
-            rows: (M) the sequence of each node.
-            nodes: (M) indices into the tree.
-            paths: per node the tokens from its root's child down to it.
-
-        Returns:
-            (M, V) float32.
+        A path has the tokens from the root's child down to the node.
         """
         raw = self.raw[nodes].to(self.state.device, torch.float32, copy=True)
         prefixes = self.state.prefixes(rows, paths) if self.processors.reads_prefix else None
@@ -233,15 +216,9 @@ class ResidualRejection(Verifier):
 
     @staticmethod
     def _judge(tree: DraftTree, nodes: Sequence[int], target: Tensor) -> Tensor:
-        """The rule at some nodes, without waiting for the device.
+        """(M,) int64: the token that follows each of M nodes, that of an accepted child or a draw.
 
-        Args:
-            tree: with the distributions that its nodes were drawn from.
-            nodes: M of them.
-            target: (M, V) float32, the target's distributions there.
-
-        Returns:
-            (M,) int64, the token that follows each node: that of an accepted child, or a draw.
+        The rule at (M, V) float32 `target` distributions, without waiting for the device.
         """
         siblings = [[tree.tokens[child] for child in tree.proposals(node)] for node in nodes]
         most = max(map(len, siblings))

@@ -19,15 +19,7 @@ from hf_spec.drafting.sources import MergedTree, Source
 
 @dataclass(frozen=True)
 class Round:
-    """What a round is expected to bring and to cost.
-
-    Attributes:
-        costs: of rounds.
-        tokens: of all rows together.
-        nodes: of the target's forward.
-        draft_seconds: of the drafts.
-        asked: source -> row -> depth.
-    """
+    """What a round is expected to bring and to cost, with `asked`: source -> row -> depth."""
 
     costs: Costs
     tokens: float
@@ -43,13 +35,8 @@ class Round:
     def level_price(self, source: Source, asked: int, rows: int, level: int) -> float:
         """What another level of one row's draft costs, in tokens that its time brings elsewhere.
 
-        A chain sends it, too. Of a tree, the nodes to send are chosen when it is there.
-
-        Args:
-            source: drafts it.
-            asked: for how many rows.
-            rows: of how many.
-            level: how many levels there are.
+        So many of the rows are `asked`. A chain sends the level, too. Of a tree, the nodes to send
+        are chosen when it is there.
         """
         draft, verify = self.costs.draft[source.name], self.costs.verify
         seconds = (draft(level + 1) - draft(level)) / asked
@@ -64,24 +51,23 @@ def _rate(tokens: float, seconds: float) -> float:
     return tokens / max(seconds, 1e-9)
 
 
+def _falling(entry: tuple[float, int, int]) -> float:
+    return -entry[0]
+
+
 def choose_nodes(
     costs: Costs, trees: Mapping[int, MergedTree], max_nodes: int, draft_seconds: float = 0.0
 ) -> tuple[Round, dict[int, list[int]]]:
-    """The nodes of each row that make the fastest round.
+    """The nodes of each row's tree, at most `max_nodes`, that make the fastest round.
 
-    Args:
-        costs: of rounds.
-        trees: row -> what is proposed.
-        max_nodes: most nodes of a row.
-        draft_seconds: spent whatever is sent.
+    `draft_seconds` are spent whatever is sent.
     """
-    ranked = []
+    ranked: list[tuple[float, int, int]] = []
     for row, tree in trees.items():
-        values = tree.values
+        nodes = [(value, row, node) for node, value in enumerate(tree.values)][1:]
         # Parents come before their children, and sorting keeps the order of equals.
-        nodes = sorted(range(1, len(values)), key=lambda node: -values[node])
-        ranked += [(values[node], row, node) for node in nodes[:max_nodes]]
-    ranked.sort(key=lambda entry: -entry[0])
+        ranked += sorted(nodes, key=_falling)[:max_nodes]
+    ranked.sort(key=_falling)
     totals = list(accumulate((value for value, _, _ in ranked), initial=float(len(trees))))
     rates = [
         _rate(total, costs.verify(len(trees) + taken) + draft_seconds)
@@ -98,16 +84,9 @@ def choose_nodes(
 def choose_sources(
     base: Round, trees: Mapping[int, MergedTree], sources: Sequence[Source], room: Mapping[int, int]
 ) -> Round:
-    """Whom to ask on top of what is proposed already.
+    """The best round that is expected, which says whom to ask on top of what is proposed already.
 
-    Args:
-        base: the best round without asking anybody.
-        trees: row -> what is proposed.
-        sources: that take time, or that send trees of their own.
-        room: row -> deepest draft that makes sense.
-
-    Returns:
-        The best round that is expected; its `asked` is the answer.
+    `base` is the best one without asking anybody, `room` the deepest draft of each row.
     """
     masses = {row: dict(enumerate(tree.masses(), start=1)) for row, tree in trees.items()}
     best = base

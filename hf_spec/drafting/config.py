@@ -59,6 +59,16 @@ class StrategyConfig:
         """The options and the strategy's name, as JSON values."""
         return {"strategy": self.strategy, **dataclasses.asdict(self)}
 
+    def check_flags(self, *names: str) -> None:
+        """Refuse options that are neither True nor False.
+
+        Raises:
+            OptionError: names the option and its value.
+        """
+        for name in names:
+            if not isinstance(getattr(self, name), bool):
+                raise OptionError(f"{name}={getattr(self, name)!r} must be True or False")
+
     def check(self, name: str, low: float, high: float = math.inf) -> None:
         """Refuse a numeric option outside [low, high] or of another type than declared.
 

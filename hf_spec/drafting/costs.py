@@ -118,12 +118,7 @@ class LearnedCurve:
 
 @dataclass(frozen=True)
 class Costs:
-    """The parts of a round.
-
-    Attributes:
-        verify: seconds of a forward of the target by its nodes, those of all rows together.
-        draft: per drafter that takes time, seconds of a draft by its depth.
-    """
+    """Seconds of the target's forward by nodes, and of each drafter's draft by depth."""
 
     verify: Callable[[float], float]
     draft: Mapping[str, Callable[[float], float]]
@@ -145,23 +140,14 @@ class RoundTimes:
     def costs(self, name: str, forwards: Callable[[int], int]) -> Costs:
         """What `hf_spec.drafting.choice` weighs; follows what is learned.
 
-        Args:
-            name: of the drafter's source.
-            forwards: how many forwards of its own a draft of some depth takes.
+        `forwards` says how many forwards of its own a draft of some depth takes.
         """
         return Costs(
             self._verify, {name: lambda depth: self._draft_cost(forwards(math.ceil(depth)))}
         )
 
     def learn(self, nodes: int, verify_seconds: float, forwards: int, draft_seconds: float) -> None:
-        """Add a round.
-
-        Args:
-            nodes: of the target's forward, all rows together.
-            verify_seconds: from the draft to the target's tokens.
-            forwards: of the drafter's own model; its time counts if there are any.
-            draft_seconds: of the draft.
-        """
+        """Add a round: the nodes of all rows, its seconds, the draft's own forwards."""
         self._verify.learn(nodes, verify_seconds)
         if forwards:
             self._draft.learn(forwards, draft_seconds)
@@ -173,13 +159,7 @@ class RoundTimes:
 
 
 def known_times(target: PreTrainedModel, key: Hashable, num_rows: int) -> RoundTimes:
-    """What earlier generations in the same situation have learned.
-
-    Args:
-        target: prepared for tree forwards.
-        key: what tells drafters apart.
-        num_rows: B.
-    """
+    """What earlier generations in the same situation, drafter (`key`) and rows, have learned."""
     return made_once(target, ("rounds", num_rows, machine_of(target), key), RoundTimes)
 
 

@@ -71,12 +71,7 @@ class TokenGraph:
         return len(self.tokens)
 
     def add(self, parent: int, token: int, probability: float) -> int | None:
-        """Draft `token` under `parent`.
-
-        Args:
-            parent: an existing node.
-            token: not a child of `parent` yet.
-            probability: the draft model's, given the path to `parent`.
+        """Draft `token`, which is no child of `parent` yet, with the draft model's probability.
 
         Returns:
             The new node, or None if the token was merged into an existing one.
@@ -116,12 +111,7 @@ class TokenGraph:
         return Unmerged(self.tokens, self.parents, nodes, merged, self.probs)
 
     def unmerge(self, max_nodes: int, max_depth: int) -> Unmerged:
-        """The most probable paths as a tree; ties go to the path found first.
-
-        Args:
-            max_nodes: most nodes below the root.
-            max_depth: most levels below the root.
-        """
+        """The most probable paths as a tree, root not counted; ties go to the path found first."""
         tree = Unmerged([self.tokens[0]], [-1], [0], [False], [1.0])
         depth = [0]
         counter = 0

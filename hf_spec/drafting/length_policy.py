@@ -73,14 +73,10 @@ class LengthPolicy:
         return self.max_draft_tokens
 
     def score(self, draft_probs: Tensor, positions: Sequence[int]) -> Tensor | None:
-        """What `goes_on` wants to know of distributions; it reaches the host with the tokens.
+        """(M,) float32: what `goes_on` wants to know of (M, V) draft distributions on the device.
 
-        Args:
-            draft_probs: (M, V) float32 on the device, every distribution of a level.
-            positions: (M) positions of the tokens drafted from them, see `DraftedToken`.
-
-        Returns:
-            (M,) float32 on the same device, or None where probabilities are enough.
+        It reaches the host with the tokens; None where probabilities are enough. For `positions`
+        see `DraftedToken`.
         """
         return None
 
@@ -140,9 +136,7 @@ _MAKERS: dict[str, MakePolicy] = {
 def register_policy(name: str, maker: MakePolicy) -> None:
     """Make a policy known as `length_policy=name`.
 
-    Args:
-        name: as configs will say it.
-        maker: called with (strategy config, target model) for every generation.
+    The maker is called with (strategy config, target model) for every generation.
 
     Raises:
         ValueError: if the name is taken.
@@ -168,12 +162,7 @@ def check_policy(name: object) -> None:
 
 
 def make_policy(options: Any, target: PreTrainedModel) -> LengthPolicy:
-    """The policy for one generation.
-
-    Args:
-        options: a config with `length_policy` and what that policy reads: `max_draft_tokens`,
-            `confidence_threshold` and so on.
-        target: the model that generates.
+    """The policy of a strategy config for one generation.
 
     Raises:
         OptionError: if there is no such policy, or its options do not do.

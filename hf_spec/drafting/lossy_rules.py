@@ -22,12 +22,8 @@ from hf_spec.execution.tree import DraftTree
 class LongestPath(Verifier):
     """Keeps the longest accepted path and draws a bonus token after it. Lossy.
 
-    Args:
-        processors: the prepared list of `generate()`.
-        num_rows: B.
-
     Raises:
-        UnsupportedError: if one of them may remember earlier calls.
+        UnsupportedError: if a processor may remember earlier calls.
     """
 
     def __init__(self, processors: Sequence[Any], num_rows: int):

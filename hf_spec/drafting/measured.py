@@ -273,15 +273,7 @@ def measured(
     config: PolicyConfig,
     nodes_per_level: int,
 ) -> SelfTimedDrafter:
-    """The same drafts, as long and as wide as they are worth.
-
-    Args:
-        drafter: takes time.
-        policy: its own.
-        target: the model that generates.
-        config: of its strategy.
-        nodes_per_level: that are expected to be sent.
-    """
+    """The same drafts, as long and as wide as they are worth, at so many nodes a level."""
     depth = drafter.max_depth
     source = Source(config.strategy, drafter, depth, nodes_per_level=nodes_per_level, fade=FADE)
     most = getattr(config, "max_nodes", None) or depth

@@ -68,14 +68,7 @@ class MeasuredPolicy(LengthPolicy):
         return worth
 
     def learn(self, row: int, drafted: int, reached: int, known: int) -> None:
-        """Add the outcome of a round.
-
-        Args:
-            row: which one.
-            drafted: levels of its draft, sent or not.
-            reached: levels of its draft that the target went through, sent or not.
-            known: tokens that the row gained.
-        """
+        """Add the outcome of a round: levels drafted, levels gone through, tokens gained."""
         for level, reach in enumerate(self._reach[row], start=1):
             if level > known and reached == known:
                 break

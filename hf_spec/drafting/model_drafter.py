@@ -30,7 +30,6 @@ from hf_spec.decoding.verification import Verifier
 from hf_spec.drafting.config import PolicyConfig
 from hf_spec.drafting.graph import TokenGraph, Unmerged
 from hf_spec.drafting.length_policy import DraftedToken, LengthPolicy, make_policy
-from hf_spec.errors import OptionError
 from hf_spec.execution.runner import ForwardOutput, ModelRunner
 from hf_spec.execution.transfer import fetch_all
 from hf_spec.execution.tree import DraftTree, Verdict
@@ -63,8 +62,7 @@ class DraftModelConfig(PolicyConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.sample_drafts, bool):
-            raise OptionError(f"sample_drafts={self.sample_drafts!r} must be True or False")
+        self.check_flags("sample_drafts")
 
     @property
     def shape(self) -> TreeShape:

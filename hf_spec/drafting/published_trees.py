@@ -9,21 +9,18 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
+from typing import Any
 
 from hf_spec.drafting.rank_tree import Path, RankTree
+from hf_spec.errors import OptionError, choices
 
 
 @dataclass(frozen=True)
 class PublishedTree:
-    """A tree and what it was made for.
-
-    Attributes:
-        block_size: k, tokens predicted at once.
-        tree: the tree.
-    """
+    """A tree and what it was made for: k, the tokens predicted at once."""
 
     block_size: int
     tree: RankTree
@@ -32,6 +29,24 @@ class PublishedTree:
 def published_trees(method: str) -> Mapping[str, PublishedTree]:
     """The trees of one method by name, in the file's order; none for a method without any."""
     return {name: tree for name, tree in _all_trees().items() if name.startswith(f"{method}-")}
+
+
+def checked_tree(given: Any, method: str, others: Sequence[str] = ()) -> Any:
+    """An option that is the name of a tree, or a list of rank paths, which come back as tuples.
+
+    Raises:
+        OptionError: for an unknown name, or what is no tree; names the trees of the method and
+            `others`, which mean something to it.
+    """
+    if not isinstance(given, str):
+        return RankTree.of(given).paths
+    known = [*others, *published_trees(method)]
+    if given not in known:
+        raise OptionError(
+            f"unknown tree {given!r}; {choices(given, known)}, or a list of rank paths such as "
+            "[[0], [0, 0], [1]]"
+        )
+    return given
 
 
 @functools.cache

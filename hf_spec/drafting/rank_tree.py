@@ -121,13 +121,7 @@ class RankTree:
 
 @dataclass(frozen=True)
 class ListEntry:
-    """Where a node's token stands.
-
-    Attributes:
-        block: whose list.
-        slot: which of its k lists, from 0.
-        rank: place in that list, 0 for the best token.
-    """
+    """Where a node's token stands: which block, which of its k lists, which place in the list."""
 
     block: int
     slot: int

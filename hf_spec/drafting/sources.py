@@ -38,9 +38,7 @@ DEPTH_KINDS, RANK_KINDS = 3, 2
 class Shares:
     """How often things of each kind came true, old trials counting less.
 
-    Args:
-        expected: the share of a kind before any trial.
-        weight: how many trials that counts for.
+    The `expected` share of a kind counts for `weight` trials.
     """
 
     def __init__(self, expected: Callable[..., float], weight: float):

@@ -93,14 +93,10 @@ class PackedStep:
         return sent[:after]
 
     def check(self, model: PreTrainedModel, num_layers: int) -> None:
-        """Refuse a model that did not run its tree through `tree_attention`.
-
-        Args:
-            model: what has just run this step.
-            num_layers: how many layers should have stored their keys and values.
+        """Refuse a model that did not run its tree through `tree_attention` in all its layers.
 
         Raises:
-            UnsupportedError: if some layer has not.
+            UnsupportedError: if some layer has not stored its keys and values.
         """
         if len(self.written) != num_layers:
             raise UnsupportedError(

@@ -52,10 +52,7 @@ def check_sharding(model: PreTrainedModel) -> None:
 def check_ranks(model: PreTrainedModel, input_ids: Tensor, do_sample: bool) -> None:
     """Refuse tensor parallelism whose processes were given different inputs or random states.
 
-    Args:
-        model: the target; every process of it must ask.
-        input_ids: (B, L) int64 of this process.
-        do_sample: whether random numbers matter.
+    Every process must ask.
 
     Raises:
         UnsupportedError: says which of the two differs.

@@ -87,12 +87,10 @@ class KVPool:
         return sum(buffer.nelement() * buffer.element_size() for buffer in buffers)
 
     def load(self, cache: Cache, frame_masks: Sequence[Tensor]) -> None:
-        """Fill the pool from a user's `DynamicCache`.
+        """Fill the pool from a user's `DynamicCache`, padded on the left as in plain `generate()`.
 
-        Args:
-            cache: keys and values in the layout of plain `generate()`: (B, H, L, D), padded on the
-                left. Sliding layers may have dropped all but the tokens that their window needs.
-            frame_masks: per row (L,) bool, True where the cached position is a real token.
+        Sliding layers may have dropped all but the tokens that their window needs. `frame_masks`
+        are (L,) bool per row, True where the cached position is a real token.
         """
         length = max((int(mask.sum()) for mask in frame_masks), default=0)
         self.reserve(length)
@@ -110,12 +108,10 @@ class KVPool:
     def export(
         self, cache: DynamicCache, frame_masks: Sequence[Tensor], lengths: Sequence[int]
     ) -> DynamicCache:
-        """Write the pool into `cache` in the layout of plain `generate()`.
+        """Write the pool into an empty cache of the model, in the layout of plain `generate()`.
 
-        Args:
-            cache: an empty cache built for the model; its layers decide what they keep.
-            frame_masks: per row (L,) bool over the output frame, True for real tokens.
-            lengths: per row how many tokens are stored; they fill the first True positions.
+        The stored tokens, `lengths` per row, fill the first True positions of the row's (L,) bool
+        frame mask.
         """
         width = frame_masks[0].shape[0]
         for index in sorted(self.keys):
@@ -165,10 +161,7 @@ def check_reusable(cache: object) -> None:
 class _Placement:
     """What the layers of a `PoolCache` share; no reference back, so that nothing outlives a call.
 
-    Attributes:
-        pool: where keys and values go.
-        destination: (B, T) slot positions of the next forward.
-        visible: how many positions of each slot it may see.
+    `destination` has the (B, T) slot positions of the next forward, which sees `visible` positions.
     """
 
     pool: KVPool

@@ -161,11 +161,7 @@ def check_peft_hooks(model: PreTrainedModel, num_rows: int) -> None:
 
 
 def check_rope(model: PreTrainedModel, max_length: int | None) -> None:
-    """Refuse rotary frequencies that a draft would change, at lengths where they change.
-
-    Args:
-        model: the target.
-        max_length: longest sequence that can come out, in tokens; None is without an end.
+    """Refuse rotary frequencies that a draft would change, for lengths where they change.
 
     Raises:
         UnsupportedError: names the scaling and the length it serves.

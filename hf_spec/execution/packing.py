@@ -90,11 +90,7 @@ def align_right(
 ) -> RectangularInputs:
     """Lay the tokens of each row at the right end of a line.
 
-    Args:
-        work: rows with something to run.
-        tree: the draft tree.
-        num_rows: B; rows without work get a line of padding.
-        spare_place: storage place for padding, which no token ever looks at.
+    Rows without work get a line of padding, which is stored at `spare_place`, where no token looks.
     """
     length = max(w.num_tokens for w in work)
     num_keys = max(w.num_keys for w in work)

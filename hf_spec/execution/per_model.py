@@ -14,13 +14,7 @@ _made: WeakKeyDictionary[PreTrainedModel, dict[Hashable, Any]] = WeakKeyDictiona
 
 
 def made_once(model: PreTrainedModel, key: Hashable, make: Callable[[], Made]) -> Made:
-    """What `make` gives for `model`, kept as long as the model lives.
-
-    Args:
-        model: it belongs to.
-        key: what tells this thing from others of the same model.
-        make: called the first time.
-    """
+    """What `make` gives for `model` the first time that it is asked for by `key`."""
     known = _made.setdefault(model, {})
     if key not in known:
         known[key] = make()

@@ -50,12 +50,7 @@ def ragged_layout(segments: Sequence[Segment]) -> RaggedLayout:
 
 
 def write_places(writes: Sequence[tuple[int, int, int, slice | Tensor]], num_tokens: int) -> Tensor:
-    """(2, T) int32, the slot and the place where each packed token is stored; on the host.
-
-    Args:
-        writes: see `PackedStep`.
-        num_tokens: T; a token that no write names has slot -1.
-    """
+    """(2, T) int32 on the host, slot and place where each token is stored; slot -1 for nowhere."""
     places = torch.full((2, num_tokens), -1, dtype=torch.int32)
     for slot, start, end, where in writes:
         places[0, start:end] = slot
@@ -76,15 +71,11 @@ def with_tensors(layout: RaggedLayout, tensors: Sequence[Tensor]) -> RaggedLayou
 
 
 def padded(layout: RaggedLayout, num_tokens: int, capacity: int) -> RaggedLayout:
-    """The same step in a shape that other steps of about its size share.
+    """The same step of `num_tokens` tokens, in a shape that others of about its size share.
 
     The last segment takes in the tokens that are added, which see its prefix and nothing else;
-    segments that are added hold nothing. Numbers that the host tells the kernel are rounded up.
-
-    Args:
-        layout: on the host.
-        num_tokens: T of the result.
-        capacity: most keys that a segment may have.
+    segments that are added hold nothing. Numbers that the host tells the kernel are rounded up, and
+    no segment has more keys than `capacity`.
     """
     added = num_tokens - layout.position.shape[0]
     segments = round_up(layout.slot.shape[0])

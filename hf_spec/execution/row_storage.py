@@ -22,14 +22,7 @@ from hf_spec.execution.tree import DraftTree
 class RowStorage:
     """A pool with a slot per row and the bookkeeping of what they hold.
 
-    Args:
-        num_rows: B.
-        batching: what is padded.
-
-    Attributes:
-        pool: keys and values.
-        batching: what is padded.
-        stored: per row how many committed tokens have keys and values.
+    `stored` has per row how many committed tokens have keys and values.
     """
 
     def __init__(self, num_rows: int, batching: Batching):

@@ -29,12 +29,7 @@ from hf_spec.execution.tree import DraftTree
 
 @dataclass(frozen=True)
 class Batching:
-    """What is padded to the largest row of a step.
-
-    Attributes:
-        pads_inputs: the tokens that go through the linear layers.
-        pads_kv: the places where keys and values are stored.
-    """
+    """Whether linear layers' inputs and storage places are padded to the largest row of a step."""
 
     pads_inputs: bool = False
     pads_kv: bool = False
@@ -137,12 +132,7 @@ class RowWork:
 
 
 def fill_up(work: Sequence[RowWork], idle: Sequence[RowWork]) -> list[RowWork]:
-    """Pad the rows to the longest one.
-
-    Args:
-        work: rows with something to run.
-        idle: the others; nothing but padding.
-    """
+    """Pad rows with something to run, and idle ones, which are all padding, to the longest one."""
     length = max(w.num_tokens for w in work)
     rows = sorted([*work, *idle], key=lambda w: w.row)
     for w in rows:

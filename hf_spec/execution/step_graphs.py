@@ -113,13 +113,7 @@ def obstacle(model: nn.Module) -> str | None:
 class StepGraphs:
     """Runs the packed steps of one model, recorded where that is possible.
 
-    Args:
-        model: what computes them.
-        pool: its keys and values.
-        device: where its inputs go.
-
-    Attributes:
-        replays: steps that were replayed.
+    `replays` counts the steps that were replayed.
     """
 
     def __init__(self, model: PreTrainedModel, pool: KVPool, device: torch.device):
@@ -140,16 +134,10 @@ class StepGraphs:
         self._shapes: dict[object, _Shape] = {}
 
     def run(self, compute: Compute, tensors: Sequence[Tensor], step: PackedStep) -> list[Tensor]:
-        """Compute a step.
+        """The outputs of a step of T tokens, and maybe further rows; good until the next step.
 
-        Args:
-            compute: must ask the device nothing.
-            tensors: (T, ...) each and the first one whole, the others may have fewer rows; on the
-                host or the device.
-            step: of T tokens.
-
-        Returns:
-            The outputs; further rows may follow those of the step. They hold until the next step.
+        Tensors are (T, ...), the first one whole, the others maybe with fewer rows, on the host or
+        the device. `compute` must ask the device nothing.
         """
         num_tokens = len(tensors[0])
         if not self._padded or num_tokens > MAX_TOKENS:

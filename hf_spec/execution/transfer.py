@@ -21,15 +21,9 @@ ALIGNMENT = 16
 
 
 class Block:
-    """Tensors that lie one after the other in one piece of memory.
+    """Uninitialised tensors that lie one after the other in one piece of memory.
 
-    Args:
-        like: their shapes and dtypes.
-        device: where the memory is.
-        pinned: whether a device can read it by itself; host memory only.
-
-    Attributes:
-        tensors: uninitialised.
+    `pinned` memory of the host can be read by a device by itself.
     """
 
     def __init__(self, like: Sequence[Tensor], device: torch.device, pinned: bool = False):
@@ -53,12 +47,7 @@ class Block:
 
 
 def send(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Tensors of the host on a device, in one transfer that nobody waits for.
-
-    Args:
-        tensors: on the host, of any shapes and dtypes.
-        device: the host itself gives them back as they are.
-    """
+    """Tensors of the host on a device, in one transfer that nobody waits for."""
     if device.type == "cpu":
         return list(tensors)
     block = Block(tensors, device)

@@ -188,13 +188,9 @@ class Verdict:
 
 
 def by_likelihood(parents: Sequence[int], chances: Sequence[float]) -> list[int]:
-    """The nodes of a row's tree, those whose whole paths are likelier first.
+    """The nodes of a row's tree, likelier paths first and parents before children.
 
-    Every node comes after its parent, for no path is likelier than one that it goes on from.
-
-    Args:
-        parents: per node the index of its parent, -1 for the root, which comes first.
-        chances: of each node's token, given those above it; at most 1.
+    `parents` begin with the root's -1; `chances` are of each node's token, given those above it.
     """
     reach = [1.0]
     for parent, chance in zip(parents[1:], chances[1:], strict=True):
@@ -205,16 +201,10 @@ def by_likelihood(parents: Sequence[int], chances: Sequence[float]) -> list[int]
 def likeliest(
     parents: Sequence[int], chances: Sequence[float], count: int | None
 ) -> tuple[list[int], list[int]]:
-    """The part of a row's tree whose paths are the likeliest.
-
-    Args:
-        parents: see `by_likelihood`.
-        chances: see `by_likelihood`.
-        count: most nodes kept beside the root; None for all.
+    """The `count` likeliest nodes of a row's tree beside the root; None for all of them.
 
     Returns:
-        The kept nodes in their order, the root among them, and per kept node its parent's index
-        among the kept ones.
+        The kept nodes in their order, the root among them, and of each its parent's place.
     """
     if count is None or len(parents) <= count + 1:
         return list(range(len(parents))), list(parents)

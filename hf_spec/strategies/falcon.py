@@ -27,10 +27,10 @@ from hf_spec.decoding.state import GenerationState
 from hf_spec.drafting.config import PolicyConfig
 from hf_spec.drafting.length_policy import MEASURED, DraftedToken, LengthPolicy, make_policy
 from hf_spec.drafting.measured import measured, resolve
-from hf_spec.drafting.published_trees import published_trees
+from hf_spec.drafting.published_trees import checked_tree
 from hf_spec.drafting.rank_tree import RankTree
 from hf_spec.drafting.sources import NODES_PER_LEVEL
-from hf_spec.errors import OptionError, UnsupportedError, choices
+from hf_spec.errors import UnsupportedError
 from hf_spec.execution.attention import takes_packed
 from hf_spec.execution.runner import ForwardOutput
 from hf_spec.execution.transfer import fetch_all, send
@@ -100,15 +100,7 @@ class FalconConfig(PolicyConfig):
         for name in ("max_draft_tokens", "max_nodes"):
             if getattr(self, name) is not None:
                 self.check(name, 1)
-        if isinstance(self.tree, str):
-            known = ("auto", "chain", *published_trees(METHOD))
-            if self.tree not in known:
-                raise OptionError(
-                    f"unknown tree {self.tree!r}; {choices(self.tree, known)}, or a list of rank "
-                    "paths such as [[0], [0, 0], [1]]"
-                )
-        else:
-            object.__setattr__(self, "tree", RankTree.of(self.tree).paths)
+        object.__setattr__(self, "tree", checked_tree(self.tree, METHOD, ("auto", "chain")))
 
     @property
     def leaves_sizes_open(self) -> bool:

@@ -35,10 +35,7 @@ def choose_tree(named: Any, max_draft_tokens: int | None, head: FalconHead) -> R
 def max_sent(named: Any, max_nodes: int | None, head: FalconHead) -> int | None:
     """How many nodes of a drafted tree are sent to the target, None for all.
 
-    Args:
-        named: `FalconConfig.tree`.
-        max_nodes: `FalconConfig.max_nodes`.
-        head: its adapter may say how many of its own tree's nodes are worth it.
+    Where options leave it open, the adapter may say how many of its own tree's nodes are worth it.
 
     Raises:
         AssistantError: if what it says is no number of nodes.

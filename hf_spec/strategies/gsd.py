@@ -54,8 +54,7 @@ class GsdConfig(TreeConfig):
         if self.merge_length is not None:
             self.check("merge_length", 0)
         self.check("max_draft_nodes", 1)
-        if not isinstance(self.lossy, bool):
-            raise OptionError(f"lossy={self.lossy!r} must be True or False")
+        self.check_flags("lossy")
         if self.sample_drafts:
             raise OptionError(
                 "GsdConfig(sample_drafts=True): merged nodes are drafts of several paths at once, "

@@ -32,9 +32,9 @@ from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.token_sampling import distribution
 from hf_spec.drafting.config import StrategyConfig
 from hf_spec.drafting.lossy_rules import PathSampling
-from hf_spec.drafting.published_trees import published_trees
+from hf_spec.drafting.published_trees import checked_tree, published_trees
 from hf_spec.drafting.rank_tree import RankTree
-from hf_spec.errors import OptionError, choices
+from hf_spec.errors import OptionError
 from hf_spec.execution.runner import ForwardOutput
 from hf_spec.execution.transfer import fetch_all
 from hf_spec.execution.tree import DraftTree, Verdict
@@ -87,18 +87,9 @@ class SdsatConfig(StrategyConfig):
             if getattr(self, name) is not None:
                 self.check(name, 1)
         self.check("min_probability", 0, 1)
-        for name in ("fused", "lossy"):
-            if not isinstance(getattr(self, name), bool):
-                raise OptionError(f"{name}={getattr(self, name)!r} must be True or False")
-        if isinstance(self.tree, str):
-            known = published_trees(METHOD)
-            if self.tree not in known:
-                raise OptionError(
-                    f"unknown tree {self.tree!r}; {choices(self.tree, known)}, or a list of rank "
-                    "paths such as [[0], [0, 0], [1]]"
-                )
-        elif self.tree is not None:
-            object.__setattr__(self, "tree", RankTree.of(self.tree).paths)
+        self.check_flags("fused", "lossy")
+        if self.tree is not None:
+            object.__setattr__(self, "tree", checked_tree(self.tree, METHOD))
         height = self.rank_tree and self.rank_tree.height
         if self.num_adaptive is not None and height and height > self.num_adaptive:
             raise OptionError(

@@ -78,13 +78,7 @@ def known_costs(
     """The costs of a generation, measured if they are not known yet.
 
     They belong to the target, its device and dtype, the number of rows and of threads, what is
-    padded, whether the target's weights are packed, and the drafters.
-
-    Args:
-        target: prepared for tree forwards.
-        drafters: those that take time; none of them active.
-        state: of the generation; not changed.
-        batching: what is padded.
+    padded, whether the target's weights are packed, and the drafters, of which none is active.
     """
     kinds = tuple((name, drafter.timing_key) for name, drafter in drafters.items())
     text = (state.tokens[0][:CONTEXT] * CONTEXT)[:CONTEXT]
@@ -101,14 +95,7 @@ def measure_costs(
     text: Sequence[Sequence[int]],
     batching: str = "unpadded",
 ) -> Costs:
-    """Time rounds in which every draft is refused.
-
-    Args:
-        target: prepared for tree forwards.
-        drafters: copies of them are used.
-        text: per row as many token ids.
-        batching: what is padded.
-    """
+    """Time rounds in which every draft is refused, with copies of the drafters."""
     rounds = _Rounds(target, drafters, text, batching)
     verify: list[tuple[float, float]] = []
     draft: dict[str, list[tuple[float, float]]] = {name: [] for name in drafters}
