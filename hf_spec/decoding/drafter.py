@@ -23,11 +23,7 @@ from hf_spec.execution.virtual_tokens import VirtualTokens
 
 
 class DraftRunner(Protocol):
-    """What runs a drafter's own model.
-
-    Attributes:
-        forwards: forward passes so far.
-    """
+    """What runs a drafter's own model, and counts its forward passes."""
 
     forwards: int
 
@@ -117,14 +113,8 @@ class Drafter(CandidateGenerator, ABC):
     def make_verifier(self, processors: Sequence[Any], num_rows: int) -> Verifier:
         """The rule that judges this drafter's trees; asked for while the drafter is active.
 
-        Without a `rule` of its own it is an exact one.
-
-        Args:
-            processors: the prepared list of `generate()`.
-            num_rows: B.
-
-        Raises:
-            UnsupportedError: if the rule would disturb a processor of the user.
+        Without a `rule` of its own it is an exact one. A rule may refuse a processor of the user
+        that it would disturb.
         """
         exact = ResidualRejection if self.samples else NodeDraw
         return (self.rule or exact)(processors, num_rows)

@@ -140,16 +140,13 @@ class NodeProcessors:
     def __call__(
         self, rows: Sequence[int], prefixes: Sequence[Tensor] | None, scores: Tensor
     ) -> Tensor:
-        """Process the scores of some nodes.
+        """(M, V) processed scores of some nodes, changed in place maybe.
 
         Args:
             rows: (M) the sequence of each node.
             prefixes: per node (L,) int64, the frame up to and including the node; may be None when
                 `reads_prefix` is False.
-            scores: (M, V) float32; may be changed in place.
-
-        Returns:
-            (M, V) processed scores.
+            scores: (M, V) float32.
         """
         for step in self._steps:
             scores = step(rows, prefixes or [], scores)
@@ -168,11 +165,7 @@ class RowProcessors:
         self.stateless = list(self.all)
 
     def begin(self, row: int, processors: Sequence[Any]) -> None:
-        """Give a row the processors of its new sequence, as prepared for a batch of one.
-
-        Raises:
-            UnsupportedError: if the state of a class cannot be kept apart from that of other rows.
-        """
+        """Give a row the processors of its new sequence, as prepared for a batch of one."""
         own = [p if _is_known(p) else own_copy(p, "several sequences") for p in processors]
         self.all[row] = NodeProcessors(own, 1)
         self.stateless[row] = NodeProcessors(own, 1, stateless_only=True)

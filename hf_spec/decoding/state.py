@@ -195,11 +195,10 @@ class GenerationState:
         self.stats.count_round([max(0, self.generated[row] - n) for row, n in before.items()])
 
     def missing_scores(self) -> dict[int, range]:
-        """Rows that have ended whose scores criteria wait for; between two rounds.
+        """Per row that has ended the places after its end whose scores criteria wait for.
 
-        Returns:
-            Per row which places after its end are asked for, in tokens of padding: from 0 on where
-            its last token has to run, too.
+        Counted in tokens of padding: from 0 on where its last token has to run, too. Asked between
+        two rounds.
         """
         if not (self.keep_scores and self.stop.asks and self.stop.pads):
             return {}

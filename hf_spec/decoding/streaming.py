@@ -49,9 +49,7 @@ class BatchStreamer(BaseStreamer):
     def put(self, value: torch.Tensor) -> None:
         """Pass over the prompts, which `generate()` puts first.
 
-        Raises:
-            UnsupportedError: if `generate()` decodes without a strategy, one token of all rows at a
-                time, padding included.
+        Without a strategy it would put one token of all rows at a time, padding included: refused.
         """
         if value.ndim == 1:
             raise UnsupportedError(

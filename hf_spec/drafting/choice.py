@@ -58,10 +58,7 @@ def _falling(entry: tuple[float, int, int]) -> float:
 def choose_nodes(
     costs: Costs, trees: Mapping[int, MergedTree], max_nodes: int, draft_seconds: float = 0.0
 ) -> tuple[Round, dict[int, list[int]]]:
-    """The nodes of each row's tree, at most `max_nodes`, that make the fastest round.
-
-    `draft_seconds` are spent whatever is sent.
-    """
+    """The nodes of each row's tree, at most `max_nodes`, that make the fastest round."""
     ranked: list[tuple[float, int, int]] = []
     for row, tree in trees.items():
         nodes = [(value, row, node) for node, value in enumerate(tree.values)][1:]

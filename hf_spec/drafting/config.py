@@ -36,11 +36,7 @@ class StrategyConfig:
     batching: str = field(default="unpadded", kw_only=True)
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
-        """Refuse options that the config does not have, with the names of those it has.
-
-        Raises:
-            OptionError: names the unknown ones.
-        """
+        """Refuse options that the config does not have, with the names of those it has."""
         fields = sorted(option.name for option in dataclasses.fields(cls))
         if unknown := sorted(set(options) - set(fields)):
             raise OptionError(
@@ -60,21 +56,13 @@ class StrategyConfig:
         return {"strategy": self.strategy, **dataclasses.asdict(self)}
 
     def check_flags(self, *names: str) -> None:
-        """Refuse options that are neither True nor False.
-
-        Raises:
-            OptionError: names the option and its value.
-        """
+        """Refuse options that are neither True nor False (`OptionError`)."""
         for name in names:
             if not isinstance(getattr(self, name), bool):
                 raise OptionError(f"{name}={getattr(self, name)!r} must be True or False")
 
     def check(self, name: str, low: float, high: float = math.inf) -> None:
-        """Refuse a numeric option outside [low, high] or of another type than declared.
-
-        Raises:
-            OptionError: names the option, its value and the range.
-        """
+        """Refuse a number outside [low, high] or of another type than declared (`OptionError`)."""
         value = getattr(self, name)
         whole = "float" not in str(type(self).__dataclass_fields__[name].type)
         numeric = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
@@ -145,11 +133,7 @@ class PolicyConfig(StrategyConfig):
         return all(getattr(self, name) is None for name in self.usual)
 
     def resolve(self, measures: bool) -> Self:
-        """The same with a length policy and sizes of drafts.
-
-        Args:
-            measures: whether the "measured" policy may stand in where nothing is given.
-        """
+        """The same with a length policy and sizes; without `measures` never of itself measured."""
         measures = measures and self.leaves_sizes_open
         policy = self.length_policy or (MEASURED if measures else "static")
         sizes: dict[str, Any] = dict(self.longest if policy == MEASURED else self.usual)

@@ -69,11 +69,7 @@ class Curve:
 
 
 class LearnedCurve:
-    """A cost by size: means at some sizes, straight in between, else in the expected proportion.
-
-    Args:
-        expected: cost by size, up to a factor.
-    """
+    """A cost by size: means at some sizes, straight in between, else in proportion to `expected`."""
 
     def __init__(self, expected: Callable[[float], float]):
         self._expected = expected
@@ -138,10 +134,7 @@ class RoundTimes:
         self._draft = LearnedCurve(lambda count: FORWARD_PRICE * count)
 
     def costs(self, name: str, forwards: Callable[[int], int]) -> Costs:
-        """What `hf_spec.drafting.choice` weighs; follows what is learned.
-
-        `forwards` says how many forwards of its own a draft of some depth takes.
-        """
+        """What `hf_spec.drafting.choice` weighs, for a drafter that takes `forwards(depth)`."""
         return Costs(
             self._verify, {name: lambda depth: self._draft_cost(forwards(math.ceil(depth)))}
         )

@@ -134,13 +134,7 @@ _MAKERS: dict[str, MakePolicy] = {
 
 
 def register_policy(name: str, maker: MakePolicy) -> None:
-    """Make a policy known as `length_policy=name`.
-
-    The maker is called with (strategy config, target model) for every generation.
-
-    Raises:
-        ValueError: if the name is taken.
-    """
+    """Make a policy known as `length_policy=name`, made of (strategy config, target model)."""
     if name in _MAKERS:
         raise ValueError(f"there is a length_policy {name!r} already")
     _MAKERS[name] = maker
@@ -152,21 +146,12 @@ def known_policies() -> list[str]:
 
 
 def check_policy(name: object) -> None:
-    """Refuse a name that no policy has.
-
-    Raises:
-        OptionError: names the policies there are.
-    """
+    """Refuse a name that no policy has (`OptionError`)."""
     if not isinstance(name, str) or name not in _MAKERS:
         raise OptionError(f"unknown length_policy {name!r}; {choices(name, known_policies())}")
 
 
 def make_policy(options: Any, target: PreTrainedModel) -> LengthPolicy:
-    """The policy of a strategy config for one generation.
-
-    Raises:
-        OptionError: if there is no such policy, or its options do not do.
-        AssistantError: if it needs an adapter that does not fit.
-    """
+    """The policy of a strategy config for one generation; options that do not do are refused."""
     check_policy(options.length_policy)
     return _MAKERS[options.length_policy](options, target)

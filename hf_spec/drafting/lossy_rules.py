@@ -22,8 +22,7 @@ from hf_spec.execution.tree import DraftTree
 class LongestPath(Verifier):
     """Keeps the longest accepted path and draws a bonus token after it. Lossy.
 
-    Raises:
-        UnsupportedError: if a processor may remember earlier calls.
+    A processor that may remember earlier calls is refused.
     """
 
     def __init__(self, processors: Sequence[Any], num_rows: int):

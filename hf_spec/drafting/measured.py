@@ -286,11 +286,7 @@ def can_measure(target: PreTrainedModel) -> bool:
 
 
 def resolve(config: Policed, target: PreTrainedModel) -> Policed:
-    """The config with a length policy and sizes, measured where that is possible and nothing given.
-
-    Raises:
-        UnsupportedError: if times are asked for where they cannot decide.
-    """
+    """The config with a policy and sizes, measured where that can be and nothing is given."""
     possible = can_measure(target)
     if config.length_policy == MEASURED and not possible:
         raise UnsupportedError(

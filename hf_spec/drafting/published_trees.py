@@ -32,12 +32,7 @@ def published_trees(method: str) -> Mapping[str, PublishedTree]:
 
 
 def checked_tree(given: Any, method: str, others: Sequence[str] = ()) -> Any:
-    """An option that is the name of a tree, or a list of rank paths, which come back as tuples.
-
-    Raises:
-        OptionError: for an unknown name, or what is no tree; names the trees of the method and
-            `others`, which mean something to it.
-    """
+    """The name of a tree of the method, or one of `others`, or rank paths as tuples."""
     if not isinstance(given, str):
         return RankTree.of(given).paths
     known = [*others, *published_trees(method)]

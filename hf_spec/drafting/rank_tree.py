@@ -35,11 +35,7 @@ class RankTree:
 
     @classmethod
     def of(cls, paths: object) -> RankTree:
-        """A tree from its rank paths, in any order.
-
-        Raises:
-            OptionError: if something is no rank path, stands there twice, or lacks its parent.
-        """
+        """A tree from its rank paths, in any order; what is no tree is refused (`OptionError`)."""
         if not isinstance(paths, Iterable) or isinstance(paths, (str, bytes, dict)):
             raise OptionError(f"tree={paths!r:.60} must be a list of rank paths such as [0, 1]")
         known: set[Path] = set()

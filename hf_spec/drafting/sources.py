@@ -213,11 +213,7 @@ def _expected_share(expected: tuple[float, float], kind: int | tuple[int, int]) 
 
 
 class MergedTree:
-    """The trees of several sources for one row as one; every node has its best value.
-
-    Args:
-        root: the row's last token.
-    """
+    """The trees of several sources for one row as one; every node has its best value."""
 
     def __init__(self, root: int):
         self.tokens = [root]

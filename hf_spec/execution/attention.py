@@ -81,11 +81,7 @@ class PackedStep:
         return self._layouts[device]
 
     def send(self, device: torch.device, *others: Tensor) -> list[Tensor]:
-        """Put the layout on a device, and other tensors of the host with it, in one transfer.
-
-        Returns:
-            The others.
-        """
+        """Put the layout, and other tensors of the host, which it returns, on a device at once."""
         layout, places = self.on_host
         sent = send([*others, places, *tensors_of(layout)], device)
         after = len(others)
@@ -93,11 +89,7 @@ class PackedStep:
         return sent[:after]
 
     def check(self, model: PreTrainedModel, num_layers: int) -> None:
-        """Refuse a model that did not run its tree through `tree_attention` in all its layers.
-
-        Raises:
-            UnsupportedError: if some layer has not stored its keys and values.
-        """
+        """Refuse a model that did not run its tree through `tree_attention` in all its layers."""
         if len(self.written) != num_layers:
             raise UnsupportedError(
                 f"{type(model).__name__} ran tree attention in {len(self.written)} of its "
@@ -259,11 +251,7 @@ _answering: dict[type[PreTrainedConfig], property] = {}
 
 
 class PackedAttention:
-    """Lets one model attend by `tree_attention`.
-
-    Args:
-        model: one that `takes_packed`.
-    """
+    """Lets one model that `takes_packed` attend by `tree_attention`."""
 
     def __init__(self, model: PreTrainedModel):
         # Layers borrowed from another model look the name up in that model's config.

@@ -141,11 +141,7 @@ def _on_device(moves: Sequence[tuple[int, Sequence[int], int]], device: torch.de
 
 
 def check_reusable(cache: object) -> None:
-    """Refuse a user's `past_key_values` that cannot be moved into a `KVPool` and back.
-
-    Raises:
-        UnsupportedError: for anything but a `DynamicCache` of plain or sliding-window layers.
-    """
+    """Refuse a user's `past_key_values` that cannot be moved into a `KVPool` and back."""
     layers = getattr(cache, "layers", None)
     if type(cache) is not DynamicCache or any(
         type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers or []
@@ -159,10 +155,7 @@ def check_reusable(cache: object) -> None:
 
 @dataclass
 class _Placement:
-    """What the layers of a `PoolCache` share; no reference back, so that nothing outlives a call.
-
-    `destination` has the (B, T) slot positions of the next forward, which sees `visible` positions.
-    """
+    """What the layers of a `PoolCache` share; no reference back, so nothing outlives a call."""
 
     pool: KVPool
     destination: Tensor

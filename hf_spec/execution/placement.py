@@ -33,10 +33,8 @@ def execution_device(module: nn.Module) -> torch.device:
 def weight_rows(layer: Any, rows: Tensor | None = None) -> Tensor:
     """(R, width) rows of the weight of an embedding or a linear layer, from wherever they are.
 
-    All of them without `rows`, (R,) int64. With tensor parallelism every process must ask.
-
-    Raises:
-        UnsupportedError: if the layer is quantised.
+    All of them without `rows`, (R,) int64. With tensor parallelism every process must ask. A
+    quantised layer is refused.
     """
     if is_quantised(layer):
         raise UnsupportedError(

@@ -21,11 +21,7 @@ TENSORS = tuple(f.name for f in fields(RaggedLayout) if not f.name.startswith("m
 
 
 def ragged_layout(segments: Sequence[Segment]) -> RaggedLayout:
-    """Put what the segments see into one layout on the host.
-
-    Args:
-        segments: one after the other from token 0 on.
-    """
+    """Put what segments see, one after the other from token 0 on, into one layout on the host."""
     # Where everything is visible nothing needs a bit.
     prefixes = [s.num_keys if s.visible is None else s.prefix for s in segments]
     tails = [s.num_keys - first for s, first in zip(segments, prefixes, strict=True)]

@@ -38,9 +38,8 @@ class RowStorage:
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep the keys and values of each row's accepted path, moved together in place.
 
-        Args:
-            paths: per row the accepted nodes in order, the root left out, each counted from the
-                row's root. A node that was never run ends the kept part; what follows is pending.
+        Paths are counted from the row's root, which they leave out. A node that was never run ends
+        the kept part; what follows is pending.
         """
         moves = []
         for row, (root, ran) in self._round.items():

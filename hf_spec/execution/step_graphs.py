@@ -111,10 +111,7 @@ def obstacle(model: nn.Module) -> str | None:
 
 
 class StepGraphs:
-    """Runs the packed steps of one model, recorded where that is possible.
-
-    `replays` counts the steps that were replayed.
-    """
+    """Runs the packed steps of one model, recorded where that is possible, and counts `replays`."""
 
     def __init__(self, model: PreTrainedModel, pool: KVPool, device: torch.device):
         self.replays = 0

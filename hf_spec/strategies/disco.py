@@ -70,11 +70,7 @@ class DiscoPolicy(LengthPolicy):
 
 
 class MeasuredDiscoPolicy(MeasuredPolicy):
-    """The classifier says how likely the next level is, time says whether that is enough.
-
-    Args:
-        classified: the policy whose classifier and longest draft it has, but not its threshold.
-    """
+    """The classifier says how likely the next level is; time, not its threshold, decides."""
 
     def __init__(self, classified: DiscoPolicy):
         super().__init__(classified.max_draft_tokens)
@@ -92,12 +88,7 @@ class MeasuredDiscoPolicy(MeasuredPolicy):
 
 
 def make_policy(config: DraftModelConfig, target: PreTrainedModel) -> DiscoPolicy:
-    """The policy that `length_policy="disco"` stands for.
-
-    Raises:
-        OptionError: if the config names no adapter.
-        AssistantError: if the adapter cannot be used, or belongs to another target.
-    """
+    """The policy that `length_policy="disco"` stands for; its adapter must be named and fit."""
     if config.adapter is None:
         raise OptionError(
             "length_policy='disco' needs a trained classifier: adapter=<folder or Hub id>, made by "
@@ -189,11 +180,7 @@ class DiscoConfig(DraftConfig):
 
 
 def read_adapter(name: str) -> SpecAdapter:
-    """The DISCO adapter in a folder or on the Hub.
-
-    Raises:
-        AssistantError: if it is missing, damaged, or of another method.
-    """
+    """The DISCO adapter in a folder or on the Hub (`AssistantError` if there is none)."""
     # A folder may be calibrated again between two calls; the Hub is asked once.
     return load_adapter(name, METHOD) if Path(name).is_dir() else _from_hub(name)
 
@@ -204,11 +191,7 @@ def _from_hub(name: str) -> SpecAdapter:
 
 
 def find_draft_model(adapter: SpecAdapter, target: PreTrainedModel) -> PreTrainedModel:
-    """The draft model that an adapter names in its option `draft`, checked against the target.
-
-    Raises:
-        AssistantError: if it names none, or one that cannot be loaded.
-    """
+    """The draft model that an adapter names in its option `draft`, checked against the target."""
     named: Any = adapter.options.get("draft")
     if isinstance(named, dict) and set(named) == {"truncated"}:
         what = f"{adapter.folder or 'the adapter'}: draft"

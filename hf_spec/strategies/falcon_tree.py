@@ -11,16 +11,9 @@ from hf_spec.models.falcon_head import METHOD, FalconHead
 
 
 def choose_tree(named: Any, max_draft_tokens: int | None, head: FalconHead) -> RankTree:
-    """The tree that options stand for with `head`, cut to what can be drafted.
+    """The tree that `FalconConfig.tree` stands for with a head, cut to a depth and to its lists.
 
-    Args:
-        named: `FalconConfig.tree`.
-        max_draft_tokens: depth at which it is cut, None for no cut.
-        head: drafts it.
-
-    Raises:
-        OptionError: if it is deeper than the head was trained for, or made for another k.
-        AssistantError: if the head's own tree cannot be used.
+    Refused are trees deeper than the head was trained for, or made for another k.
     """
     tree = _whole_tree(named, max_draft_tokens, head).cut(max_draft_tokens, head.head.size)
     longest = max_depth(head)
@@ -36,9 +29,6 @@ def max_sent(named: Any, max_nodes: int | None, head: FalconHead) -> int | None:
     """How many nodes of a drafted tree are sent to the target, None for all.
 
     Where options leave it open, the adapter may say how many of its own tree's nodes are worth it.
-
-    Raises:
-        AssistantError: if what it says is no number of nodes.
     """
     if max_nodes is not None or named != "auto":
         return max_nodes
@@ -49,11 +39,7 @@ def max_sent(named: Any, max_nodes: int | None, head: FalconHead) -> int | None:
 
 
 def max_depth(head: FalconHead) -> int | None:
-    """The depth that a head was trained for, None if its adapter does not say.
-
-    Raises:
-        AssistantError: if what it says is no depth.
-    """
+    """The depth that a head was trained for, None if its adapter does not say."""
     longest = head.options.get("max_depth")
     if longest is not None and (type(longest) is not int or longest < 1):
         raise AssistantError(f"the Falcon adapter has max_depth={longest!r}; train it again")

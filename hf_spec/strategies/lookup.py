@@ -147,12 +147,7 @@ class LookupDrafter(Drafter):
 
 
 def lookup_sources(config: LookupConfig, longest: int) -> list[Source]:
-    """One source per length of repeated run, since the longer it is, the longer it goes on.
-
-    Args:
-        config: which n-grams.
-        longest: depth of the deepest draft.
-    """
+    """One source per length of repeated run: the longer it is, the longer it goes on."""
     found = []
     for runs, shares in RUNS.items():
         least = max(runs.start, config.min_match_length)

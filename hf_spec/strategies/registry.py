@@ -68,12 +68,8 @@ def known_strategies() -> list[str]:
 def parse_strategy(value: object) -> StrategyConfig:
     """Turn what the user passed as `spec_strategy` into a config.
 
-    Args:
-        value: a name, a config, or a config as the dictionary that a stored generation config
-            holds.
-
-    Raises:
-        OptionError: for an unknown name or option, or a value of another type.
+    That is a name, a config, or the dictionary of one that a stored generation config holds; all
+    else is an `OptionError`.
     """
     if isinstance(value, StrategyConfig) and value.strategy in _STRATEGIES:
         return value

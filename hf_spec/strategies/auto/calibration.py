@@ -39,11 +39,7 @@ CONTEXT = 16
 
 
 def check_timings(timings: object) -> None:
-    """Refuse what is no set of timings.
-
-    Raises:
-        OptionError: shows what is expected.
-    """
+    """Refuse what is no set of timings, and show what is expected (`OptionError`)."""
     known = isinstance(timings, dict) and set(timings) == {"verify", "draft"}
     curves: list[object] = []
     if isinstance(timings, dict) and known and isinstance(timings["draft"], dict):

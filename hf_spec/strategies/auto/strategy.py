@@ -63,14 +63,7 @@ class AutoConfig(StrategyConfig):
 
 
 class AutoDrafter(MeasuredDrafter):
-    """Lookups, and assistants whose costs are calibrated or given.
-
-    Args:
-        config: limits, and timings if they are given.
-        target: the model that generates.
-        free: sources that cost no time worth counting; always asked.
-        assistants: the others, with names of their own.
-    """
+    """Lookups, and assistants whose costs are calibrated or given."""
 
     def __init__(
         self,
