@@ -298,14 +298,11 @@ class GenerationState:
     def _reached(self, stop: StopRules, rows: Sequence[int], step: int) -> bool:
         """Whether plain `generate()` takes this step and all its tokens are there."""
         ended = {row for row in rows if self._ended_by(row, step - 1)}
+        # Rows that have ended must lack no scores that a criterion may read.
+        scored = {r for r in ended if not self.keep_scores or len(self._all_scores(r)) >= step}
         return len(ended) < len(rows) and all(
-            self.generated[row] >= step or (stop.pads and row in ended and self._scored(row, step))
-            for row in rows
+            self.generated[row] >= step or (stop.pads and row in scored) for row in rows
         )
-
-    def _scored(self, row: int, step: int) -> bool:
-        """Whether a row that has ended lacks no scores that a criterion may read."""
-        return not self.keep_scores or len(self._all_scores(row)) >= step
 
     def _all_scores(self, row: int) -> list[Tensor]:
         return self.scores[row] + self._padding_scores[row]

@@ -156,12 +156,10 @@ class NodeDraw(Verifier):
         scores = Walk(self.processors, logits, state).look_at_all(tree)
         return _walk_on_device(tree, scores, state)
 
-    def _only_argmax(self, state: GenerationState) -> bool:
-        wanted = state.do_sample or state.keep_scores or state.keep_logits
-        return not (len(self.processors) or wanted)
-
     def _begin(self, tree: DraftTree, walk: Walk) -> None:
-        if self._only_argmax(walk.state):
+        state = walk.state
+        wanted = state.do_sample or state.keep_scores or state.keep_logits
+        if not (len(self.processors) or wanted):
             walk.choice = walk.raw.argmax(dim=-1).tolist()
 
     def _step(

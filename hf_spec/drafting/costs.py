@@ -69,7 +69,7 @@ class Curve:
 
 
 class LearnedCurve:
-    """A cost by size: means at some sizes, straight in between, else in proportion to `expected`."""
+    """A cost by size: means at some sizes, straight in between, in proportion elsewhere."""
 
     def __init__(self, expected: Callable[[float], float]):
         self._expected = expected

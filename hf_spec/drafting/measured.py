@@ -121,7 +121,7 @@ class MeasuredDrafter(Drafter):
         trees = {row: MergedTree(state.tokens[row][-1]) for row in room}
         for source in self.free:
             source.ask(state, {row: min(room[row], source.useful_depth(row)) for row in room})
-            _merge(trees, source)
+            source.join(trees)
         base, _ = choose_nodes(costs, trees, self.max_nodes)
         chosen = choose_sources(base, trees, self.assistants, room)
         whole: DraftTree | None = None
@@ -135,7 +135,7 @@ class MeasuredDrafter(Drafter):
             if asked and (drafter.alone or drafter.samples or drafter.rule is not None):
                 whole = source.tree
             elif asked:
-                _merge(trees, source)
+                source.join(trees)
         if whole is None:
             _, nodes = choose_nodes(costs, trees, self.max_nodes, chosen.draft_seconds)
             rows: list[tuple[list[int], list[int]]] = [([], []) for _ in state.tokens]
@@ -155,11 +155,6 @@ class MeasuredDrafter(Drafter):
         """Per row how deep an assistant drafts, 0 where it is not asked."""
         depths = chosen.asked.get(source.name, {})
         return {row: depths.get(row, 0) for row in room}
-
-
-def _merge(trees: Mapping[int, MergedTree], source: Source) -> None:
-    for row, tree in trees.items():
-        tree.add(source, row)
 
 
 class SelfTimedDrafter(MeasuredDrafter):

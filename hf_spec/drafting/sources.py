@@ -156,6 +156,11 @@ class Source:
             values.append(above * shares.share(self._kind(node)) if above >= MIN_VALUE else 0.0)
         return values
 
+    def join(self, trees: Mapping[int, MergedTree]) -> None:
+        """Add what it proposed to the tree of every row."""
+        for row, tree in trees.items():
+            tree.add(self, row)
+
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
         """Learn how its own tree fared, and let the drafter know.
 

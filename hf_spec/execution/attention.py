@@ -147,7 +147,8 @@ def tree_attention(  # noqa: PLR0913 - the signature that transformers calls
     spec_step.written.add(layer_index)
     keys, values = spec_step.pool.layer(layer_index, key, value)
     window = kwargs["sliding_window"] if "sliding_window" in kwargs else _mask_window(module)
-    impl = "auto" if _kernels_serve(query, value) else "torch"
+    small = max(query.shape[-1], value.shape[-1]) <= MAX_HEAD_SIZE
+    impl = "auto" if small and serves(query) else "torch"
     if impl == "auto" or not spec_step.segments:
         sinks = None if s_aux is None else s_aux.float()
         scoring = Scoring(scaling, window, softcap, sinks=sinks)
@@ -178,10 +179,6 @@ def tree_attention(  # noqa: PLR0913 - the signature that transformers calls
         attended = attended.reshape(num_heads, length, width)
         out[0, segment.start : segment.end] = attended.transpose(0, 1)
     return out, None
-
-
-def _kernels_serve(query: Tensor, value: Tensor) -> bool:
-    return max(query.shape[-1], value.shape[-1]) <= MAX_HEAD_SIZE and serves(query)
 
 
 def _mask_window(module: nn.Module) -> int | None:

@@ -46,7 +46,7 @@ def check_sharding(model: PreTrainedModel) -> None:
 
 
 def check_ranks(model: PreTrainedModel, input_ids: Tensor, do_sample: bool) -> None:
-    """Refuse tensor parallelism whose processes have other inputs or random states; all must ask."""
+    """Refuse tensor parallelism with other inputs or random states in some process; all ask."""
     size = tensor_parallel_size(model)
     if size == 1:
         return

@@ -153,7 +153,9 @@ class ModelRunner(RowStorage):
         wanted = range(tree.num_nodes) if nodes is None else nodes
         self.begin_round(tree, sequences, wanted)
         earlier: list[ForwardOutput] = []
-        while long := [w for w in self.plan(tree, sequences, wanted) if self._is_long(w)]:
+        while long := [
+            w for w in self.plan(tree, sequences, wanted) if len(w.pending) > PREFILL_CHUNK
+        ]:
             parts = [
                 replace(w, pending=w.pending[:PREFILL_CHUNK], nodes=[], offsets=[], width=0)
                 for w in long
@@ -163,10 +165,6 @@ class ModelRunner(RowStorage):
         for part_output in reversed(earlier):
             output.put_after(part_output)
         return output
-
-    @staticmethod
-    def _is_long(work: RowWork) -> bool:
-        return len(work.pending) > PREFILL_CHUNK
 
     def _run(self, work: list[RowWork], tree: DraftTree) -> ForwardOutput:
         rows = work
