@@ -52,17 +52,8 @@ class Prepared:
 class ContinuousBatch:
     """A queue of requests and the slots that work it off.
 
-    Args:
-        model: the target.
-        drafter: proposes the drafts.
-        requests: at least one, in the order in which they begin.
-        prepare: asks `generate()` what one of them needs; called when it begins.
-        num_slots: most sequences at a time.
-        streamer: a `BatchStreamer`, which knows the sequences by their index, or None.
-        batching: what is padded; storage must not be.
-
-    Attributes:
-        request_ids: of all requests, in their order.
+    `prepare` asks `generate()` what a request needs, when it begins; a `BatchStreamer` knows the
+    sequences by their index. `request_ids` are in the order of the requests.
     """
 
     def __init__(  # noqa: PLR0913 - three things to run, three to run them with

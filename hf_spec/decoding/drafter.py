@@ -122,17 +122,10 @@ class Drafter(CandidateGenerator, ABC):
     def get_candidates(  # type: ignore[override]
         self, input_ids: Tensor, **kwargs: object
     ) -> tuple[Tensor, Tensor | None]:
-        """Serve transformers' assisted decoding: the prompt followed by the drafted chain.
+        """Serve transformers' assisted decoding: (1, L + K), the prompt followed by the drafted chain.
 
-        Args:
-            input_ids: (1, L) int64.
-            **kwargs: what other versions of transformers pass along; not needed.
-
-        Returns:
-            (1, L + K) int64 and None: the draft counts as deterministic.
-
-        Raises:
-            UnsupportedError: if the drafter needs what assisted decoding does not give.
+        The draft counts as deterministic. A drafter that needs what assisted decoding does not give
+        is refused.
         """
         if self.no_candidates is not None:
             raise UnsupportedError(self.no_candidates)

@@ -112,12 +112,9 @@ def check_processors(processors: Sequence[Any], num_rows: int) -> None:
 class NodeProcessors:
     """The processors of one `generate()` call, applied to nodes of trees.
 
-    Args:
-        processors: the prepared list of `generate()`.
-        num_rows: B.
-        stateless_only: leave the third kind out, and what raises errors on some scores. For draft
-            models, whose scores may differ from the target's in any way, and whose calls must not
-            disturb what a class remembers.
+    `stateless_only` leaves the third kind out, and what raises errors on some scores: for draft
+    models, whose scores may differ from the target's in any way, and whose calls must not disturb
+    what a class remembers.
     """
 
     def __init__(self, processors: Sequence[Any], num_rows: int, stateless_only: bool = False):

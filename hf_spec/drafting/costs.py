@@ -44,13 +44,10 @@ def straight(sizes: Sequence[float], seconds: Sequence[float], size: float) -> f
 
 
 class Curve:
-    """A cost that never falls: straight between measured points, and on after the last one.
+    """A cost that never falls: straight between (size, seconds) points, and on after the last one.
 
     Other work on a machine only ever adds time, so the fastest run of a size counts, and a size
     costs no more than a larger one.
-
-    Args:
-        points: (size, seconds) pairs, at least one.
     """
 
     def __init__(self, points: Iterable[Sequence[float]]):

@@ -54,11 +54,7 @@ class DraftedToken:
 
 @dataclass
 class LengthPolicy:
-    """Always drafts the maximum; the base of the other policies.
-
-    Args:
-        max_draft_tokens: most tokens (levels of a tree) drafted in a round.
-    """
+    """Always drafts the maximum of tokens (levels of a tree) a round; the base of the others."""
 
     max_draft_tokens: int
 

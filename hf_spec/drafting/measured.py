@@ -160,13 +160,8 @@ class MeasuredDrafter(Drafter):
 class SelfTimedDrafter(MeasuredDrafter):
     """One kind of drafter, whose rounds tell what they cost.
 
-    Args:
-        sources: one that takes time, or any that take none.
-        target: the model that generates.
-        key: what tells these drafters from others of the target.
-        max_draft_tokens: see `MeasuredDrafter`.
-        max_nodes: see `MeasuredDrafter`.
-        policy: of the drafter that takes time.
+    There is one source that takes time, with its policy, or any that take none. `key` tells them
+    from other drafters of the target.
     """
 
     def __init__(

@@ -27,14 +27,8 @@ class MeasuredPolicy(LengthPolicy):
 
     A level is worth the probability that the target goes there. The drafter says how likely its
     newest level is; how often levels of that likelihood came true corrects it, and how often one
-    level followed another leads on to the next.
-
-    Args:
-        max_draft_tokens: most tokens (levels of a tree) drafted in a round.
-
-    Attributes:
-        price: by the levels there are, what another one costs, in tokens that its time would bring
-            elsewhere.
+    level followed another leads on to the next. `price` says, by the levels there are, what another
+    one costs, in tokens that its time would bring elsewhere.
     """
 
     def __init__(self, max_draft_tokens: int):

@@ -166,26 +166,14 @@ def best_tree(
     block_size: int,
     max_nodes: int = 64,
 ) -> RankTree:
-    """The tree with the most tokens per time, from measured acceptance.
+    """The tree with the most tokens per time, from measured acceptance; a `ValueError` without any.
 
-    A node is worth the share of rounds in which its whole path is accepted; a round yields one
-    token and the sum over its nodes. For a fixed number of nodes and of passes the cost is fixed,
-    so the sum alone decides, and taking the most valuable nodes one by one is exact: no other set
-    of as many nodes has a larger sum, and it is a tree, since no node is worth more than its
-    parent. What remains is to try every (passes, nodes).
-
-    Args:
-        accepted: per path the share of rounds in which it is accepted; a path that is left out
-            never is.
-        cost: time of a round by (nodes without the root, passes), in any unit.
-        block_size: k, depths per pass.
-        max_nodes: most nodes tried.
-
-    Returns:
-        A tree of at least one node.
-
-    Raises:
-        ValueError: if no path is ever accepted.
+    A node is worth the share of rounds in which its whole path is `accepted`; a round yields one
+    token and the sum over its nodes. For a fixed number of nodes and of passes, of `block_size`
+    depths each, the `cost` is fixed, so the sum alone decides, and taking the most valuable nodes
+    one by one is exact: no other set of as many nodes has a larger sum, and it is a tree, since no
+    node is worth more than its parent. What remains is to try every (nodes without the root,
+    passes).
     """
     best: list[Path] = []
     best_rate = 0.0

@@ -112,19 +112,10 @@ def tree_attention(  # noqa: PLR0913 - the signature that transformers calls
 ) -> tuple[Tensor, None]:
     """Store the new keys and values, then attend: on a GPU by kernels, elsewhere row by row.
 
-    Args:
-        module: the attention layer; its `layer_idx` names the buffers.
-        query: (1, H, T, D).
-        key: (1, H_kv, T, D) of the new tokens, rotated already.
-        value: likewise.
-        attention_mask: ignored; what is visible comes from `spec_step`.
-        scaling: factor of the scores, 1 / sqrt(D) by default.
-        dropout: ignored, decoding uses none.
-        spec_step: the packed step.
-        softcap: scores are squashed to (-softcap, softcap) by tanh.
-        s_aux: (H,) attention sinks, a logit per head that takes probability and gives nothing.
-        **kwargs: `sliding_window`, how far back a token sees, itself included; whatever else a
-            model passes is not needed.
+    The signature is what transformers calls, with (1, H, T, D) queries and (1, H_kv, T, D) keys and
+    values, rotated already. What is visible comes from `spec_step`, not from the mask. `softcap`
+    squashes scores by tanh; `s_aux` are (H,) attention sinks, a logit per head that takes
+    probability and gives nothing; `sliding_window` says how far back a token sees, itself included.
 
     Returns:
         (1, T, H, D) and None (no weights).

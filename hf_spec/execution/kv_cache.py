@@ -29,11 +29,8 @@ MIN_CAPACITY = 256
 class KVPool:
     """Per layer a key and a value buffer of shape (slots, H, capacity, D).
 
-    Layers appear when they are first written, on the device and in the dtype of what is written,
-    so a model spread over devices and layers of different head sizes need no special care.
-
-    Args:
-        num_slots: how many sequences the pool holds.
+    Layers appear when they are first written, on the device and in the dtype of what is written, so
+    a model spread over devices and layers of different head sizes need no special care.
     """
 
     def __init__(self, num_slots: int):

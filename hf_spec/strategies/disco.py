@@ -46,10 +46,8 @@ LONGEST = 1024
 class DiscoPolicy(LengthPolicy):
     """Stop after a token that the classifier thinks will be rejected.
 
-    Args:
-        max_draft_tokens: most tokens drafted in a round (the paper's SL_max).
-        threshold: least probability of acceptance at which a row drafts on (the paper's tau).
-        classifier: follows the draft distributions to their device.
+    The longest draft is the paper's SL_max; `threshold`, its tau, is the least probability of
+    acceptance at which a row drafts on.
     """
 
     def __init__(self, max_draft_tokens: int, threshold: float, classifier: DiscoClassifier):

@@ -110,13 +110,10 @@ class FalconConfig(PolicyConfig):
 
 @dataclass
 class _Drawn:
-    """What one pass gave to its rows.
+    """What one pass gave to A rows, and per row the same as lists, once fetched.
 
-    Attributes:
-        rows: A of them.
-        tensors: (A, entries) tokens, their probabilities and, if there are any, (A, lists) scores
-            of the length policy.
-        host: per row the same as lists, once fetched.
+    That is (A, entries) tokens, their probabilities and maybe (A, lists) scores of the length
+    policy.
     """
 
     rows: list[int]
