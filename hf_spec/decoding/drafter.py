@@ -122,7 +122,7 @@ class Drafter(CandidateGenerator, ABC):
     def get_candidates(  # type: ignore[override]
         self, input_ids: Tensor, **kwargs: object
     ) -> tuple[Tensor, Tensor | None]:
-        """Serve transformers' assisted decoding: (1, L + K), the prompt followed by the drafted chain.
+        """Serve transformers' assisted decoding: (1, L + K), the prompt and the drafted chain.
 
         The draft counts as deterministic. A drafter that needs what assisted decoding does not give
         is refused.
