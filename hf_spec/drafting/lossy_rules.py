@@ -119,7 +119,6 @@ class IndependentAcceptance(LongestPath):
     def _accept(self, tree: DraftTree, walk: Walk) -> set[int]:
         """Found level by level."""
         assert tree.node_probs is not None, "drafted graphs carry the probability of each node"
-        draft_probs = tree.node_probs.tolist()
         level = [(row, tree.row_start[row]) for row in walk.state.unfinished]
         paths: dict[int, list[int]] = {root: [] for _, root in level}
         while level := [(row, node) for row, node in level if tree.children[node]]:
@@ -129,7 +128,7 @@ class IndependentAcceptance(LongestPath):
             for row, node, probs in zip(rows, nodes, target_probs, strict=True):
                 for child in tree.children[node]:
                     token = tree.tokens[child]
-                    if float(torch.rand(())) * draft_probs[child] < float(probs[token]):
+                    if float(torch.rand(())) * tree.node_probs[child] < float(probs[token]):
                         paths[child] = [*paths[node], token]
                         level.append((row, child))
         return set(paths)

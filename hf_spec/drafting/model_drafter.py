@@ -177,8 +177,7 @@ class DraftModelDrafter(Drafter):
             for node in self._sent[row].nodes
         ]
         probs = [prob for sent in self._sent.values() for prob in sent.probs]
-        node_probs = torch.tensor(probs, dtype=torch.float32)
-        return self._tree(state, self._sent, _stack(distributions), node_probs)
+        return self._tree(state, self._sent, _stack(distributions), probs)
 
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
         """Keep the accepted part of the draft model's keys and values; tell the policy."""
@@ -285,7 +284,7 @@ class DraftModelDrafter(Drafter):
         state: GenerationState,
         drafts: dict[int, Unmerged],
         draft_probs: Tensor | None = None,
-        node_probs: Tensor | None = None,
+        node_probs: list[float] | None = None,
     ) -> DraftTree:
         rows: list[tuple[list[int], list[int]]] = [([], []) for _ in state.tokens]
         for row, draft in drafts.items():

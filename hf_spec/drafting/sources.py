@@ -97,7 +97,6 @@ class Source:
         self.tree: DraftTree
         self.limits: Mapping[int, int] = {}
         self.reached: dict[int, int] = {}
-        self._probs: list[float] | None = None
         self._nodes: list[Shares] = []
         self._levels: list[Shares] = []
         self._sizes: dict[int, int] = {}
@@ -119,8 +118,6 @@ class Source:
         """Let the drafter propose; rows with limit 0 take part, so that it keeps count of them."""
         self.limits = {row: min(limit, self.depth) for row, limit in limits.items()}
         self.tree = self.drafter.draft(state, self.limits)
-        probs = self.tree.node_probs
-        self._probs = None if probs is None else probs.tolist()
         for row, limit in self.limits.items():
             if limit:
                 self._sizes[row] = len(self.tree.nodes(row)) - 1
@@ -195,8 +192,8 @@ class Source:
 
     def _kind(self, node: int) -> Hashable:
         tree = self.tree
-        if self._probs is not None:
-            return min(int(self._probs[node] * PROBABILITY_KINDS), PROBABILITY_KINDS - 1)
+        if tree.node_probs is not None:
+            return min(int(tree.node_probs[node] * PROBABILITY_KINDS), PROBABILITY_KINDS - 1)
         rank = tree.children[tree.parent[node]].index(node)
         return min(tree.depth[node], DEPTH_KINDS), min(rank, RANK_KINDS - 1)
 

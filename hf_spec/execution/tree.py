@@ -31,8 +31,8 @@ class DraftTree:
         row_start: B + 1 indices, where each row begins and the last one ends.
         draft_probs: (N, V) float32 or None; row i is the distribution that the children of node i
             were drawn from, after every processor. Only for drafts that were sampled.
-        node_probs: (N,) float32 or None; the draft model's probability of each node's token, 1 for
-            a root. In a graph, a copy has the probability of the edge that it stands for.
+        node_probs: the draft model's probability of each node's token, 1 for a root; or None. In a
+            graph, a copy has the probability of the edge that it stands for.
     """
 
     tokens: list[int]
@@ -40,7 +40,7 @@ class DraftTree:
     depth: list[int]
     row_start: list[int]
     draft_probs: Tensor | None = None
-    node_probs: Tensor | None = None
+    node_probs: list[float] | None = None
     _sent: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = field(
         default_factory=dict, repr=False
     )
@@ -50,7 +50,7 @@ class DraftTree:
         cls,
         rows: Sequence[tuple[Sequence[int], Sequence[int]]],
         draft_probs: Tensor | None = None,
-        node_probs: Tensor | None = None,
+        node_probs: list[float] | None = None,
     ) -> DraftTree:
         """Build a tree from one (tokens, parents) pair per row.
 

@@ -210,7 +210,7 @@ class FalconDrafter(Drafter):
             probs += [chances[node] for node in nodes]
             self.counters["rounds"] += 1
             self.counters["draft_nodes"] += count
-        return DraftTree.from_rows(rows, node_probs=torch.tensor(probs))
+        return DraftTree.from_rows(rows, node_probs=probs)
 
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
         """Take the features of the root and of what was accepted; tell the policy."""

@@ -93,7 +93,7 @@ class RecordingDrafter(FalconDrafter):
             # The prompt's own forward and the last token's have no draft.
             if end - start > 1:
                 parents = [above - start for above in tree.parent[start:end]]
-                order = by_likelihood(parents, probs[start:end].tolist())
+                order = by_likelihood(parents, probs[start:end])
                 place = {start + node: index for index, node in enumerate(order[1:])}
                 self.places.append(sorted(place[node] for node in accepted))
         super().observe(verdict, output)

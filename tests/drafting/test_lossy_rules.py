@@ -115,8 +115,7 @@ def verdicts(
     ids = torch.full((rows, 1), tokens[0])
     stop = StopRules(criteria, rows)
     state = GenerationState.create(ids, torch.ones_like(ids), stop, do_sample=True)
-    node_probs = torch.tensor(draft * rows)
-    tree = DraftTree.from_rows([(tokens, parents)] * rows, node_probs=node_probs)
+    tree = DraftTree.from_rows([(tokens, parents)] * rows, node_probs=draft * rows)
     logits: Tensor = torch.tensor(target * rows).log()
     return IndependentAcceptance(processors, rows).verify(tree, logits, state)
 

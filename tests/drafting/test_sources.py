@@ -33,7 +33,7 @@ class Fixed(Drafter):
     """Proposes the same tree whatever is asked, and keeps the outcomes."""
 
     def __init__(self, probs: list[float] | None = None, hidden: bool = False):
-        self.probs = None if probs is None else torch.tensor(probs)
+        self.probs = probs
         self.hidden_layers = (-1,) if hidden else ()
         self.outcomes: list[Verdict] = []
         self.limits: dict[int, int] = {}

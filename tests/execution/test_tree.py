@@ -35,7 +35,7 @@ def ancestors(parent: list[int], node: int) -> set[int]:
 
 
 def test_probabilities_are_carried_along() -> None:
-    draft_probs, node_probs = torch.rand(3, 10), torch.tensor([1.0, 0.5, 0.2])
+    draft_probs, node_probs = torch.rand(3, 10), [1.0, 0.5, 0.2]
     tree = DraftTree.from_rows([CHAIN], draft_probs=draft_probs, node_probs=node_probs)
     assert tree.draft_probs is draft_probs
     assert tree.node_probs is node_probs

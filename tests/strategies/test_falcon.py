@@ -99,7 +99,7 @@ def reaches(tree: DraftTree, row: int) -> dict[tuple[int, ...], float]:
     found: dict[int, tuple[tuple[int, ...], float]] = {root: ((), 1.0)}
     for node in nodes:
         path, reach = found[tree.parent[node]]
-        found[node] = (*path, tree.tokens[node]), reach * float(tree.node_probs[node])
+        found[node] = (*path, tree.tokens[node]), reach * tree.node_probs[node]
     return dict(found[node] for node in nodes)
 
 
@@ -123,7 +123,7 @@ def check_against_reference(
             for node, path, above in zip(nodes, paths, tree.parents, strict=False):
                 token, chance = expected[path]
                 assert draft.tokens[node] == token
-                assert abs(float(draft.node_probs[node]) - chance) < 2e-3
+                assert abs(draft.node_probs[node] - chance) < 2e-3
                 assert draft.parent[node] == root + above + 1
                 compared += 1
     return compared
@@ -344,7 +344,7 @@ class TestPolicies:
             for row in range(5):
                 height = draft.height(row)
                 ends = [draft.nodes(row)[depth] for depth in range(size, height + 1, size)]
-                likely = [float(draft.node_probs[node]) >= threshold for node in ends]
+                likely = [draft.node_probs[node] >= threshold for node in ends]
                 assert all(likely[:-1])
                 assert height == 6 or not likely[-1]
                 heights[height] += 1

@@ -238,7 +238,7 @@ class TestSilence:
                 tree = self.tree
                 probs = self.tree.node_probs
                 assert probs is not None
-                proposals[speaking, turn] = tree.tokens, tree.parent, probs.tolist()
+                proposals[speaking, turn] = tree.tokens, tree.parent, probs
 
         monkeypatch.setattr(Source, "ask", silent)
         # Nothing is sent, so both generations go the same way, token by token.
