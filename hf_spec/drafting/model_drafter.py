@@ -130,12 +130,8 @@ class DraftModelDrafter(Drafter):
 
     def start(self, state: GenerationState) -> None:
         """Empty keys and values for every row."""
-        self._runner = ModelRunner(
-            self.model,
-            state.num_rows,
-            batching=self.config.batching,
-            vocab_size=self.vocab_size,
-        )
+        batching, size = self.config.batching, self.vocab_size
+        self._runner = ModelRunner(self.model, state.num_rows, batching=batching, vocab_size=size)
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.policy.start(state.num_rows)
         self.samples = state.do_sample and self.config.sample_drafts
@@ -170,33 +166,31 @@ class DraftModelDrafter(Drafter):
             for row, growth in growths.items()
         }
         self.graphs = {row: growth.graph for row, growth in growths.items()}
-        self._count()
+        for graph in self.graphs.values():
+            self.counters["rounds"] += 1
+            self.counters["draft_nodes"] += len(graph) - 1
+            self.counters["merges"] += graph.num_merges
         distributions = [
             growths[row].distributions.get(node)
             for row in growths
             for node in self._sent[row].nodes
         ]
         probs = [prob for sent in self._sent.values() for prob in sent.probs]
-        return self._tree(state, self._sent, _stack(distributions), probs)
+        return _tree_of(self._sent, state.num_rows, _stack(distributions), probs)
 
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
         """Keep the accepted part of the draft model's keys and values; tell the policy."""
         assert self._runner is not None, "observe comes after draft"
         kept: list[list[int]] = [[] for _ in verdict.accepted]
+        paths = verdict.paths
         for row, sent in self._sent.items():
-            path = verdict.paths[row]
+            path = paths[row]
             # After a merge edge the stored keys and values belong to another path.
             valid = next((i for i, node in enumerate(path) if sent.merged[node]), len(path))
             self.counters["rounds_with_merged_accepted"] += valid < len(path)
             kept[row] = [sent.nodes[node] for node in path[:valid]]
             self.policy.observe(row, verdict.tree.height(row), len(path))
         self._runner.keep(kept)
-
-    def _count(self) -> None:
-        graphs = self.graphs.values()
-        self.counters["rounds"] += len(graphs)
-        self.counters["draft_nodes"] += sum(len(graph) - 1 for graph in graphs)
-        self.counters["merges"] += sum(graph.num_merges for graph in graphs)
 
     @staticmethod
     def _newest(state: GenerationState, row: int, growth: _Growth) -> DraftedToken:
@@ -216,7 +210,7 @@ class DraftModelDrafter(Drafter):
         self, state: GenerationState, growths: dict[int, _Growth], growing: Sequence[int]
     ) -> None:
         """Run the frontier of every growing row and hang its children into the graphs."""
-        tree = self._tree(state, {row: growths[row].graph.spell_out() for row in growing})
+        tree = _tree_of({row: growths[row].graph.spell_out() for row in growing}, state.num_rows)
         owners = [(row, node) for row in growing for node in growths[row].frontier]
         probs = self._probabilities(state, growths, tree, owners)
         children = min(self.shape.children, probs.shape[-1])
@@ -279,17 +273,17 @@ class DraftModelDrafter(Drafter):
             if child is not None and chance >= self.shape.min_probability:
                 growth.frontier.append(child)
 
-    def _tree(
-        self,
-        state: GenerationState,
-        drafts: dict[int, Unmerged],
-        draft_probs: Tensor | None = None,
-        node_probs: list[float] | None = None,
-    ) -> DraftTree:
-        rows: list[tuple[list[int], list[int]]] = [([], []) for _ in state.tokens]
-        for row, draft in drafts.items():
-            rows[row] = (draft.tokens, draft.parents)
-        return DraftTree.from_rows(rows, draft_probs=draft_probs, node_probs=node_probs)
+
+def _tree_of(
+    drafts: Mapping[int, Unmerged],
+    num_rows: int,
+    draft_probs: Tensor | None = None,
+    node_probs: list[float] | None = None,
+) -> DraftTree:
+    rows: list[tuple[list[int], list[int]]] = [([], []) for _ in range(num_rows)]
+    for row, draft in drafts.items():
+        rows[row] = draft.tokens, draft.parents
+    return DraftTree.from_rows(rows, draft_probs, node_probs)
 
 
 def _stack(distributions: Sequence[Tensor | None]) -> Tensor | None:

@@ -219,9 +219,9 @@ class SdsatDrafter(Drafter):
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
         """Keep what was predicted after the last accepted node of each row."""
         self._said = {}
-        starts = verdict.tree.row_start
+        starts, paths = verdict.tree.row_start, verdict.paths
         for row, plan in self._plans.items():
-            path = verdict.paths[row]
+            path = paths[row]
             if chain := plan.chains.get(path[-1] if path else 0):
                 self._said[row] = output.logits[[starts[row] + node for node in chain]]
 
