@@ -25,6 +25,7 @@ class StrategyConfig:
         strategy: the registered name, set by `register`.
         needs_assistant: whether `assistant=` must be given, or an adapter hang on the model.
         adapter_methods: of the adapters that it can use.
+        sizes: options that say how large a draft is.
         batching: what is padded in a batch: "unpadded", which is nothing; for comparison
             "unpadded_kv", "unpadded_input" and "padded" (see `hf_spec.execution.row_work`).
     """
@@ -32,6 +33,7 @@ class StrategyConfig:
     strategy: ClassVar[str] = ""
     needs_assistant: ClassVar[bool] = False
     adapter_methods: ClassVar[tuple[str, ...]] = ()
+    sizes: ClassVar[tuple[str, ...]] = ()
 
     batching: str = field(default="unpadded", kw_only=True)
 
@@ -50,6 +52,12 @@ class StrategyConfig:
                 f"{type(self).__name__}(batching={self.batching!r}) is no way of batching; "
                 f"{choices(self.batching, BATCHING)}"
             )
+
+    @property
+    def leaves_sizes_open(self) -> bool:
+        """Whether no size of the draft is given, so that it may follow from measured times."""
+        options = type(self).__dataclass_fields__
+        return all(getattr(self, name) == options[name].default for name in self.sizes)
 
     def to_dict(self) -> dict[str, Any]:
         """The options and the strategy's name, as JSON values."""
@@ -95,6 +103,7 @@ class PolicyConfig(StrategyConfig):
     """
 
     needs_assistant = True
+    sizes: ClassVar[tuple[str, ...]] = ("max_draft_tokens",)
 
     usual: ClassVar[Mapping[str, int]] = MappingProxyType({"max_draft_tokens": 5})
     longest: ClassVar[Mapping[str, int]] = MappingProxyType({"max_draft_tokens": 16})
@@ -126,11 +135,6 @@ class PolicyConfig(StrategyConfig):
                 f"adapter={self.adapter!r} is not used by length_policy={self.length_policy!r}; "
                 "leave it out, or choose length_policy='disco'"
             )
-
-    @property
-    def leaves_sizes_open(self) -> bool:
-        """Whether no size of the draft is given."""
-        return all(getattr(self, name) is None for name in self.usual)
 
     def resolve(self, measures: bool) -> Self:
         """The same with a length policy and sizes; without `measures` never of itself measured."""

@@ -160,6 +160,7 @@ class DiscoConfig(DraftConfig):
     """
 
     adapter_methods = (METHOD,)
+    sizes = ("max_draft_tokens", "acceptance_threshold")
 
     length_policy: str | None = "disco"
 
@@ -170,11 +171,6 @@ class DiscoConfig(DraftConfig):
                 f"DiscoConfig(length_policy={self.length_policy!r}): it is 'disco' here; for "
                 "another one use DraftConfig"
             )
-
-    @property
-    def leaves_sizes_open(self) -> bool:
-        """Whether neither the longest draft nor the threshold is given."""
-        return self.max_draft_tokens is None and self.acceptance_threshold is None
 
 
 def read_adapter(name: str) -> SpecAdapter:

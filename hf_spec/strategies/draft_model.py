@@ -63,6 +63,7 @@ class TreeConfig(DraftConfig):
         min_sibling_ratio: a child less probable than this share of its best sibling is dropped.
     """
 
+    sizes = ("max_draft_tokens", "max_nodes")
     usual = MappingProxyType({"max_draft_tokens": 5, "max_nodes": 15})
     longest = MappingProxyType({"max_draft_tokens": 8, "max_nodes": 24})
 

@@ -87,6 +87,7 @@ class FalconConfig(PolicyConfig):
     """
 
     adapter_methods = (METHOD,)
+    sizes = ("tree", "max_draft_tokens", "max_nodes")
 
     # Trees and adapters have sizes of their own.
     usual = MappingProxyType({})
@@ -101,11 +102,6 @@ class FalconConfig(PolicyConfig):
             if getattr(self, name) is not None:
                 self.check(name, 1)
         object.__setattr__(self, "tree", checked_tree(self.tree, METHOD, ("auto", "chain")))
-
-    @property
-    def leaves_sizes_open(self) -> bool:
-        """Whether neither a tree nor a size of one is given."""
-        return self.tree == "auto" and self.max_draft_tokens is None and self.max_nodes is None
 
 
 @dataclass

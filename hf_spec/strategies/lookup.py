@@ -63,6 +63,8 @@ class LookupConfig(StrategyConfig):
             given.
     """
 
+    sizes = ("copy_length", "max_draft_tokens")
+
     match_length: int = 8
     min_match_length: int = 1
     copy_length: int | None = None
@@ -82,11 +84,6 @@ class LookupConfig(StrategyConfig):
                 f"LookupConfig(min_match_length={self.min_match_length}) is larger than "
                 f"match_length={self.match_length}"
             )
-
-    @property
-    def leaves_sizes_open(self) -> bool:
-        """Whether no size of the draft is given."""
-        return self.copy_length is None and self.max_draft_tokens is None
 
 
 class LookupDrafter(Drafter):
