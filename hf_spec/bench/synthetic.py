@@ -43,13 +43,13 @@ class SyntheticDrafter(Drafter):
 
     def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
         """The next tokens of every unfinished row."""
-        rows: list[tuple[list[int], list[int]]] = [([], []) for _ in state.tokens]
+        drafts = {}
         for row, limit in limits.items():
             begin = state.generated[row]
             end = begin + min(self.length, limit)
             chain = [self._spoiled(token) for token in self.answers[row][begin:end]]
-            rows[row] = [state.tokens[row][-1], *chain], list(range(-1, len(chain)))
-        return DraftTree.from_rows(rows)
+            drafts[row] = [state.tokens[row][-1], *chain], list(range(-1, len(chain)))
+        return DraftTree.from_drafts(drafts, state.num_rows)
 
     def _spoiled(self, token: int) -> int:
         right = self._random.random() < self.acceptance

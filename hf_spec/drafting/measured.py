@@ -138,10 +138,8 @@ class MeasuredDrafter(Drafter):
                 source.join(trees)
         if whole is None:
             _, nodes = choose_nodes(costs, trees, self.max_nodes, chosen.draft_seconds)
-            rows: list[tuple[list[int], list[int]]] = [([], []) for _ in state.tokens]
-            for row, tree in trees.items():
-                rows[row] = tree.keep(nodes[row])
-            whole = DraftTree.from_rows(rows)
+            kept = {row: tree.keep(nodes[row]) for row, tree in trees.items()}
+            whole = DraftTree.from_drafts(kept, state.num_rows)
         self._counted["rounds"] += len(room)
         self._counted["idle_rounds"] += sum(len(whole.nodes(row)) == 1 for row in room)
         return whole

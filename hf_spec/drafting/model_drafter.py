@@ -176,7 +176,8 @@ class DraftModelDrafter(Drafter):
             for node in self._sent[row].nodes
         ]
         probs = [prob for sent in self._sent.values() for prob in sent.probs]
-        return _tree_of(self._sent, state.num_rows, _stack(distributions), probs)
+        drafts = {row: (sent.tokens, sent.parents) for row, sent in self._sent.items()}
+        return DraftTree.from_drafts(drafts, state.num_rows, _stack(distributions), probs)
 
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
         """Keep the accepted part of the draft model's keys and values; tell the policy."""
@@ -210,7 +211,9 @@ class DraftModelDrafter(Drafter):
         self, state: GenerationState, growths: dict[int, _Growth], growing: Sequence[int]
     ) -> None:
         """Run the frontier of every growing row and hang its children into the graphs."""
-        tree = _tree_of({row: growths[row].graph.spell_out() for row in growing}, state.num_rows)
+        graphs = {row: growths[row].graph for row in growing}
+        drafts = {row: (graph.tokens, graph.parents) for row, graph in graphs.items()}
+        tree = DraftTree.from_drafts(drafts, state.num_rows)
         owners = [(row, node) for row in growing for node in growths[row].frontier]
         probs = self._probabilities(state, growths, tree, owners)
         children = min(self.shape.children, probs.shape[-1])
@@ -272,18 +275,6 @@ class DraftModelDrafter(Drafter):
             child = growth.graph.add(node, token, chance)
             if child is not None and chance >= self.shape.min_probability:
                 growth.frontier.append(child)
-
-
-def _tree_of(
-    drafts: Mapping[int, Unmerged],
-    num_rows: int,
-    draft_probs: Tensor | None = None,
-    node_probs: list[float] | None = None,
-) -> DraftTree:
-    rows: list[tuple[list[int], list[int]]] = [([], []) for _ in range(num_rows)]
-    for row, draft in drafts.items():
-        rows[row] = draft.tokens, draft.parents
-    return DraftTree.from_rows(rows, draft_probs, node_probs)
 
 
 def _stack(distributions: Sequence[Tensor | None]) -> Tensor | None:

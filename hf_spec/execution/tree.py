@@ -6,7 +6,7 @@ the last committed token, whose keys and values are not stored yet; a finished r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -18,7 +18,7 @@ from hf_spec.execution.transfer import send
 
 @dataclass(frozen=True, eq=False)
 class DraftTree:
-    """Token trees of B rows with N nodes in all, rows one after the other; made by `from_rows`.
+    """Token trees of B rows with N nodes in all, rows one after the other; made by `from_drafts`.
 
     A node with a negative token id is *virtual*: a place where the target is asked something, no
     token that is proposed. No token equals it, so no verifier goes there, and its keys and values
@@ -81,6 +81,18 @@ class DraftTree:
             tokens.extend(row_tokens)
             row_start.append(len(tokens))
         return cls(tokens, parent, depth, row_start, draft_probs, node_probs)
+
+    @classmethod
+    def from_drafts(
+        cls,
+        drafts: Mapping[int, tuple[Sequence[int], Sequence[int]]],
+        num_rows: int,
+        draft_probs: Tensor | None = None,
+        node_probs: list[float] | None = None,
+    ) -> DraftTree:
+        """Build a tree from row -> (tokens, parents), see `from_rows`; other rows have no nodes."""
+        rows = [drafts.get(row, ((), ())) for row in range(num_rows)]
+        return cls.from_rows(rows, draft_probs, node_probs)
 
     @property
     def num_nodes(self) -> int:

@@ -191,7 +191,7 @@ class FalconDrafter(Drafter):
             # Before there are k pairs the newest block is not whole.
             depths[row] = most if self._pairs[row].num_pairs >= size else 0
         drawn = self._run(state, depths)
-        rows: list[tuple[list[int], list[int]]] = [([], []) for _ in state.tokens]
+        drafts = {}
         probs: list[float] = []
         for row, depth in depths.items():
             count = self.plan.within[max(depth, 0)]
@@ -202,11 +202,11 @@ class FalconDrafter(Drafter):
             ids = [state.tokens[row][-1], *(tokens[entry] for entry in chosen)]
             chances = [1.0, *(likely[entry] for entry in chosen)]
             nodes, parents = likeliest(self.plan.parents[: count + 1], chances, self.max_nodes)
-            rows[row] = [ids[node] for node in nodes], parents
+            drafts[row] = [ids[node] for node in nodes], parents
             probs += [chances[node] for node in nodes]
             self.counters["rounds"] += 1
             self.counters["draft_nodes"] += count
-        return DraftTree.from_rows(rows, node_probs=probs)
+        return DraftTree.from_drafts(drafts, state.num_rows, node_probs=probs)
 
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
         """Take the features of the root and of what was accepted; tell the policy."""

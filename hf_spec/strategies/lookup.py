@@ -109,12 +109,12 @@ class LookupDrafter(Drafter):
 
     def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
         """One trie of continuations per unfinished row."""
-        rows: list[tuple[list[int], list[int]]] = [([], []) for _ in state.tokens]
+        drafts = {}
         for row, limit in limits.items():
             sequence = state.tokens[row]
             self._indexes[row].extend(sequence)
-            rows[row] = self._trie(row, sequence, limit)
-        return DraftTree.from_rows(rows)
+            drafts[row] = self._trie(row, sequence, limit)
+        return DraftTree.from_drafts(drafts, state.num_rows)
 
     def _new_index(self) -> _NgramIndex:
         return _NgramIndex(range(self.config.min_match_length, self.config.match_length + 1))

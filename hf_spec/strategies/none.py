@@ -24,10 +24,8 @@ class NoDrafter(Drafter):
 
     def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
         """One root per unfinished row."""
-        rows: list[tuple[list[int], list[int]]] = [([], []) for _ in state.tokens]
-        for row in limits:
-            rows[row] = ([state.tokens[row][-1]], [-1])
-        return DraftTree.from_rows(rows)
+        roots = {row: ([state.tokens[row][-1]], [-1]) for row in limits}
+        return DraftTree.from_drafts(roots, state.num_rows)
 
 
 def _make_drafter(config: NoneConfig, target: PreTrainedModel, assistant: object) -> NoDrafter:

@@ -201,7 +201,6 @@ class SdsatDrafter(Drafter):
     def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
         """Per unfinished row the newest drafts, adaptive tokens, or both."""
         predicted = self._predicted(state)
-        rows: list[tuple[list[int], list[int]]] = [([], []) for _ in state.tokens]
         self._plans = {}
         for row, limit in limits.items():
             plan = _Plan([state.tokens[row][-1]])
@@ -213,8 +212,8 @@ class SdsatDrafter(Drafter):
                 self._add_chain(plan, 0, min(self.length, limit - 1))
             self._count(plan, drafted)
             self._plans[row] = plan
-            rows[row] = plan.tokens, plan.parents
-        return DraftTree.from_rows(rows)
+        drafts = {row: (plan.tokens, plan.parents) for row, plan in self._plans.items()}
+        return DraftTree.from_drafts(drafts, state.num_rows)
 
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
         """Keep what was predicted after the last accepted node of each row."""

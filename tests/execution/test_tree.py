@@ -53,6 +53,15 @@ def test_from_rows_lays_the_rows_one_after_the_other() -> None:
     assert [tree.height(row) for row in range(3)] == [2, 0, 2]
 
 
+def test_rows_that_are_left_out_have_no_nodes() -> None:
+    probs = [1.0, 0.5, 0.2]
+    tree = DraftTree.from_drafts({1: CHAIN}, 3, node_probs=probs)
+    whole = DraftTree.from_rows([NOTHING, CHAIN, NOTHING])
+    assert (tree.tokens, tree.parent, tree.depth) == (whole.tokens, whole.parent, whole.depth)
+    assert tree.row_start == whole.row_start == [0, 0, 3, 3]
+    assert tree.node_probs is probs
+
+
 def test_from_rows_without_any_node() -> None:
     tree = DraftTree.from_rows([NOTHING, NOTHING])
     assert (tree.num_rows, tree.num_nodes) == (2, 0)
