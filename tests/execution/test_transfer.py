@@ -20,7 +20,7 @@ from hf_spec.drafting.model_drafter import DraftModelDrafter
 from hf_spec.drafting.rank_tree import RankTree
 from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.step_graphs import padded_steps
-from hf_spec.execution.transfer import ALIGNMENT, Block, fetch, send
+from hf_spec.execution.transfer import ALIGNMENT, Block, fetch, fetch_all, send
 from hf_spec.strategies.falcon import FalconDrafter
 from hf_spec.strategies.lookup import LookupConfig, LookupDrafter
 from tests import tiny_models
@@ -62,6 +62,16 @@ def test_a_block_is_one_transfer_that_nobody_waits_for(monkeypatch: pytest.Monke
         assert [fetch(tensor) for tensor in sent] == [tensor.tolist() for tensor in MIXED]
         assert (gpu.sends, gpu.fetches, gpu.waits) == (1, len(MIXED), {})
     assert all(isinstance(tensor, OnGpu) for tensor in sent)
+
+
+def test_several_tensors_come_back_in_one_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = [torch.tensor([[5, 2**24 - 1], [0, 7]]), torch.rand(2, 1), torch.zeros(0)]
+    lists = [tensor.tolist() for tensor in tensors]
+    assert fetch_all(tensors) == lists
+    with pretended(monkeypatch) as gpu:
+        sent = send(tensors, DEVICE)
+        assert fetch_all(sent) == lists
+        assert (gpu.fetches, gpu.waits) == (1, {})
 
 
 def test_waiting_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
