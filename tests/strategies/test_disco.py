@@ -29,8 +29,8 @@ from hf_spec.strategies import disco
 from hf_spec.strategies import draft_model as draft_model_strategy
 from hf_spec.strategies.assistants import resolve_draft_model
 from hf_spec.strategies.disco import DiscoPolicy
+from tests.drafting.test_model_drafter import start
 from tests.model_watch import count_forwards
-from tests.strategies.test_draft_model import start
 from tests.tiny_models import (
     build,
     disco_adapter,
