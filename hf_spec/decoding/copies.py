@@ -29,7 +29,7 @@ SHARED = (
 def own_copy(thing: Any, purpose: str) -> Any:
     """A copy that remembers for itself; models, tokenizers, files, events and locks are shared.
 
-    What cannot be copied is refused; `purpose` is what it would follow.
+    What cannot be copied is refused; `purpose` says in the error what it would follow.
     """
     members = getattr(thing, "__dict__", {}).values()
     shared: dict[int, Any] = {id(m): m for m in members if isinstance(m, SHARED)}

@@ -137,7 +137,7 @@ class PolicyConfig(StrategyConfig):
             )
 
     def resolve(self, measures: bool) -> Self:
-        """The same with a length policy and sizes; without `measures` never of itself measured."""
+        """The same with a length policy and sizes; `measures` lets "measured" be the default."""
         measures = measures and self.leaves_sizes_open
         policy = self.length_policy or (MEASURED if measures else "static")
         sizes: dict[str, Any] = dict(self.longest if policy == MEASURED else self.usual)

@@ -148,6 +148,6 @@ def check_policy(name: object) -> None:
 
 
 def make_policy(options: Any, target: PreTrainedModel) -> LengthPolicy:
-    """The policy of a strategy config for one generation; options that do not do are refused."""
+    """The policy that a strategy config asks for, for one generation."""
     check_policy(options.length_policy)
     return _MAKERS[options.length_policy](options, target)

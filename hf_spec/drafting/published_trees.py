@@ -32,7 +32,7 @@ def published_trees(method: str) -> Mapping[str, PublishedTree]:
 
 
 def checked_tree(given: Any, method: str, others: Sequence[str] = ()) -> Any:
-    """The name of a tree of the method, or one of `others`, or rank paths as tuples."""
+    """The option `tree`, checked: a name of the method, one of `others`, or rank paths."""
     if not isinstance(given, str):
         return RankTree.of(given).paths
     known = [*others, *published_trees(method)]

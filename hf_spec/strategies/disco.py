@@ -86,7 +86,7 @@ class MeasuredDiscoPolicy(MeasuredPolicy):
 
 
 def make_policy(config: DraftModelConfig, target: PreTrainedModel) -> DiscoPolicy:
-    """The policy that `length_policy="disco"` stands for; its adapter must be named and fit."""
+    """The policy that `length_policy="disco"` stands for, from the adapter the config names."""
     if config.adapter is None:
         raise OptionError(
             "length_policy='disco' needs a trained classifier: adapter=<folder or Hub id>, made by "

@@ -108,7 +108,7 @@ class SdsatConfig(StrategyConfig):
 
 
 def chain_length(config: SdsatConfig, tokens: AdaptiveTokens, usual: object) -> int:
-    """k: the configured one, the tree's depth, or what the adapter says, within what it has."""
+    """k: the configured one, the tree's depth, or what the adapter says; refused if too long."""
     length, tree = config.num_adaptive, config.rank_tree
     if length is None:
         length = tree.height if tree else usual if isinstance(usual, int) else tokens.shape.window
