@@ -1,6 +1,6 @@
 """The strategies that `spec_strategy=` can name, one file each; `hf_spec` exports their configs."""
 
-from hf_spec.strategies.auto.strategy import AutoConfig
+from hf_spec.strategies.auto import AutoConfig
 from hf_spec.strategies.disco import DiscoConfig
 from hf_spec.strategies.draft_model import DraftConfig, TreeConfig
 from hf_spec.strategies.falcon import FalconConfig

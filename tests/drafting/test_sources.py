@@ -204,7 +204,7 @@ class TestMergedTree:
     def merged(self, *values: tuple[float, float]) -> MergedTree:
         tree = MergedTree(ROOT)
         for first, further in values:
-            tree.add(asked(Source("s", Fixed(), 3, first, further)), 0)
+            tree.add(asked(Source("s", Fixed(), 3, (first, further))), 0)
         return tree
 
     def test_the_same_node_stands_once_with_its_best_value(self) -> None:

@@ -23,6 +23,7 @@ from hf_spec.drafting.lossy_rules import PathSampling
 from hf_spec.drafting.published_trees import published_trees
 from hf_spec.execution.runner import ForwardOutput
 from hf_spec.models.adaptive_tokens import from_adapter
+from hf_spec.strategies.registry import parse_strategy
 from hf_spec.strategies.sdsat import SdsatDrafter
 from tests.model_watch import count_forwards, snapshot
 from tests.tiny_models import (
@@ -326,7 +327,7 @@ class TestOptions:
 
     def test_a_config_survives_being_stored(self) -> None:
         config = SdsatConfig(tree=[[0], [1]], fused=True)
-        assert hf_spec.strategies.parse_strategy(config.to_dict()) == config
+        assert parse_strategy(config.to_dict()) == config
 
     def test_its_published_trees(self) -> None:
         for tree in TREES:

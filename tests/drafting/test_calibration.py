@@ -11,15 +11,15 @@ import torch
 from hf_spec import OptionError
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.stopping import StopRules
-from hf_spec.drafting.costs import Costs, Curve
-from hf_spec.drafting.model_drafter import DraftModelDrafter
-from hf_spec.execution.runner import ModelRunner
-from hf_spec.strategies.auto import calibration
-from hf_spec.strategies.auto.calibration import (
+from hf_spec.drafting import calibration
+from hf_spec.drafting.calibration import (
     check_timings,
     known_costs,
     measure_costs,
 )
+from hf_spec.drafting.costs import Costs, Curve
+from hf_spec.drafting.model_drafter import DraftModelDrafter
+from hf_spec.execution.runner import ModelRunner
 from hf_spec.strategies.draft_model import TreeConfig
 from hf_spec.strategies.falcon import FalconConfig, FalconDrafter
 from hf_spec.strategies.registry import make_drafter

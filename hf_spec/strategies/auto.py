@@ -2,9 +2,9 @@
 
 Lookup is always available; draft models and adapters are if `assistant=` names them. All that is
 proposed for a row becomes one tree, from which the nodes that are worth their time are sent. What a
-node is worth follows from how drafts like it fared in this generation, what it costs from a short
-calibration on this machine (`calibration`); `hf_spec.drafting.choice` weighs the two. Where nothing
-pays nothing is drafted.
+node is worth follows from how drafts like it fared in this generation (`hf_spec.drafting.sources`),
+what it costs from a short calibration on this machine (`hf_spec.drafting.calibration`);
+`hf_spec.drafting.choice` weighs the two. Where nothing pays nothing is drafted.
 
 Every choice follows from the text so far, and no draft is random, so node draw judges the tree and
 the output stays the target's own.
@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from hf_spec.adapters.folder import STRATEGIES, SpecAdapter, is_adapter, load_adapter
 from hf_spec.decoding.state import GenerationState
+from hf_spec.drafting.calibration import check_timings, known_costs
 from hf_spec.drafting.config import StrategyConfig
 from hf_spec.drafting.costs import Costs
 from hf_spec.drafting.measured import MeasuredDrafter
@@ -29,7 +30,6 @@ from hf_spec.errors import AssistantError, OptionError, UnsupportedError
 from hf_spec.execution.distributed_checks import tensor_parallel_size
 from hf_spec.models.falcon_head import FalconHead
 from hf_spec.strategies.assistants import read_once
-from hf_spec.strategies.auto.calibration import check_timings, known_costs
 from hf_spec.strategies.lookup import LookupConfig, lookup_sources
 from hf_spec.strategies.registry import make_for_auto, register
 
