@@ -52,7 +52,7 @@ def ancestor_mask() -> str:
         path, above = [], node
         while above >= 0:
             path.append(WORDS[above])
-            above = tree.host.parent[above]
+            above = tree.parent[above]
         canvas.text(left - 12, y + cell / 2 + 4.5, " ".join(reversed(path)), "end")
         for column in range(committed):
             canvas.box(left + column * cell, y, size, PALE)

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from itertools import zip_longest
+from typing import Any
 
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 # Of the depths of a draft, in a printed table.
 SHOWN_POSITIONS = 5
+# What a dictionary of statistics has beside the fields.
+DERIVED = (
+    "new_tokens",
+    "rounds",
+    "drafted_tokens",
+    "accepted_tokens",
+    "tau",
+    "acceptance",
+    "tokens_per_second",
+    "seconds",
+    "drafted_by_position",
+    "accepted_by_position",
+)
 
 
 @dataclass
@@ -26,12 +42,12 @@ class RowStats:
     @property
     def tau(self) -> float:
         """Accepted draft tokens per target forward, without the bonus token."""
-        return self.accepted_tokens / self.target_forwards if self.target_forwards else 0.0
+        return self.accepted_tokens / max(self.target_forwards, 1)
 
     @property
     def accepted_length(self) -> float:
         """Tokens gained per target forward, bonus tokens included (see `SpecStats`)."""
-        return self.new_tokens / self.target_forwards if self.target_forwards else 0.0
+        return self.new_tokens / max(self.target_forwards, 1)
 
     def __str__(self) -> str:
         return _table(_counts(self, self.accepted_length))
@@ -74,7 +90,7 @@ class RowStats:
 
 @dataclass
 class SpecStats:
-    """Counts and times of one `generate()` call; printed, a small table.
+    """Counts and times of one `generate()` call, or of several added up; printed, a small table.
 
     The EMS-SD paper calls what a row gains in a step, bonus token included, its acceptance length;
     `accepted_length_mean`, `accepted_length_min` and `padding_ratio` are in that measure (Ni et al.
@@ -105,11 +121,8 @@ class SpecStats:
     counters: dict[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        parts = {
-            "draft": self.draft_seconds,
-            "target": self.verify_seconds,
-            "other": self.other_seconds,
-        }
+        times = (self.draft_seconds, self.verify_seconds, self.other_seconds)
+        parts = zip(("draft", "target", "other"), times, strict=True)
         lines = _counts(self, self.accepted_length_mean)
         if len(self.rows) > 1:
             lines.insert(1, ("rows", str(len(self.rows)), ""))
@@ -118,10 +131,46 @@ class SpecStats:
             lines.append(("padding", str(self.target_padding), f"{share:.0%} of the target's work"))
         if self.draft_forwards:
             lines.append(("draft forwards", str(self.draft_forwards), ""))
-        shown = ", ".join(f"{name} {seconds:.2f}" for name, seconds in parts.items())
-        lines.append(("seconds", f"{sum(parts.values()):.2f}", shown))
+        shown = ", ".join(f"{name} {seconds:.2f}" for name, seconds in parts)
+        lines.append(("seconds", f"{self.seconds:.2f}", shown))
         lines += [(name.replace("_", " "), str(n), "") for name, n in self.counters.items()]
         return _table(lines)
+
+    def __add__(self, other: SpecStats) -> SpecStats:
+        """The sequences and counts of both."""
+        sums: dict[str, Any] = {
+            part.name: getattr(self, part.name) + getattr(other, part.name)
+            for part in fields(self)
+            if part.name != "counters"
+        }
+        counters = Counter(self.counters)
+        counters.update(other.counters)
+        return SpecStats(**sums, counters=dict(counters))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every count, time and rate but those of single rows, as JSON values."""
+        own = {part.name: getattr(self, part.name) for part in fields(self) if part.name != "rows"}
+        return {**own, **{name: getattr(self, name) for name in DERIVED}}
+
+    @property
+    def rounds(self) -> int:
+        """Drafts that were judged, all rows together; one that proposes nothing is one, too."""
+        return sum(row.target_forwards for row in self.rows)
+
+    @property
+    def seconds(self) -> float:
+        """Time of it all."""
+        return self.draft_seconds + self.verify_seconds + self.other_seconds
+
+    @property
+    def acceptance(self) -> float:
+        """Share of the drafted tokens that were accepted."""
+        return self.accepted_tokens / max(self.drafted_tokens, 1)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens generated per second; 0 before there are any."""
+        return self.new_tokens / self.seconds if self.seconds else 0.0
 
     @property
     def drafted_tokens(self) -> int:
@@ -136,8 +185,7 @@ class SpecStats:
     @property
     def tau(self) -> float:
         """Accepted draft tokens per target forward and row, without the bonus token."""
-        forwards = sum(row.target_forwards for row in self.rows)
-        return self.accepted_tokens / forwards if forwards else 0.0
+        return self.accepted_tokens / max(self.rounds, 1)
 
     @property
     def new_tokens(self) -> int:
@@ -157,7 +205,7 @@ class SpecStats:
     @property
     def padding_ratio(self) -> float:
         """Padding that an aligned cache needs per token generated, whatever was padded here."""
-        return self.uneven_tokens / self.new_tokens if self.new_tokens else 0.0
+        return self.uneven_tokens / max(self.new_tokens, 1)
 
     @property
     def _accepted_lengths(self) -> list[float]:
@@ -209,11 +257,7 @@ def _table(lines: Sequence[Line]) -> str:
 
 
 def _add_up(counts: list[list[int]]) -> list[int]:
-    totals = [0] * max((len(row) for row in counts), default=0)
-    for row in counts:
-        for position, count in enumerate(row):
-            totals[position] += count
-    return totals
+    return [sum(position) for position in zip_longest(*counts, fillvalue=0)]
 
 
 @dataclass

@@ -1,42 +1,34 @@
 """What `hf_spec` itself exports; importing it enables `spec_strategy=` and `assistant=`."""
 
+from hf_spec import strategies
 from hf_spec.adapters.folder import SpecAdapter
+from hf_spec.decoding.drafter import Drafter
+from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.streaming import BatchStreamer, BatchTextStreamer
+from hf_spec.drafting.config import StrategyConfig
 from hf_spec.errors import AssistantError, HubError, OptionError, SpecError, UnsupportedError
 from hf_spec.execution.cpu_linear import clear_cpu_packing, cpu_packing_bytes, set_cpu_packing
+from hf_spec.execution.runner import ForwardOutput, ModelRunner
 from hf_spec.execution.step_graphs import set_cuda_graphs
+from hf_spec.execution.tree import DraftTree, Verdict
 from hf_spec.generation.custom_generate import custom_generate
 from hf_spec.generation.hook import disable, enable
 from hf_spec.models.truncated import truncated_draft
 from hf_spec.outputs import SpecBatchOutput, SpecGenerateOutput, SpecRequestOutput, SpecStats
-from hf_spec.strategies import (
-    AutoConfig,
-    DiscoConfig,
-    DraftConfig,
-    FalconConfig,
-    GsdConfig,
-    LookupConfig,
-    NoneConfig,
-    SdsatConfig,
-    StrategyConfig,
-    TreeConfig,
-    known_strategies,
-)
+from hf_spec.strategies import *  # noqa: F403 - the configs
+from hf_spec.strategies.registry import known_strategies, register
 
 __all__ = [
     "AssistantError",
-    "AutoConfig",
     "BatchStreamer",
     "BatchTextStreamer",
-    "DiscoConfig",
-    "DraftConfig",
-    "FalconConfig",
-    "GsdConfig",
+    "DraftTree",
+    "Drafter",
+    "ForwardOutput",
+    "GenerationState",
     "HubError",
-    "LookupConfig",
-    "NoneConfig",
+    "ModelRunner",
     "OptionError",
-    "SdsatConfig",
     "SpecAdapter",
     "SpecBatchOutput",
     "SpecError",
@@ -44,17 +36,19 @@ __all__ = [
     "SpecRequestOutput",
     "SpecStats",
     "StrategyConfig",
-    "TreeConfig",
     "UnsupportedError",
+    "Verdict",
     "clear_cpu_packing",
     "cpu_packing_bytes",
     "custom_generate",
     "disable",
     "enable",
     "known_strategies",
+    "register",
     "set_cpu_packing",
     "set_cuda_graphs",
     "truncated_draft",
 ]
+__all__ += strategies.__all__
 
 enable()

@@ -27,7 +27,7 @@ class SiblingsWithoutUpdate(ResidualRejection):
         found = []
         for node, probs in zip(nodes, target, strict=True):
             token, accepted = _first_fit(tree, node, probs)
-            if tree.host.children[node] and not accepted:
+            if tree.children[node] and not accepted:
                 residual = (probs - tree.draft_probs[node]).clamp(min=0)
                 token = int(torch.multinomial(residual, 1))
             found.append(token)
@@ -36,8 +36,8 @@ class SiblingsWithoutUpdate(ResidualRejection):
 
 def _first_fit(tree: Any, node: int, target: Tensor) -> tuple[int, bool]:
     """The first child that fits the untouched distributions, else a draw from the target's."""
-    for child in tree.host.children[node]:
-        token = tree.host.tokens[child]
+    for child in tree.children[node]:
+        token = tree.tokens[child]
         if float(torch.rand(()) * tree.draft_probs[node, token]) < float(target[token]):
             return token, True
     return int(torch.multinomial(target, 1)), False
@@ -63,6 +63,6 @@ class OneTooMany(NodeDraw):
         accepted = [list(nodes) for nodes in verdict.accepted]
         for row, nodes in enumerate(accepted):
             if verdict.bonus[row] is not None:
-                last = nodes[-1] if nodes else tree.host.row_start[row]
-                nodes.extend(tree.host.proposals(last)[:1])
+                last = nodes[-1] if nodes else tree.row_start[row]
+                nodes.extend(tree.proposals(last)[:1])
         return Verdict(tree, accepted, verdict.bonus)

@@ -16,7 +16,8 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from hf_spec.data.small_models import gemma3_270m, smollm2_135m_instruct
-from hf_spec.strategies import measured, round_times
+from hf_spec.drafting import costs as round_costs
+from hf_spec.drafting import measured
 from tests.installed import Built, build, install
 
 
@@ -71,8 +72,8 @@ def cheap_drafts() -> Iterator[None]:
     # Not the fixture `monkeypatch`: used here it would be undone after the fixtures of a test,
     # which may rely on what a test patched being gone.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measured, "known_times", lambda *_: round_times.RoundTimes())
-        patch.setattr(round_times.RoundTimes, "learn", lambda *_: None)
-        patch.setattr(round_times, "NODE_PRICE", 1e-4)
-        patch.setattr(round_times, "FORWARD_PRICE", 0.01)
+        patch.setattr(measured, "known_times", lambda *_: round_costs.RoundTimes())
+        patch.setattr(round_costs.RoundTimes, "learn", lambda *_: None)
+        patch.setattr(round_costs, "NODE_PRICE", 1e-4)
+        patch.setattr(round_costs, "FORWARD_PRICE", 0.01)
         yield

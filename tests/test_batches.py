@@ -18,7 +18,7 @@ from hf_spec import (
     known_strategies,
 )
 from hf_spec.execution.row_work import BATCHING
-from hf_spec.strategies import parse_strategy
+from hf_spec.strategies.registry import parse_strategy
 from tests import tiny_models
 
 NEW_TOKENS = 16

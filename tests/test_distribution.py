@@ -32,10 +32,10 @@ from hf_spec import (
 from hf_spec.adapters.folder import SpecAdapter
 from hf_spec.decoding import drafter
 from hf_spec.decoding.verification import NodeDraw
+from hf_spec.drafting import model_drafter
+from hf_spec.drafting.model_drafter import DraftModelDrafter
 from hf_spec.execution.tree import DraftTree
 from hf_spec.models.falcon_head import FalconHead, FalconShape
-from hf_spec.strategies import draft_model
-from hf_spec.strategies.draft_model import DraftModelDrafter
 from hf_spec.verify.distribution import IMPOSSIBLE, chi_square
 from tests.biased_rules import NoResidual, RedrawnBonus, SiblingsWithoutUpdate
 from tests.tiny_models import TIMINGS, random_adaptive_tokens, save_disco_adapter
@@ -376,7 +376,7 @@ def flatter(distributions: Any) -> Tensor | None:
     return torch.nn.functional.normalize(probs.sqrt(), p=1, dim=-1)
 
 
-draft_model_stack = draft_model._stack
+draft_model_stack = model_drafter._stack
 whole_draft = DraftModelDrafter.draft
 
 
@@ -386,19 +386,19 @@ def target_probs(text: tuple[int, ...]) -> Tensor:
         return tiny(0)(torch.tensor([text])).logits[0, -1].softmax(dim=-1)
 
 
-def draft_that_peeks(self: DraftModelDrafter, state: Any) -> DraftTree:
+def draft_that_peeks(self: DraftModelDrafter, state: Any, limits: Any) -> DraftTree:
     """Takes the whole draft back where the target finds its first token less likely."""
-    tree = whole_draft(self, state)
+    tree = whole_draft(self, state, limits)
     if tree.draft_probs is None:  # There was room for one token alone.
         return tree
-    host, rows, kept = tree.host, [], []
+    rows, kept = [], []
     for row, text in enumerate(state.tokens):
-        nodes = list(host.nodes(row))
+        nodes = list(tree.nodes(row))
         if len(nodes) > 1:
-            token = host.tokens[nodes[1]]
+            token = tree.tokens[nodes[1]]
             if target_probs(tuple(text))[token] < tree.draft_probs[nodes[0], token]:
                 nodes = nodes[:1]
-        rows.append(([host.tokens[n] for n in nodes], list(range(-1, len(nodes) - 1))))
+        rows.append(([tree.tokens[n] for n in nodes], list(range(-1, len(nodes) - 1))))
         kept += nodes
     return DraftTree.from_rows(rows, draft_probs=tree.draft_probs[kept])
 
@@ -429,7 +429,7 @@ class TestBrokenTwins:
         assert worst_p_value([REPETITIVE], PLAIN, "disco", TWIN_DRAWS) < REJECTED
 
     def test_draft_probs_that_were_not_drawn_from(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(draft_model, "_stack", flatter)
+        monkeypatch.setattr(model_drafter, "_stack", flatter)
         assert worst_p_value([REPETITIVE], {"temperature": 0.5}, "draft", TWIN_DRAWS) < REJECTED
 
     def test_one_row_with_the_prefix_of_another(self, monkeypatch: pytest.MonkeyPatch) -> None:

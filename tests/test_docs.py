@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import hf_spec
 from hf_spec.cli.app import COMMANDS, load_command
-from hf_spec.strategies import base
+from hf_spec.strategies import registry
 from tests import support_matrix, tiny_models
 
 ROOT = Path(__file__).parents[1]
@@ -145,8 +146,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def names(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the examples may take as given; strategies that they register are forgotten."""
     monkeypatch.setattr("hf_spec.data.small_models.smollm2_135m_instruct", lambda: tiny_folder)
-    monkeypatch.setattr(base, "_CONFIGS", dict(base._CONFIGS))
-    monkeypatch.setattr(base, "_MAKERS", dict(base._MAKERS))
+    monkeypatch.setattr(registry, "_STRATEGIES", dict(registry._STRATEGIES))
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
     return {
         "__name__": "documentation",
@@ -186,23 +186,67 @@ def test_examples_run(page: str, names: dict[str, Any]) -> None:
     assert run_blocks(page, names) > 0
 
 
-def test_the_drafter_of_the_page_is_lossless_and_is_accepted(names: dict[str, Any]) -> None:
-    run_blocks("docs/your-own-drafter.md", names)
-    model: PreTrainedModel = names["model"]
-    batch = tiny_models.prompts("llama", "ragged")
-    plain = model.generate(**batch, max_new_tokens=16, do_sample=False)
-    output = model.generate(
-        **batch,
-        max_new_tokens=16,
-        do_sample=False,
-        spec_strategy="corpus",
-        assistant=plain.tolist(),
-        return_dict_in_generate=True,
-    )
-    assert output.sequences.tolist() == plain.tolist()
-    assert output.spec_stats.tau > 1
-    with pytest.raises(hf_spec.AssistantError, match="needs assistant="):
-        model.generate(**batch, spec_strategy="corpus", assistant="a folder")
+class TestYourOwnDrafter:
+    """The code of the page, through `generate()`."""
+
+    PAGE = "docs/your-own-drafter.md"
+
+    def test_it_needs_no_more_than_the_package_exports(self) -> None:
+        blocks = [b["code"] for b in FENCE.finditer(read(self.PAGE)) if b["language"] == "python"]
+        nodes = [node for code in blocks for node in ast.walk(ast.parse(code))]
+        modules = [a.name for node in nodes if isinstance(node, ast.Import) for a in node.names]
+        modules += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+        assert {name for name in modules if name.startswith("hf_spec")} == {"hf_spec"}
+        names = [
+            alias.name
+            for node in nodes
+            if isinstance(node, ast.ImportFrom) and node.module == "hf_spec"
+            for alias in node.names
+        ]
+        assert {"Drafter", "DraftTree", "StrategyConfig", "register"} <= set(names)
+        assert set(names) <= set(hf_spec.__all__)
+
+    def test_it_is_lossless_and_is_accepted(self, names: dict[str, Any]) -> None:
+        run_blocks(self.PAGE, names)
+        model: PreTrainedModel = names["model"]
+        batch = tiny_models.prompts("llama", "ragged")
+        plain = model.generate(**batch, max_new_tokens=16, do_sample=False)
+        output = model.generate(
+            **batch,
+            max_new_tokens=16,
+            do_sample=False,
+            spec_strategy="corpus",
+            assistant=plain.tolist(),
+            return_dict_in_generate=True,
+        )
+        assert output.sequences.tolist() == plain.tolist()
+        assert output.spec_stats.tau > 1
+        with pytest.raises(hf_spec.AssistantError, match="needs assistant="):
+            model.generate(**batch, spec_strategy="corpus", assistant="a folder")
+
+    @pytest.mark.parametrize("seed", range(3))
+    def test_sampled_tokens_are_those_that_come_without_drafts(
+        self, seed: int, names: dict[str, Any]
+    ) -> None:
+        """Node draw draws once per token, whatever the tree; one row has no other draws."""
+        run_blocks(self.PAGE, names)
+        model: PreTrainedModel = names["model"]
+
+        def sample(**strategy: Any) -> Any:
+            torch.manual_seed(seed)
+            return model.generate(
+                **tiny_models.prompts("llama", "one"),
+                max_new_tokens=24,
+                do_sample=True,
+                temperature=0.7,
+                return_dict_in_generate=True,
+                **strategy,
+            )
+
+        undrafted = sample(spec_strategy="none").sequences
+        output = sample(spec_strategy="corpus", assistant=undrafted.tolist())
+        assert output.sequences.tolist() == undrafted.tolist()
+        assert output.spec_stats.tau > 1
 
 
 @pytest.mark.parametrize("page", OPTIONS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from transformers.generation.utils import GenerateDecoderOnlyOutput
@@ -50,6 +52,25 @@ def test_nothing_generated_yet_divides_by_nothing() -> None:
     assert RowStats().tau == 0
     assert SpecStats([]).tau == 0
     assert SpecStats([RowStats()]).accepted_by_position == []
+
+
+def test_generations_add_up_and_are_written_as_json() -> None:
+    first, second = RowStats(), RowStats()
+    first.count(drafted=4, depth=4, accepted=3, gained=4)
+    second.count(drafted=2, depth=2, accepted=0, gained=1)
+    one = SpecStats([first], 1, draft_seconds=1.0, counters={"rounds": 1, "merges": 0})
+    other = SpecStats([second], 2, verify_seconds=2.0, other_seconds=0.5, counters={"rounds": 2})
+    both = one + other
+    assert both.rows == [first, second]
+    assert (both.target_forwards, both.rounds, both.new_tokens) == (3, 2, 5)
+    assert both.counters == {"rounds": 3, "merges": 0}
+    assert (both.seconds, both.tokens_per_second) == (3.5, 5 / 3.5)
+    assert (both.tau, both.acceptance) == (1.5, 0.5)
+    written = json.loads(json.dumps(both.to_dict()))
+    assert written["accepted_by_position"] == [1, 1, 1]
+    assert written["drafted_by_position"] == [2, 2, 1, 1]
+    assert all(written[name] == getattr(both, name) for name in written)
+    assert "rows" not in written
 
 
 class TestPrinted:

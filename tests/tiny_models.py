@@ -9,6 +9,7 @@ import atexit
 import copy
 import shutil
 import tempfile
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -233,32 +234,45 @@ def prompts(name: str, kind: str) -> dict[str, Tensor]:
     return left_padded(rows)
 
 
-STRATEGIES = ("none", "lookup", "draft", "tree", "gsd", "disco", "falcon", "sdsat", "auto")
 # A machine on which drafts are nearly free.
 TIMINGS = {"verify": [[1, 1.0], [64, 1.1]], "draft": {"tree": [[1, 0.001]]}}
 
 
+def _falcon(name: str) -> dict[str, Any]:
+    from tests.falcon_reference import random_head
+
+    config = hf_spec.FalconConfig(tree=wide_tree())
+    return {"spec_strategy": config, "assistant": random_head(name)}
+
+
+def _sdsat(name: str) -> dict[str, Any]:
+    config = hf_spec.SdsatConfig(tree=wide_tree())
+    return {"spec_strategy": config, "assistant": sdsat_adapter(name)}
+
+
+def _auto(name: str) -> dict[str, Any]:
+    config = hf_spec.AutoConfig(timings=TIMINGS)
+    return {"spec_strategy": config, "assistant": draft_model(name)}
+
+
+# One row a strategy: by the name of a model, what makes `generate()` of it use the strategy.
+_ROWS: dict[str, Callable[[str], dict[str, Any]]] = {
+    "none": lambda name: {"spec_strategy": "none"},
+    "lookup": lambda name: {"spec_strategy": "lookup"},
+    "draft": lambda name: {"spec_strategy": "draft", "assistant": draft_model(name)},
+    "tree": lambda name: {"spec_strategy": "tree", "assistant": draft_model(name)},
+    "gsd": lambda name: {"spec_strategy": "gsd", "assistant": draft_model(name)},
+    "disco": lambda name: {"spec_strategy": "disco", "assistant": disco_adapter(name)},
+    "falcon": _falcon,
+    "sdsat": _sdsat,
+    "auto": _auto,
+}
+STRATEGIES = tuple(_ROWS)
+
+
 def speculation(name: str, strategy: str) -> dict[str, Any]:
     """Keyword arguments that make `generate()` of the named model use a strategy."""
-    if strategy in {"none", "lookup"}:
-        return {"spec_strategy": strategy}
-    if strategy == "falcon":
-        from tests.falcon_reference import random_head
-
-        return {
-            "spec_strategy": hf_spec.FalconConfig(tree=wide_tree()),
-            "assistant": random_head(name),
-        }
-    if strategy == "sdsat":
-        return {
-            "spec_strategy": hf_spec.SdsatConfig(tree=wide_tree()),
-            "assistant": sdsat_adapter(name),
-        }
-    if strategy == "auto":
-        config = hf_spec.AutoConfig(timings=TIMINGS)
-        return {"spec_strategy": config, "assistant": draft_model(name)}
-    assistant = disco_adapter(name) if strategy == "disco" else draft_model(name)
-    return {"spec_strategy": strategy, "assistant": assistant}
+    return _ROWS[strategy](name)
 
 
 @cache

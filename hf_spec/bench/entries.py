@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
 
+from hf_spec.drafting.config import StrategyConfig
 from hf_spec.errors import AssistantError
 from hf_spec.models.truncated import truncated_draft
-from hf_spec.strategies import StrategyConfig, parse_strategy
+from hf_spec.strategies.registry import parse_strategy
 
 
 class Entry(NamedTuple):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,10 +24,11 @@ from hf_spec.bench.contenders import GREEDY, Contender, Run, Settings, plain, sp
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.state import GenerationState
 from hf_spec.drafting.length_policy import DraftedToken, LengthPolicy
+from hf_spec.drafting.model_drafter import DraftModelDrafter
 from hf_spec.execution.tree import DraftTree
 from hf_spec.execution.vocabulary import num_embeddings
 from hf_spec.generation.one_call import generate_with
-from hf_spec.strategies.draft_model import DraftConfig, DraftModelDrafter
+from hf_spec.strategies.draft_model import DraftConfig
 
 # Per row the tokens that the target generates, prompt excluded.
 Answers = Sequence[Sequence[int]]
@@ -127,15 +128,15 @@ class SyntheticDrafter(Drafter):
         """Make the same places wrong of the same answers in every repetition."""
         self._random = random.Random(str(self.answers))  # noqa: S311 - no secret
 
-    def draft(self, state: GenerationState) -> DraftTree:
+    def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
         """The next tokens of every unfinished row."""
-        rows: list[tuple[list[int], list[int]]] = [([], []) for _ in state.tokens]
-        for row in state.unfinished:
+        drafts = {}
+        for row, limit in limits.items():
             begin = state.generated[row]
-            end = begin + min(self.length, state.room(row) - 1)
+            end = begin + min(self.length, limit)
             chain = [self._right_or_wrong(token) for token in self.answers[row][begin:end]]
-            rows[row] = [state.tokens[row][-1], *chain], list(range(-1, len(chain)))
-        return DraftTree.from_rows(rows)
+            drafts[row] = [state.tokens[row][-1], *chain], list(range(-1, len(chain)))
+        return DraftTree.from_drafts(drafts, state.num_rows)
 
     def _right_or_wrong(self, token: int) -> int:
         right = self._random.random() < self.acceptance

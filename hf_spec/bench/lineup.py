@@ -16,8 +16,8 @@ from hf_spec.errors import OptionError
 from hf_spec.execution.model_checks import check_model
 from hf_spec.execution.vocabulary import num_embeddings
 from hf_spec.models.trained_draft import METHOD as DRAFT
-from hf_spec.strategies import make_drafter
 from hf_spec.strategies.assistants import resolve_draft_model
+from hf_spec.strategies.registry import make_drafter
 
 
 @dataclass(frozen=True)

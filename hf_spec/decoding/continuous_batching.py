@@ -32,14 +32,7 @@ from hf_spec.outputs import SpecRequestOutput, SpecStats
 
 @dataclass(frozen=True)
 class Request:
-    """One sequence to generate.
-
-    Attributes:
-        index: its place among the sequences of the call.
-        request_id: what its output is called.
-        number: of its prompt, which may be that of several sequences.
-        prompt: token ids.
-    """
+    """One sequence to generate: number `index` of the call, from prompt `number`."""
 
     index: int
     request_id: str
@@ -49,13 +42,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What `generate()` prepared for one sequence.
-
-    Attributes:
-        processors: logits processors.
-        stop: stop rules, for a batch of one.
-        do_sample: whether tokens are drawn.
-    """
+    """What `generate()` prepared for one sequence; the stop rules are for a batch of one."""
 
     processors: Sequence[Any]
     stop: StopRules
@@ -65,17 +52,8 @@ class Prepared:
 class ContinuousBatch:
     """A queue of requests and the slots that work it off.
 
-    Args:
-        model: the target.
-        drafter: proposes the drafts.
-        requests: at least one, in the order in which they begin.
-        prepare: asks `generate()` what one of them needs; called when it begins.
-        num_slots: most sequences at a time.
-        streamer: a `BatchStreamer`, which knows the sequences by their index, or None.
-        batching: what is padded; storage must not be.
-
-    Attributes:
-        request_ids: of all requests, in their order.
+    `prepare` asks `generate()` what a request needs, when it begins; a `BatchStreamer` knows the
+    sequences by their index. `request_ids` are in the order of the requests.
     """
 
     def __init__(  # noqa: PLR0913 - three things to run, three to run them with

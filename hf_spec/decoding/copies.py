@@ -29,12 +29,7 @@ SHARED = (
 def own_copy(thing: Any, purpose: str) -> Any:
     """A copy that remembers for itself; models, tokenizers, files, events and locks are shared.
 
-    Args:
-        thing: a logits processor or stopping criterion.
-        purpose: what it follows, for the error.
-
-    Raises:
-        UnsupportedError: if it cannot be copied.
+    What cannot be copied is refused; `purpose` says in the error what it would follow.
     """
     members = getattr(thing, "__dict__", {}).values()
     shared: dict[int, Any] = {id(m): m for m in members if isinstance(m, SHARED)}

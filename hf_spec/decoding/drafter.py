@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -22,11 +23,7 @@ from hf_spec.execution.virtual_tokens import VirtualTokens
 
 
 class DraftRunner(Protocol):
-    """What runs a drafter's own model.
-
-    Attributes:
-        forwards: forward passes so far.
-    """
+    """What runs a drafter's own model, and counts its forward passes."""
 
     forwards: int
 
@@ -35,7 +32,7 @@ class DraftRunner(Protocol):
 
 
 class Drafter(CandidateGenerator, ABC):
-    """Proposes a draft tree per round and hears what became of it.
+    """Proposes a draft tree per round and learns the outcome.
 
     A row of the state is one sequence from the beginning to the end, or one after another in
     continuous batching: `restart` says that a row has a new one. What a drafter keeps of a sequence
@@ -50,6 +47,7 @@ class Drafter(CandidateGenerator, ABC):
         rule: the verifier that judges its trees, while it is active; None for the exact one.
         no_candidates: why it cannot serve transformers' assisted decoding; None if it can.
         virtual_tokens: what the nodes with negative token ids stand for; None if it sends none.
+        max_depth: levels of its deepest draft.
         counters: what the drafter counts beside that, by name; `SpecStats.counters` at the end.
     """
 
@@ -58,6 +56,7 @@ class Drafter(CandidateGenerator, ABC):
     rule: type[Verifier] | None = None
     no_candidates: str | None = None
     virtual_tokens: VirtualTokens | None = None
+    max_depth: int = sys.maxsize
     counters: Mapping[str, int] = MappingProxyType({})
     _generation: GenerationState | None = None
     _runner: DraftRunner | None = None
@@ -71,6 +70,16 @@ class Drafter(CandidateGenerator, ABC):
         """Forwards of its own that a draft of so many levels takes: one a level by default."""
         return depth
 
+    @property
+    def alone(self) -> bool:
+        """Whether its trees cannot be joined with others': virtual nodes bring the next draft."""
+        return self.virtual_tokens is not None
+
+    @property
+    def timing_key(self) -> Hashable:
+        """What measured times belong to: what of it outlives a generation, such as its model."""
+        return id(self)
+
     def start(self, state: GenerationState) -> None:
         """Begin the generation of `state` and forget an earlier one. Nothing by default."""
 
@@ -78,8 +87,13 @@ class Drafter(CandidateGenerator, ABC):
         """Forget what was kept of `row`: a new sequence begins there. Nothing by default."""
 
     @abstractmethod
-    def draft(self, state: GenerationState) -> DraftTree:
-        """Propose one tree per unfinished row; the root is the row's last token."""
+    def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
+        """Propose one tree per unfinished row; the root is the row's last token.
+
+        Args:
+            state: the sequences; not changed.
+            limits: unfinished row -> how many levels its draft may have, 0 for the root alone.
+        """
 
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
         """Learn which nodes were accepted, and the target's hidden states. Nothing by default."""
@@ -99,14 +113,8 @@ class Drafter(CandidateGenerator, ABC):
     def make_verifier(self, processors: Sequence[Any], num_rows: int) -> Verifier:
         """The rule that judges this drafter's trees; asked for while the drafter is active.
 
-        Without a `rule` of its own it is an exact one.
-
-        Args:
-            processors: the prepared list of `generate()`.
-            num_rows: B.
-
-        Raises:
-            UnsupportedError: if the rule would disturb a processor of the user.
+        Without a `rule` of its own it is an exact one. A rule may refuse a processor of the user
+        that it would disturb.
         """
         exact = ResidualRejection if self.samples else NodeDraw
         return (self.rule or exact)(processors, num_rows)
@@ -114,17 +122,10 @@ class Drafter(CandidateGenerator, ABC):
     def get_candidates(  # type: ignore[override]
         self, input_ids: Tensor, **kwargs: object
     ) -> tuple[Tensor, Tensor | None]:
-        """Serve transformers' assisted decoding: the prompt followed by the drafted chain.
+        """Serve transformers' assisted decoding: (1, L + K), the prompt and the drafted chain.
 
-        Args:
-            input_ids: (1, L) int64.
-            **kwargs: what other versions of transformers pass along; not needed.
-
-        Returns:
-            (1, L + K) int64 and None: the draft counts as deterministic.
-
-        Raises:
-            UnsupportedError: if the drafter needs what assisted decoding does not give.
+        The draft counts as deterministic. A drafter that needs what assisted decoding does not give
+        is refused.
         """
         if self.no_candidates is not None:
             raise UnsupportedError(self.no_candidates)
@@ -138,12 +139,12 @@ class Drafter(CandidateGenerator, ABC):
                 state.append(0, token)
         self._assisted = state
         with self.active(state):
-            tree = self.draft(state)
+            tree = self.draft(state, state.draft_limits)
         path = [0]
-        while children := tree.host.proposals(path[-1]):
+        while children := tree.proposals(path[-1]):
             path.append(children[0])
         self._proposed = tree, path[1:]
-        drafted = [tree.host.tokens[node] for node in path[1:]]
+        drafted = [tree.tokens[node] for node in path[1:]]
         return torch.cat([input_ids, input_ids.new_tensor([drafted])], dim=1), None
 
     def update_candidate_strategy(

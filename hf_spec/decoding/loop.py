@@ -32,7 +32,7 @@ def speculative_step(
 ) -> None:
     """One draft for every unfinished row, judged in one forward of the target."""
     with state.clock("draft"):
-        tree = drafter.draft(state)
+        tree = drafter.draft(state, state.draft_limits)
     with state.clock("verify"):
         output = target.forward(tree, state.tokens)
     verdict = verifier.verify(tree, output.logits, state)

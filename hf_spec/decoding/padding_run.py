@@ -16,13 +16,7 @@ from hf_spec.execution.tree import DraftTree
 
 
 def run_padding(target: ModelRunner, verifier: Verifier, state: GenerationState) -> None:
-    """Ask the criteria that wait for scores of rows that have ended; between two rounds.
-
-    Args:
-        target: runs the target model; active.
-        verifier: has the processors.
-        state: the sequences.
-    """
+    """Ask the criteria that wait for scores of rows that have ended; between two rounds."""
     while missing := state.missing_scores():
         with state.clock("verify"):
             found = _scores_on_padding(target, verifier, state, missing)

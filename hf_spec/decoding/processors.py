@@ -112,12 +112,9 @@ def check_processors(processors: Sequence[Any], num_rows: int) -> None:
 class NodeProcessors:
     """The processors of one `generate()` call, applied to nodes of trees.
 
-    Args:
-        processors: the prepared list of `generate()`.
-        num_rows: B.
-        stateless_only: leave the third kind out, and what raises errors on some scores. For draft
-            models, whose scores may differ from the target's in any way, and whose calls must not
-            disturb what a class remembers.
+    `stateless_only` leaves the third kind out, and what raises errors on some scores: for draft
+    models, whose scores may differ from the target's in any way, and whose calls must not disturb
+    what a class remembers.
     """
 
     def __init__(self, processors: Sequence[Any], num_rows: int, stateless_only: bool = False):
@@ -140,16 +137,13 @@ class NodeProcessors:
     def __call__(
         self, rows: Sequence[int], prefixes: Sequence[Tensor] | None, scores: Tensor
     ) -> Tensor:
-        """Process the scores of some nodes.
+        """(M, V) processed scores of some nodes, changed in place maybe.
 
         Args:
             rows: (M) the sequence of each node.
             prefixes: per node (L,) int64, the frame up to and including the node; may be None when
                 `reads_prefix` is False.
-            scores: (M, V) float32; may be changed in place.
-
-        Returns:
-            (M, V) processed scores.
+            scores: (M, V) float32.
         """
         for step in self._steps:
             scores = step(rows, prefixes or [], scores)
@@ -161,9 +155,6 @@ class RowProcessors:
 
     It stands in a list of processors for all that `generate()` would have prepared. `begin` may
     follow at any time: what was made from that list knows of it.
-
-    Args:
-        num_rows: B.
     """
 
     def __init__(self, num_rows: int):
@@ -171,11 +162,7 @@ class RowProcessors:
         self.stateless = list(self.all)
 
     def begin(self, row: int, processors: Sequence[Any]) -> None:
-        """Give a row the processors of its new sequence, as prepared for a batch of one.
-
-        Raises:
-            UnsupportedError: if the state of a class cannot be kept apart from that of other rows.
-        """
+        """Give a row the processors of its new sequence, as prepared for a batch of one."""
         own = [p if _is_known(p) else own_copy(p, "several sequences") for p in processors]
         self.all[row] = NodeProcessors(own, 1)
         self.stateless[row] = NodeProcessors(own, 1, stateless_only=True)

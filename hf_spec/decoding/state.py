@@ -132,12 +132,22 @@ class GenerationState:
         lead = self.generated[row] - self._asked[row] if stop.asks else 0
         return room if lead <= 0 else min(room, max(1, MAX_LEAD - lead))
 
+    @property
+    def draft_limits(self) -> dict[int, int]:
+        """Unfinished row -> how many levels its draft may have; the bonus token needs room, too."""
+        return {row: self.room(row) - 1 for row in self.unfinished}
+
     def prefix(self, row: int, path: Sequence[int] = ()) -> Tensor:
         """(L,) int64 on `device`: the frame of `row` followed by the tokens of `path`.
 
-        The path is written behind the committed frame, where the next call overwrites it.
+        The path is written after the committed frame, where the next call overwrites it.
         """
         return self._write(row, path).to(self.device)
+
+    def prefixes(self, rows: Sequence[int], paths: Sequence[Sequence[int]]) -> list[Tensor]:
+        """The `prefix` of every row and path, to keep."""
+        # A copy each: those of one row share the space after its committed tokens.
+        return [self.prefix(row, path).clone() for row, path in zip(rows, paths, strict=True)]
 
     def _write(self, row: int, path: Sequence[int]) -> Tensor:
         start = self.frame_length(row)
@@ -157,14 +167,7 @@ class GenerationState:
         setattr(self.stats, name, getattr(self.stats, name) + time.perf_counter() - start)
 
     def begin(self, row: int, sequence: int, prompt: Sequence[int], stop: StopRules) -> None:
-        """Put a new sequence into a finished row.
-
-        Args:
-            row: it forgets the sequence that it held.
-            sequence: which one of the call this is.
-            prompt: token ids, without padding.
-            stop: the stop rules, made for a batch of one.
-        """
+        """Put a new prompt, of one sequence of the call, into a finished row."""
         self._prompt_lengths[row] = self.generated[row] = 0
         self._write(row, prompt)
         self._prompt_lengths[row] = len(prompt)
@@ -192,11 +195,10 @@ class GenerationState:
         self.stats.count_round([max(0, self.generated[row] - n) for row, n in before.items()])
 
     def missing_scores(self) -> dict[int, range]:
-        """Rows that have ended whose scores criteria wait for; between two rounds.
+        """Per row that has ended the places after its end whose scores criteria wait for.
 
-        Returns:
-            Per row which places after its end are asked for, in tokens of padding: from 0 on where
-            its last token has to run, too.
+        Counted in tokens of padding: from 0 on where its last token has to run, too. Asked between
+        two rounds.
         """
         if not (self.keep_scores and self.stop.asks and self.stop.pads):
             return {}
@@ -259,9 +261,9 @@ class GenerationState:
                 self._ends[row] = self.generated[row]
             if self._ends[row] is not None and stop.pads:
                 break
-        host, gained = verdict.tree.host, self.generated[row] - before
+        tree, gained = verdict.tree, self.generated[row] - before
         self.stats.rows[self.sequence[row]].count(
-            host.num_drafted(row), host.height(row), min(accepted, gained), gained
+            tree.num_drafted(row), tree.height(row), min(accepted, gained), gained
         )
 
     def _newest_frame(self, row: int) -> Tensor:
@@ -296,14 +298,11 @@ class GenerationState:
     def _reached(self, stop: StopRules, rows: Sequence[int], step: int) -> bool:
         """Whether plain `generate()` takes this step and all its tokens are there."""
         ended = {row for row in rows if self._ended_by(row, step - 1)}
+        # Rows that have ended must lack no scores that a criterion may read.
+        scored = {r for r in ended if not self.keep_scores or len(self._all_scores(r)) >= step}
         return len(ended) < len(rows) and all(
-            self.generated[row] >= step or (stop.pads and row in ended and self._scored(row, step))
-            for row in rows
+            self.generated[row] >= step or (stop.pads and row in scored) for row in rows
         )
-
-    def _scored(self, row: int, step: int) -> bool:
-        """Whether a row that has ended lacks no scores that a criterion may read."""
-        return not self.keep_scores or len(self._all_scores(row)) >= step
 
     def _all_scores(self, row: int) -> list[Tensor]:
         return self.scores[row] + self._padding_scores[row]

@@ -28,11 +28,7 @@ PER_ROW = (StopStringCriteria, MaxTimeCriteria)
 
 
 def for_one_sequence(criteria: Sequence[Any]) -> list[Any]:
-    """The criteria of a call for one of its sequences, where each is a batch of its own.
-
-    Raises:
-        UnsupportedError: if a class that may remember earlier calls cannot be copied.
-    """
+    """The criteria of a call for one of its sequences, where each is a batch of its own."""
     known = (MaxLengthCriteria, EosTokenCriteria, *PER_ROW)
     return [c if type(c) in known else own_copy(c, "several sequences") for c in criteria]
 
@@ -49,7 +45,6 @@ class StopRules:
         pads: whether a row that ends is padded while others go on. Plain `generate()` does so only
             if there is an end-of-sequence token; without one, all rows go on until each has met
             a rule.
-        asks: whether any criterion has to be asked step by step, about the whole batch.
     """
 
     def __init__(self, criteria: Sequence[Any], num_rows: int):
@@ -87,10 +82,7 @@ class StopRules:
     def end_row(self, frame: Tensor, token: int) -> bool:
         """Whether a rule for single rows ends a row with its newest token.
 
-        Args:
-            frame: (L,) int64, the row as plain `generate()` holds it, newest token included;
-                on the host unless it is read.
-            token: the newest token.
+        `frame` is the (L,) row as plain `generate()` holds it; on the host unless it is read.
         """
         if token in self._eos:
             return True
@@ -101,13 +93,9 @@ class StopRules:
     def ask(self, input_ids: Tensor, scores: tuple[Tensor, ...] | None) -> list[bool]:
         """Per row whether one of the other criteria ends it; each is called once.
 
-        Args:
-            input_ids: (B, L) int64, as plain `generate()` would pass them.
-            scores: one (B, V) tensor per step, or None.
-
-        Raises:
-            UnsupportedError: if an answer is neither for all rows nor for each, or if a criterion
-                changes the text, which plain `generate()` would go on from.
+        They are shown (B, L) ids and, if kept, one (B, V) tensor of scores per step, as plain
+        `generate()` would show them. Refused are answers neither for all rows nor for each, and
+        changes of the text.
         """
         # Tensors of inference mode do not count their changes.
         version = None if input_ids.is_inference() else input_ids._version

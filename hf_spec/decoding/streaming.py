@@ -1,6 +1,6 @@
 """Streams of several sequences: who gets which tokens, as soon as they are certain.
 
-A streamer of transformers follows one sequence. A `BatchStreamer` hears with every block which
+A streamer of transformers follows one sequence. A `BatchStreamer` is told with every block which
 sequence it belongs to, and with a tokenizer a `BatchTextStreamer` turns each sequence into text.
 """
 
@@ -39,24 +39,17 @@ class BatchStreamer(BaseStreamer):
         self.on_end = on_end
 
     def put_row(self, row: int, token_ids: list[int]) -> None:
-        """Receive tokens of one sequence.
-
-        Args:
-            row: its number: the row of the batch, or the place among the prompts.
-            token_ids: at least one, in order; no token comes twice.
-        """
+        """Receive new tokens of one sequence: a row of a batch, or a place among the prompts."""
         self.on_tokens(row, token_ids)
 
     def end_row(self, row: int) -> None:
-        """Hear that a sequence has ended; nothing more of it comes."""
+        """Learn that a sequence has ended; nothing more of it comes."""
         self.on_end(row)
 
     def put(self, value: torch.Tensor) -> None:
         """Pass over the prompts, which `generate()` puts first.
 
-        Raises:
-            UnsupportedError: if `generate()` decodes without a strategy, one token of all rows at a
-                time, padding included.
+        Without a strategy it would put one token of all rows at a time, padding included: refused.
         """
         if value.ndim == 1:
             raise UnsupportedError(
@@ -65,7 +58,7 @@ class BatchStreamer(BaseStreamer):
             )
 
     def end(self) -> None:
-        """Hear that all sequences have ended."""
+        """Learn that all sequences have ended."""
 
 
 class BatchTextStreamer(BatchStreamer):
@@ -137,12 +130,7 @@ class _GrowingText:
 
 
 class StreamFeed:
-    """What a streamer was given so far of each row.
-
-    Args:
-        streamer: of transformers, for one row, or a `BatchStreamer`; None streams nothing.
-        num_rows: B.
-    """
+    """What a streamer was given so far: one of transformers, a `BatchStreamer`, or None."""
 
     def __init__(self, streamer: Any, num_rows: int):
         self.streamer = streamer
@@ -157,13 +145,7 @@ class StreamFeed:
         self._ended[row] = False
 
     def send(self, row: int, generated: Sequence[int], ended: bool) -> None:
-        """Hand on what is new.
-
-        Args:
-            row: of the state.
-            generated: all tokens of the row that are certain to stay, without the prompt.
-            ended: whether there will be no more.
-        """
+        """Hand on what is new of all tokens that stay, and whether the row has ended."""
         if self.streamer is None or self._ended[row]:
             return
         block = list(generated[self._sent[row] :])

@@ -7,17 +7,11 @@ from torch import Tensor
 
 
 def distribution(scores: Tensor) -> Tensor:
-    """What a drafter proposes by: the softmax of scores that may be infinite or not a number.
+    """What a drafter proposes by: the softmax of (M, V) scores, whatever stands in them.
 
     A processor may leave scores of which the softmax is not a number: an infinite one, -inf for
     every token, NaN. There the token that `argmax` takes, as plain greedy decoding does, is
     certain.
-
-    Args:
-        scores: (M, V) float32.
-
-    Returns:
-        (M, V) float32, lines of sum 1.
     """
     probs = scores.softmax(dim=-1)
     # One such score makes its whole line NaN.
@@ -30,17 +24,10 @@ def distribution(scores: Tensor) -> Tensor:
 
 
 def draw(probs: Tensor, count: int = 1) -> Tensor:
-    """Draw without replacement, as `torch.multinomial` does.
+    """(M, count) int64: draws without replacement from (M, V) lines, as by `torch.multinomial`.
 
-    That function asks a GPU whether its input is sane, and waits for the answer. There the first
-    of exponential clocks to ring are taken, which have the same distribution, order included.
-
-    Args:
-        probs: (M, V) float32 probabilities.
-        count: how many per line.
-
-    Returns:
-        (M, count) int64.
+    That function asks a GPU whether its input is sane, and waits for the answer. There the first of
+    exponential clocks to ring are taken, which have the same distribution, order included.
     """
     if probs.device.type == "cpu":
         return torch.multinomial(probs, count)

@@ -14,7 +14,7 @@ token there, after every processor of the user, evaluated with that node's own p
 ===================  ============================================================================
 
 On a CPU nodes are looked at one level after the other, and none that the walk does not reach. On a
-GPU every level would wait for the one before, so all nodes are judged at once and the host hears
+GPU every level would wait for the one before, so all nodes are judged at once and the host learns
 the outcome in one transfer, unless a processor reads prefixes or the scores are wanted.
 """
 
@@ -37,12 +37,7 @@ from hf_spec.execution.tree import DraftTree, Verdict
 
 
 class Verifier(LogitsProcessor):
-    """Judges draft trees; as a logits processor it is the user's processors in one.
-
-    Args:
-        processors: the prepared list of `generate()`.
-        num_rows: B.
-    """
+    """Judges draft trees; as a logits processor it is the user's processors in one."""
 
     def __init__(self, processors: Sequence[Any], num_rows: int):
         self.processors = NodeProcessors(processors, num_rows)
@@ -62,15 +57,14 @@ class Verifier(LogitsProcessor):
         Returns:
             Accepted nodes and the bonus token per row, with scores if the state keeps them.
         """
-        host = tree.host
         walk = Walk(self.processors, logits, state)
         accepted: list[list[int]] = [[] for _ in range(tree.num_rows)]
         bonus: list[int | None] = [None] * tree.num_rows
-        here = {row: host.row_start[row] for row in state.unfinished}
+        here = {row: tree.row_start[row] for row in state.unfinished}
         self._begin(tree, walk)
         # One level per turn, all rows together; rows drop out where the target disagrees.
         while here:
-            paths = {row: [host.tokens[node] for node in accepted[row]] for row in here}
+            paths = {row: [tree.tokens[node] for node in accepted[row]] for row in here}
             for row, (token, node) in self._step(tree, walk, here, paths).items():
                 if node is None:
                     bonus[row] = token
@@ -104,13 +98,7 @@ class Verifier(LogitsProcessor):
 
 
 class Walk:
-    """The target's scores along the way, processed for the nodes that are visited and no others.
-
-    Args:
-        processors: applied to every node with its own prefix.
-        logits: (N, V) of the target.
-        state: the sequences.
-    """
+    """The target's scores along the way, processed for the nodes that are visited and no others."""
 
     def __init__(self, processors: NodeProcessors, logits: Tensor, state: GenerationState):
         self.processors = processors
@@ -123,31 +111,19 @@ class Walk:
     def look(
         self, rows: Sequence[int], nodes: Sequence[int], paths: Sequence[Sequence[int]]
     ) -> Tensor:
-        """Processed scores of any nodes; nothing is kept.
+        """(M, V) float32 processed scores of any nodes, by their rows and paths; nothing is kept.
 
-        Args:
-            rows: (M) the sequence of each node.
-            nodes: (M) indices into the tree.
-            paths: per node the tokens from its root's child down to it.
-
-        Returns:
-            (M, V) float32.
+        A path has the tokens from the root's child down to the node.
         """
         raw = self.raw[nodes].to(self.state.device, torch.float32, copy=True)
-        prefixes = None
-        if self.processors.reads_prefix:
-            # A copy each: prefixes of one row share the space behind its committed tokens.
-            prefixes = [
-                self.state.prefix(row, path).clone() for row, path in zip(rows, paths, strict=True)
-            ]
+        prefixes = self.state.prefixes(rows, paths) if self.processors.reads_prefix else None
         return self.processors(rows, prefixes, raw)
 
     def look_at_all(self, tree: DraftTree) -> Tensor:
         """(N, V) processed scores of all nodes, where no processor reads a prefix."""
         if not len(self.processors):
             return self.raw
-        host = tree.host
-        rows = [row for row in range(tree.num_rows) for _ in host.nodes(row)]
+        rows = [row for row in range(tree.num_rows) for _ in tree.nodes(row)]
         raw = self.raw.to(self.state.device, torch.float32, copy=True)
         return self.processors(rows, None, raw)
 
@@ -180,12 +156,10 @@ class NodeDraw(Verifier):
         scores = Walk(self.processors, logits, state).look_at_all(tree)
         return _walk_on_device(tree, scores, state)
 
-    def _only_argmax(self, state: GenerationState) -> bool:
-        wanted = state.do_sample or state.keep_scores or state.keep_logits
-        return not (len(self.processors) or wanted)
-
     def _begin(self, tree: DraftTree, walk: Walk) -> None:
-        if self._only_argmax(walk.state):
+        state = walk.state
+        wanted = state.do_sample or state.keep_scores or state.keep_logits
+        if not (len(self.processors) or wanted):
             walk.choice = walk.raw.argmax(dim=-1).tolist()
 
     def _step(
@@ -203,19 +177,19 @@ class NodeDraw(Verifier):
 
 def _walk_on_device(tree: DraftTree, scores: Tensor, state: GenerationState) -> Verdict:
     """The verdict by `verify_tree`, in one transfer."""
-    host, uniforms = tree.host, None
+    uniforms = None
     if state.do_sample:
         uniforms = torch.rand(len(scores), device=scores.device)
-    most = max(len(host.nodes(row)) for row in range(tree.num_rows))
+    most = max(len(tree.nodes(row)) for row in range(tree.num_rows))
     found = verify_tree(scores, *tree.on(scores.device), most, uniforms)
     columns = (found.num_accepted[:, None], found.bonus[:, None], found.accepted)
     accepted: list[list[int]] = []
     bonus: list[int | None] = []
     for row, (count, last, *path) in enumerate(fetch(torch.cat(columns, dim=1))):
-        if last < 0 and host.nodes(row):
+        if last < 0 and tree.nodes(row):
             raise RuntimeError(f"row {row}: no token has a probability above 0, so none is drawn")
-        drafted = [host.tokens[node] for node in path[:count]]
-        # What lies behind the end of a sequence is cut off by the stop rule, here as in `verify`.
+        drafted = [tree.tokens[node] for node in path[:count]]
+        # What lies after the end of a sequence is cut off by the stop rule, here as in `verify`.
         end = next((i for i, token in enumerate(drafted) if state.stop.ends_sequence(token)), None)
         accepted.append(path[:count] if end is None else path[: end + 1])
         bonus.append(drafted[end] if end is not None else last if last >= 0 else None)
@@ -240,18 +214,11 @@ class ResidualRejection(Verifier):
 
     @staticmethod
     def _judge(tree: DraftTree, nodes: Sequence[int], target: Tensor) -> Tensor:
-        """The rule at some nodes, without waiting for the device.
+        """(M,) int64: the token that follows each of M nodes, that of an accepted child or a draw.
 
-        Args:
-            tree: with the distributions that its nodes were drawn from.
-            nodes: M of them.
-            target: (M, V) float32, the target's distributions there.
-
-        Returns:
-            (M,) int64, the token that follows each node: that of an accepted child, or a draw.
+        The rule at (M, V) float32 `target` distributions, without waiting for the device.
         """
-        host = tree.host
-        siblings = [[host.tokens[child] for child in host.proposals(node)] for node in nodes]
+        siblings = [[tree.tokens[child] for child in tree.proposals(node)] for node in nodes]
         most = max(map(len, siblings))
         padded = [[*tokens, *[-1] * (most - len(tokens))] for tokens in siblings]
         table, places = send(
@@ -281,7 +248,7 @@ def carried(
 ) -> dict[int, tuple[int, int | None]]:
     """Per row the token that follows its current node, and the child that carries it if any."""
     pairs = zip(here.items(), tokens, strict=True)
-    return {row: (token, tree.host.child(node, token)) for (row, node), token in pairs}
+    return {row: (token, tree.child(node, token)) for (row, node), token in pairs}
 
 
 def _normalised(weights: Tensor, otherwise: Tensor) -> Tensor:

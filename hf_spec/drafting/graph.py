@@ -1,7 +1,7 @@
 """The token graph: drafted tokens whose repeated runs are drafted once.
 
 Different hypotheses often continue with the same words. When a new token would repeat an existing
-node together with the `merge_length` tokens before it, its father gets an edge to that node instead
+node together with the `merge_length` tokens before it, its parent gets an edge to that node instead
 of a node of its own, so that everything below is shared (Gong et al. 2024, arXiv 2407.16207). Every
 path from the root is a draft; `unmerge` spells the best ones out as a tree for the target.
 
@@ -47,17 +47,17 @@ class TokenGraph:
 
     Attributes:
         tokens: per node.
-        fathers: per node the node it was drafted under, -1 for the root.
-        depth: per node, along fathers.
-        probs: per node its draft probability given the path to its father, 1 for the root.
-        reach: per node the draft probability of its path along fathers.
+        parents: per node the node it was drafted under, -1 for the root.
+        depth: per node, along parents.
+        probs: per node its draft probability given the path to its parent, 1 for the root.
+        reach: per node the draft probability of its path along parents.
         edges: per node (node, probability) in order of rank; merge edges included.
         num_merges: how many merge edges there are.
     """
 
     def __init__(self, context: Sequence[int], merge_length: int | None = None):
         self.tokens = [context[-1]]
-        self.fathers = [-1]
+        self.parents = [-1]
         self.depth = [0]
         self.probs = [1.0]
         self.reach = [1.0]
@@ -70,58 +70,48 @@ class TokenGraph:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def add(self, father: int, token: int, probability: float) -> int | None:
-        """Draft `token` under `father`.
-
-        Args:
-            father: an existing node.
-            token: not a child of `father` yet.
-            probability: the draft model's, given the path to `father`.
+    def add(self, parent: int, token: int, probability: float) -> int | None:
+        """Draft `token`, which is no child of `parent` yet, with the draft model's probability.
 
         Returns:
             The new node, or None if the token was merged into an existing one.
         """
         run = None
         if self.merge_length is not None:
-            run = (*self._tail(father, self.merge_length), token)
+            run = (*self._tail(parent, self.merge_length), token)
             for node in self._index[run]:
-                if not self._reaches(node, father):
-                    self.edges[father].append((node, probability))
+                if not self._reaches(node, parent):
+                    self.edges[parent].append((node, probability))
                     self.num_merges += 1
                     return None
         node = len(self.tokens)
         self.tokens.append(token)
-        self.fathers.append(father)
-        self.depth.append(self.depth[father] + 1)
+        self.parents.append(parent)
+        self.depth.append(self.depth[parent] + 1)
         self.probs.append(probability)
-        self.reach.append(self.reach[father] * probability)
+        self.reach.append(self.reach[parent] * probability)
         self.edges.append([])
-        self.edges[father].append((node, probability))
+        self.edges[parent].append((node, probability))
         if run is not None:
             self._index[run].append(node)
         return node
 
     def path(self, node: int) -> list[int]:
-        """Tokens from the root's child down to `node`, along fathers."""
+        """Tokens from the root's child down to `node`, along parents."""
         tokens = []
         while node:
             tokens.append(self.tokens[node])
-            node = self.fathers[node]
+            node = self.parents[node]
         return tokens[::-1]
 
     def spell_out(self) -> Unmerged:
         """The drafted nodes as they are, in order of drafting, without merge edges."""
         count = len(self)
         nodes, merged = list(range(count)), [False] * count
-        return Unmerged(self.tokens, self.fathers, nodes, merged, self.probs)
+        return Unmerged(self.tokens, self.parents, nodes, merged, self.probs)
 
     def unmerge(self, max_nodes: int, max_depth: int) -> Unmerged:
-        """The most probable paths as a tree; ties go to the path found first.
-
-        Args:
-            max_nodes: most nodes below the root.
-            max_depth: most levels below the root.
-        """
+        """The most probable paths as a tree, root not counted; ties go to the path found first."""
         tree = Unmerged([self.tokens[0]], [-1], [0], [False], [1.0])
         depth = [0]
         counter = 0
@@ -139,7 +129,7 @@ class TokenGraph:
             place, reach = len(tree.nodes), -below
             tree.tokens.append(self.tokens[node])
             tree.parents.append(above)
-            tree.merged.append(self.fathers[node] != tree.nodes[above])
+            tree.merged.append(self.parents[node] != tree.nodes[above])
             tree.nodes.append(node)
             tree.probs.append(probability)
             depth.append(depth[above] + 1)
@@ -149,7 +139,7 @@ class TokenGraph:
         tokens: list[int] = []
         while node >= 0 and len(tokens) < length:
             tokens.append(self.tokens[node])
-            node = self.fathers[node]
+            node = self.parents[node]
         known = max(0, len(self._history) - (length - len(tokens)))
         return (*self._history[known:], *reversed(tokens))
 

@@ -4,13 +4,13 @@
 `static`        always `max_draft_tokens`
 `heuristic`     two more after a round in which every token was accepted, else one fewer
                 (transformers' rule; the dynHeur baseline of Mamou et al. 2024, arXiv 2405.04304)
-`confidence`    stop behind the first token whose draft probability is below the threshold
+`confidence`    stop after the first token whose draft probability is below the threshold
                 (transformers' dynamic speculation)
 ==============  ================================================================================
 
 Others are added from outside with `register_policy`: DISCO's classifier, and "measured", which
-weighs what a token is worth against what it costs (`hf_spec.strategies.measured`). A policy is
-asked after every drafted token, the first one included; the token it stops behind is still sent to
+weighs what a token is worth against what it costs (`hf_spec.drafting.measured`). A policy is
+asked after every drafted token, the first one included; the token it stops after is still sent to
 the target. It knows what was drafted so far, past rounds and times, and nothing else, so a draft
 that was drawn at random stays one that residual rejection can judge.
 """
@@ -38,7 +38,7 @@ class DraftedToken:
         row: the sequence.
         token: its id.
         position: counted from the beginning of the generation, 0 for the first generated token.
-        probability: the draft model's, behind its own prefix.
+        probability: the draft model's, after its own prefix.
         score: what `LengthPolicy.score` made of the distribution it was taken from.
         reach: the drafter's probability that the target goes to what the row would draft on from;
             in a tree, of all its ends together.
@@ -54,11 +54,7 @@ class DraftedToken:
 
 @dataclass
 class LengthPolicy:
-    """Always drafts the maximum; the base of the other policies.
-
-    Args:
-        max_draft_tokens: most tokens (levels of a tree) drafted in a round.
-    """
+    """Always drafts the maximum of tokens (levels of a tree) a round; the base of the others."""
 
     max_draft_tokens: int
 
@@ -73,23 +69,19 @@ class LengthPolicy:
         return self.max_draft_tokens
 
     def score(self, draft_probs: Tensor, positions: Sequence[int]) -> Tensor | None:
-        """What `goes_on` wants to know of distributions; it reaches the host with the tokens.
+        """(M,) float32: what `goes_on` wants to know of (M, V) draft distributions on the device.
 
-        Args:
-            draft_probs: (M, V) float32 on the device, every distribution of a level.
-            positions: (M) positions of the tokens drafted from them, see `DraftedToken`.
-
-        Returns:
-            (M,) float32 on the same device, or None where probabilities are enough.
+        It reaches the host with the tokens; None where probabilities are enough. For `positions`
+        see `DraftedToken`.
         """
         return None
 
     def goes_on(self, newest: Sequence[DraftedToken]) -> list[bool]:
-        """Per growing row whether it drafts on behind its newest token."""
+        """Per growing row whether it drafts on after its newest token."""
         return [True] * len(newest)
 
     def observe(self, row: int, drafted: int, accepted: int) -> None:
-        """Hear how many levels of the last draft of `row` were accepted."""
+        """Learn how many levels of the last draft of `row` were accepted."""
 
 
 @dataclass
@@ -117,7 +109,7 @@ class HeuristicPolicy(LengthPolicy):
 
 @dataclass
 class ConfidencePolicy(LengthPolicy):
-    """Stop behind a token whose draft probability is below the threshold."""
+    """Stop after a token whose draft probability is below the threshold."""
 
     threshold: float = 0.4
 
@@ -138,15 +130,7 @@ _MAKERS: dict[str, MakePolicy] = {
 
 
 def register_policy(name: str, maker: MakePolicy) -> None:
-    """Make a policy known as `length_policy=name`.
-
-    Args:
-        name: as configs will say it.
-        maker: called with (strategy config, target model) for every generation.
-
-    Raises:
-        ValueError: if the name is taken.
-    """
+    """Make a policy known as `length_policy=name`, made of (strategy config, target model)."""
     if name in _MAKERS:
         raise ValueError(f"there is a length_policy {name!r} already")
     _MAKERS[name] = maker
@@ -158,26 +142,12 @@ def known_policies() -> list[str]:
 
 
 def check_policy(name: object) -> None:
-    """Refuse a name that no policy has.
-
-    Raises:
-        OptionError: names the policies there are.
-    """
+    """Refuse a name that no policy has (`OptionError`)."""
     if not isinstance(name, str) or name not in _MAKERS:
         raise OptionError(f"unknown length_policy {name!r}; {choices(name, known_policies())}")
 
 
 def make_policy(options: Any, target: PreTrainedModel) -> LengthPolicy:
-    """The policy for one generation.
-
-    Args:
-        options: a config with `length_policy` and what that policy reads: `max_draft_tokens`,
-            `confidence_threshold` and so on.
-        target: the model that generates.
-
-    Raises:
-        OptionError: if there is no such policy, or its options do not do.
-        AssistantError: if it needs an adapter that does not fit.
-    """
+    """The policy that a strategy config asks for, for one generation."""
     check_policy(options.length_policy)
     return _MAKERS[options.length_policy](options, target)

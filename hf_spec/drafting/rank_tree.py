@@ -3,7 +3,7 @@
 A path (2, 0) is the best token of the second list below the third best token of the first one. The
 shape is the same in every round; only the tokens differ.
 
-A drafter that foretells k depths at once runs such a tree in *passes* (Gao et al. 2024, arXiv
+A drafter that predicts k depths at once runs such a tree in *passes* (Gao et al. 2024, arXiv
 2412.12639, section 3.3). The first pass has one block, which gives the lists of depths 1 to k.
 Every node at depth k that has children becomes a block of the second pass, fed with the tokens of
 the k nodes that lead to it; it gives the lists of depths k + 1 to 2k below that node; and so on.
@@ -35,11 +35,7 @@ class RankTree:
 
     @classmethod
     def of(cls, paths: object) -> RankTree:
-        """A tree from its rank paths, in any order.
-
-        Raises:
-            OptionError: if something is no rank path, stands there twice, or lacks its parent.
-        """
+        """A tree from its rank paths, in any order; what is no tree is refused (`OptionError`)."""
         if not isinstance(paths, Iterable) or isinstance(paths, (str, bytes, dict)):
             raise OptionError(f"tree={paths!r:.60} must be a list of rank paths such as [0, 1]")
         known: set[Path] = set()
@@ -121,13 +117,7 @@ class RankTree:
 
 @dataclass(frozen=True)
 class ListEntry:
-    """Where a node's token stands.
-
-    Attributes:
-        block: whose list.
-        slot: which of its k lists, from 0.
-        rank: place in that list, 0 for the best token.
-    """
+    """Where a node's token stands: which block, which of its k lists, which place in the list."""
 
     block: int
     slot: int
@@ -176,26 +166,14 @@ def best_tree(
     block_size: int,
     max_nodes: int = 64,
 ) -> RankTree:
-    """The tree with the most tokens per time, from measured acceptance.
+    """The tree with the most tokens per time, from measured acceptance; a `ValueError` without any.
 
-    A node is worth the share of rounds in which its whole path is accepted; a round yields one
-    token and the sum over its nodes. For a fixed number of nodes and of passes the cost is fixed,
-    so the sum alone decides, and taking the most valuable nodes one by one is exact: no other set
-    of as many nodes has a larger sum, and it is a tree, since no node is worth more than its
-    parent. What remains is to try every (passes, nodes).
-
-    Args:
-        accepted: per path the share of rounds in which it is accepted; a path that is left out
-            never is.
-        cost: time of a round by (nodes without the root, passes), in any unit.
-        block_size: k, depths per pass.
-        max_nodes: most nodes tried.
-
-    Returns:
-        A tree of at least one node.
-
-    Raises:
-        ValueError: if no path is ever accepted.
+    A node is worth the share of rounds in which its whole path is `accepted`; a round yields one
+    token and the sum over its nodes. For a fixed number of nodes and of passes, of `block_size`
+    depths each, the `cost` is fixed, so the sum alone decides, and taking the most valuable nodes
+    one by one is exact: no other set of as many nodes has a larger sum, and it is a tree, since no
+    node is worth more than its parent. What remains is to try every (nodes without the root,
+    passes).
     """
     best: list[Path] = []
     best_rate = 0.0

@@ -45,12 +45,7 @@ _in_place: dict[int, tuple[Any, int]] = {}
 
 @contextmanager
 def tree_alibi(model: PreTrainedModel, key_positions: Tensor) -> Iterator[None]:
-    """Compute the model's ALiBi from key positions for the forward inside the block.
-
-    Args:
-        model: any model; those without ALiBi are left alone.
-        key_positions: (B, S) int64, the true position of every key.
-    """
+    """Compute the model's ALiBi from (B, S) int64 key positions for the forward in the block."""
     if not uses_alibi(model):
         yield
         return

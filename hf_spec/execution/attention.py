@@ -81,27 +81,15 @@ class PackedStep:
         return self._layouts[device]
 
     def send(self, device: torch.device, *others: Tensor) -> list[Tensor]:
-        """Put the layout on a device, and other tensors of the host with it, in one transfer.
-
-        Returns:
-            The others.
-        """
+        """Put the layout, and other tensors of the host, which it returns, on a device at once."""
         layout, places = self.on_host
         sent = send([*others, places, *tensors_of(layout)], device)
-        behind = len(others)
-        self._layouts[device] = with_tensors(layout, sent[behind + 1 :]), sent[behind]
-        return sent[:behind]
+        after = len(others)
+        self._layouts[device] = with_tensors(layout, sent[after + 1 :]), sent[after]
+        return sent[:after]
 
     def check(self, model: PreTrainedModel, num_layers: int) -> None:
-        """Refuse a model that did not run its tree through `tree_attention`.
-
-        Args:
-            model: what has just run this step.
-            num_layers: how many layers should have stored their keys and values.
-
-        Raises:
-            UnsupportedError: if some layer has not.
-        """
+        """Refuse a model that did not run its tree through `tree_attention` in all its layers."""
         if len(self.written) != num_layers:
             raise UnsupportedError(
                 f"{type(model).__name__} ran tree attention in {len(self.written)} of its "
@@ -124,19 +112,10 @@ def tree_attention(  # noqa: PLR0913 - the signature that transformers calls
 ) -> tuple[Tensor, None]:
     """Store the new keys and values, then attend: on a GPU by kernels, elsewhere row by row.
 
-    Args:
-        module: the attention layer; its `layer_idx` names the buffers.
-        query: (1, H, T, D).
-        key: (1, H_kv, T, D) of the new tokens, rotated already.
-        value: likewise.
-        attention_mask: ignored; what is visible comes from `spec_step`.
-        scaling: factor of the scores, 1 / sqrt(D) by default.
-        dropout: ignored, decoding uses none.
-        spec_step: the packed step.
-        softcap: scores are squashed to (-softcap, softcap) by tanh.
-        s_aux: (H,) attention sinks, a logit per head that takes probability and gives nothing.
-        **kwargs: `sliding_window`, how far back a token sees, itself included; whatever else a
-            model passes is not needed.
+    The signature is what transformers calls, with (1, H, T, D) queries and (1, H_kv, T, D) keys and
+    values, rotated already. What is visible comes from `spec_step`, not from the mask. `softcap`
+    squashes scores by tanh; `s_aux` are (H,) attention sinks, a logit per head that takes
+    probability and gives nothing; `sliding_window` says how far back a token sees, itself included.
 
     Returns:
         (1, T, H, D) and None (no weights).
@@ -159,7 +138,8 @@ def tree_attention(  # noqa: PLR0913 - the signature that transformers calls
     spec_step.written.add(layer_index)
     keys, values = spec_step.pool.layer(layer_index, key, value)
     window = kwargs["sliding_window"] if "sliding_window" in kwargs else _mask_window(module)
-    impl = "auto" if _kernels_serve(query, value) else "torch"
+    small = max(query.shape[-1], value.shape[-1]) <= MAX_HEAD_SIZE
+    impl = "auto" if small and serves(query) else "torch"
     if impl == "auto" or not spec_step.segments:
         sinks = None if s_aux is None else s_aux.float()
         scoring = Scoring(scaling, window, softcap, sinks=sinks)
@@ -190,10 +170,6 @@ def tree_attention(  # noqa: PLR0913 - the signature that transformers calls
         attended = attended.reshape(num_heads, length, width)
         out[0, segment.start : segment.end] = attended.transpose(0, 1)
     return out, None
-
-
-def _kernels_serve(query: Tensor, value: Tensor) -> bool:
-    return max(query.shape[-1], value.shape[-1]) <= MAX_HEAD_SIZE and serves(query)
 
 
 def _mask_window(module: nn.Module) -> int | None:
@@ -263,11 +239,7 @@ _answering: dict[type[PreTrainedConfig], property] = {}
 
 
 class PackedAttention:
-    """Lets one model attend by `tree_attention`.
-
-    Args:
-        model: one that `takes_packed`.
-    """
+    """Lets one model that `takes_packed` attend by `tree_attention`."""
 
     def __init__(self, model: PreTrainedModel):
         # Layers borrowed from another model look the name up in that model's config.

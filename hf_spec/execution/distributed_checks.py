@@ -22,11 +22,7 @@ KEY_LAYERS = ("k_proj", "qkv_proj", "query_key_value")
 
 
 def check_sharding(model: PreTrainedModel) -> None:
-    """Refuse models whose processes cannot generate together.
-
-    Raises:
-        UnsupportedError: names the kind of sharding and what to do instead.
-    """
+    """Refuse models whose processes cannot generate together (`UnsupportedError`)."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return
     name = type(model).__name__
@@ -50,16 +46,7 @@ def check_sharding(model: PreTrainedModel) -> None:
 
 
 def check_ranks(model: PreTrainedModel, input_ids: Tensor, do_sample: bool) -> None:
-    """Refuse tensor parallelism whose processes were given different inputs or random states.
-
-    Args:
-        model: the target; every process of it must ask.
-        input_ids: (B, L) int64 of this process.
-        do_sample: whether random numbers matter.
-
-    Raises:
-        UnsupportedError: says which of the two differs.
-    """
+    """Refuse tensor parallelism with other inputs or random states in some process; all ask."""
     size = tensor_parallel_size(model)
     if size == 1:
         return

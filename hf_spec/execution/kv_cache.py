@@ -1,6 +1,6 @@
 """Keys and values of a ragged batch: a buffer per layer, a slot per row, each with its own length.
 
-Nothing is ever padded, cropped or concatenated. A forward writes its tokens behind the committed
+Nothing is ever padded, cropped or concatenated. A forward writes its tokens after the committed
 part of their slot; the accepted ones are then moved together and the rest is overwritten by the
 next forward (EMS-SD, Ni et al. 2024, arXiv 2405.07542, section 3.3). Layers with a sliding window
 keep full-length storage; the window is in the attention mask.
@@ -29,11 +29,8 @@ MIN_CAPACITY = 256
 class KVPool:
     """Per layer a key and a value buffer of shape (slots, H, capacity, D).
 
-    Layers appear when they are first written, on the device and in the dtype of what is written,
-    so a model spread over devices and layers of different head sizes need no special care.
-
-    Args:
-        num_slots: how many sequences the pool holds.
+    Layers appear when they are first written, on the device and in the dtype of what is written, so
+    a model spread over devices and layers of different head sizes need no special care.
     """
 
     def __init__(self, num_slots: int):
@@ -87,12 +84,10 @@ class KVPool:
         return sum(buffer.nelement() * buffer.element_size() for buffer in buffers)
 
     def load(self, cache: Cache, frame_masks: Sequence[Tensor]) -> None:
-        """Fill the pool from a user's `DynamicCache`.
+        """Fill the pool from a user's `DynamicCache`, padded on the left as in plain `generate()`.
 
-        Args:
-            cache: keys and values in the layout of plain `generate()`: (B, H, L, D), padded on the
-                left. Sliding layers may have dropped all but the tokens that their window needs.
-            frame_masks: per row (L,) bool, True where the cached position is a real token.
+        Sliding layers may have dropped all but the tokens that their window needs. `frame_masks`
+        are (L,) bool per row, True where the cached position is a real token.
         """
         length = max((int(mask.sum()) for mask in frame_masks), default=0)
         self.reserve(length)
@@ -110,12 +105,10 @@ class KVPool:
     def export(
         self, cache: DynamicCache, frame_masks: Sequence[Tensor], lengths: Sequence[int]
     ) -> DynamicCache:
-        """Write the pool into `cache` in the layout of plain `generate()`.
+        """Write the pool into an empty cache of the model, in the layout of plain `generate()`.
 
-        Args:
-            cache: an empty cache built for the model; its layers decide what they keep.
-            frame_masks: per row (L,) bool over the output frame, True for real tokens.
-            lengths: per row how many tokens are stored; they fill the first True positions.
+        The stored tokens, `lengths` per row, fill the first True positions of the row's (L,) bool
+        frame mask.
         """
         width = frame_masks[0].shape[0]
         for index in sorted(self.keys):
@@ -145,11 +138,7 @@ def _on_device(moves: Sequence[tuple[int, Sequence[int], int]], device: torch.de
 
 
 def check_reusable(cache: object) -> None:
-    """Refuse a user's `past_key_values` that cannot be moved into a `KVPool` and back.
-
-    Raises:
-        UnsupportedError: for anything but a `DynamicCache` of plain or sliding-window layers.
-    """
+    """Refuse a user's `past_key_values` that cannot be moved into a `KVPool` and back."""
     layers = getattr(cache, "layers", None)
     if type(cache) is not DynamicCache or any(
         type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers or []
@@ -163,13 +152,7 @@ def check_reusable(cache: object) -> None:
 
 @dataclass
 class _Placement:
-    """What the layers of a `PoolCache` share; no reference back, so that nothing outlives a call.
-
-    Attributes:
-        pool: where keys and values go.
-        destination: (B, T) slot positions of the next forward.
-        visible: how many positions of each slot it may see.
-    """
+    """What the layers of a `PoolCache` share; no reference back, so nothing outlives a call."""
 
     pool: KVPool
     destination: Tensor

@@ -29,11 +29,7 @@ LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 
 def check_model(model: object) -> None:
-    """Refuse models whose state cannot be rolled back token by token.
-
-    Raises:
-        UnsupportedError: names the model and the reason.
-    """
+    """Refuse models whose state cannot be rolled back token by token (`UnsupportedError`)."""
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedError(f"{type(model).__name__} is not a transformers PreTrainedModel")
     name = type(model).__name__
@@ -84,12 +80,7 @@ def _check_attention(model: PreTrainedModel, name: str) -> None:
 
 
 def check_batching(model: PreTrainedModel, batching: str) -> None:
-    """Refuse padding that the layout of the model's inputs does not allow to choose.
-
-    Raises:
-        UnsupportedError: if inputs without padding are asked for beside padded storage, and the
-            model takes inputs of shape (rows, tokens) only.
-    """
+    """Refuse padding that the layout of the model's inputs does not allow to choose."""
     chosen = BATCHING[batching]
     if chosen.pads_kv and not chosen.pads_inputs and not takes_packed(model):
         raise UnsupportedError(
@@ -99,11 +90,7 @@ def check_batching(model: PreTrainedModel, batching: str) -> None:
 
 
 def check_evaluation(model: PreTrainedModel) -> None:
-    """Refuse a target in training mode wherever that changes its forward pass.
-
-    Raises:
-        UnsupportedError: if there is dropout or gradient checkpointing.
-    """
+    """Refuse a target in training mode wherever that changes its forward pass."""
     training = [module for module in model.modules() if module.training]
     if not training:
         return
@@ -122,15 +109,8 @@ def check_peft_hooks(model: PreTrainedModel, num_rows: int) -> None:
     """Refuse what PEFT hangs on its layers for one call, where drafts are not what it expects.
 
     With `adapter_names=`, and for aLoRA adapters, the layers look for one row per sequence, and
-    count places from the end of a forward.
-
-    Args:
-        model: the target.
-        num_rows: B.
-
-    Raises:
-        UnsupportedError: names the argument and what to do. The hooks are taken off before, which
-            PEFT leaves to a call that ends well; else they would disturb all calls to come.
+    count places from the end of a forward. The hooks are taken off before the error, which PEFT
+    leaves to a call that ends well; else they would disturb all calls to come.
     """
     hooks = [
         (module, key, getattr(hook, "keywords", {}))
@@ -161,15 +141,7 @@ def check_peft_hooks(model: PreTrainedModel, num_rows: int) -> None:
 
 
 def check_rope(model: PreTrainedModel, max_length: int | None) -> None:
-    """Refuse rotary frequencies that a draft would change, at lengths where they change.
-
-    Args:
-        model: the target.
-        max_length: longest sequence that can come out, in tokens; None is without an end.
-
-    Raises:
-        UnsupportedError: names the scaling and the length it serves.
-    """
+    """Refuse rotary frequencies that a draft would change, for lengths where they change."""
     config = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None)
     rope = rope if isinstance(rope, Mapping) else {}

@@ -69,18 +69,18 @@ def pack(work: Sequence[RowWork], tree: DraftTree) -> PackedInputs:
     for w in work:
         start = len(inputs.tokens)
         begin = start + len(w.pending)
-        behind = begin + len(w.nodes)
+        after = begin + len(w.nodes)
         inputs.tokens += w.tokens(tree)
         inputs.positions += w.positions(tree)
         inputs.pending[w.row] = range(start, begin)
-        inputs.nodes += range(begin, behind)
-        inputs.fill += range(behind, behind + min(w.fill, most_nodes - len(w.nodes)))
+        inputs.nodes += range(begin, after)
+        inputs.fill += range(after, after + min(w.fill, most_nodes - len(w.nodes)))
         if w.pending:
             inputs.segments.append(_chain_segment(w, start))
         if w.nodes:
             inputs.segments.append(_tree_segment(w, begin, inputs.positions[begin:], tree))
         elif w.fill:
-            inputs.segments.append(_fill_segment(w, behind))
+            inputs.segments.append(_fill_segment(w, after))
         inputs.writes.append((w.row, start, len(inputs.tokens), span(w.places)))
     return inputs
 
@@ -90,11 +90,7 @@ def align_right(
 ) -> RectangularInputs:
     """Lay the tokens of each row at the right end of a line.
 
-    Args:
-        work: rows with something to run.
-        tree: the draft tree.
-        num_rows: B; rows without work get a line of padding.
-        spare_place: storage place for padding, which no token ever looks at.
+    Rows without work get a line of padding, which is stored at `spare_place`, where no token looks.
     """
     length = max(w.num_tokens for w in work)
     num_keys = max(w.num_keys for w in work)
@@ -121,7 +117,7 @@ def align_right(
         inputs.key_positions[w.row, :root] = before.clamp(min=0)
         if w.nodes:
             inputs.visible[w.row, begin:, :root] = before >= 0
-            inputs.visible[w.row, begin:, root : w.num_keys] = w.visible_nodes(tree).cpu()
+            inputs.visible[w.row, begin:, root : w.num_keys] = w.visible_nodes(tree)
             inputs.key_positions[w.row, root : w.num_keys] = w.base + depths
         line = w.row * length
         inputs.pending[w.row] = range(line + first, line + begin)
@@ -159,12 +155,10 @@ def _tree_segment(work: RowWork, start: int, positions: list[int], tree: DraftTr
     key_position = torch.cat([before, work.base + depths])
     visible = None
     if work.width > 1 or work.held is not None:
-        below = work.visible_nodes(tree)
-        visible = below.new_zeros(len(positions), work.num_keys)
-        visible[:, : work.root_place] = (before >= 0).to(below.device)
+        visible = torch.zeros(len(positions), work.num_keys, dtype=torch.bool)
+        visible[:, : work.root_place] = before >= 0
         visible[:, work.root_place] = True
-        visible[: len(work.nodes), work.root_place :] = below
-        position, key_position = position.to(below.device), key_position.to(below.device)
+        visible[: len(work.nodes), work.root_place :] = work.visible_nodes(tree)
     return Segment(
         slot=work.row,
         start=start,

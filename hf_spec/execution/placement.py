@@ -31,17 +31,10 @@ def execution_device(module: nn.Module) -> torch.device:
 
 
 def weight_rows(layer: Any, rows: Tensor | None = None) -> Tensor:
-    """Rows of the weight of an embedding or a linear layer, from wherever they are.
+    """(R, width) rows of the weight of an embedding or a linear layer, from wherever they are.
 
-    Args:
-        layer: with tensor parallelism every process must ask.
-        rows: (R,) int64; all by default.
-
-    Returns:
-        (R, width) in the dtype of the weight.
-
-    Raises:
-        UnsupportedError: if the layer is quantised.
+    All of them without `rows`, (R,) int64. With tensor parallelism every process must ask. A
+    quantised layer is refused.
     """
     if is_quantised(layer):
         raise UnsupportedError(
@@ -56,12 +49,7 @@ def weight_rows(layer: Any, rows: Tensor | None = None) -> Tensor:
 
 
 def dense_copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy of `module` without PEFT's layers, in which quantised layers are `nn.Linear`.
-
-    Args:
-        module: some layers of a model, in memory.
-        dtype: of what was quantised.
-    """
+    """A copy of a module in memory, without PEFT's layers, its quantised ones as `nn.Linear`."""
     copied = _without_tuners(copy.deepcopy(module))
     if is_quantised(copied):
         return _as_linear(copied, dtype)

@@ -21,11 +21,7 @@ TENSORS = tuple(f.name for f in fields(RaggedLayout) if not f.name.startswith("m
 
 
 def ragged_layout(segments: Sequence[Segment]) -> RaggedLayout:
-    """Put what the segments see into one layout on the host.
-
-    Args:
-        segments: one behind the other from token 0 on.
-    """
+    """Put what segments see, one after the other from token 0 on, into one layout on the host."""
     # Where everything is visible nothing needs a bit.
     prefixes = [s.num_keys if s.visible is None else s.prefix for s in segments]
     tails = [s.num_keys - first for s, first in zip(segments, prefixes, strict=True)]
@@ -33,7 +29,7 @@ def ragged_layout(segments: Sequence[Segment]) -> RaggedLayout:
     for s, first in zip(segments, prefixes, strict=True):
         if s.visible is not None:
             visible[s.start : s.end, : s.num_keys - first] = s.visible[:, first:]
-    behind = [s.key_position[first:] for s, first in zip(segments, prefixes, strict=True)]
+    positions = [s.key_position[first:] for s, first in zip(segments, prefixes, strict=True)]
     return RaggedLayout(
         slot=_ints([s.slot for s in segments]),
         query_start=_ints([0, *(s.end for s in segments)]),
@@ -42,7 +38,7 @@ def ragged_layout(segments: Sequence[Segment]) -> RaggedLayout:
         bits=pack_bits(visible),
         position=torch.cat([s.position for s in segments]).int(),
         first_position=torch.cat([s.key_position[:1] for s in segments]).int(),
-        key_position=torch.cat(behind).int(),
+        key_position=torch.cat(positions).int(),
         key_start=_ints([0, *accumulate(tails)][:-1]),
         max_queries=max(s.end - s.start for s in segments),
         max_keys=max(s.num_keys for s in segments),
@@ -50,12 +46,7 @@ def ragged_layout(segments: Sequence[Segment]) -> RaggedLayout:
 
 
 def write_places(writes: Sequence[tuple[int, int, int, slice | Tensor]], num_tokens: int) -> Tensor:
-    """(2, T) int32, the slot and the place where each packed token is stored; on the host.
-
-    Args:
-        writes: see `PackedStep`.
-        num_tokens: T; a token that no write names has slot -1.
-    """
+    """(2, T) int32 on the host, slot and place where each token is stored; slot -1 for nowhere."""
     places = torch.full((2, num_tokens), -1, dtype=torch.int32)
     for slot, start, end, where in writes:
         places[0, start:end] = slot
@@ -76,15 +67,11 @@ def with_tensors(layout: RaggedLayout, tensors: Sequence[Tensor]) -> RaggedLayou
 
 
 def padded(layout: RaggedLayout, num_tokens: int, capacity: int) -> RaggedLayout:
-    """The same step in a shape that other steps of about its size share.
+    """The same step of `num_tokens` tokens, in a shape that others of about its size share.
 
     The last segment takes in the tokens that are added, which see its prefix and nothing else;
-    segments that are added hold nothing. Numbers that the host tells the kernel are rounded up.
-
-    Args:
-        layout: on the host.
-        num_tokens: T of the result.
-        capacity: most keys that a segment may have.
+    segments that are added hold nothing. Numbers that the host tells the kernel are rounded up, and
+    no segment has more keys than `capacity`.
     """
     added = num_tokens - layout.position.shape[0]
     segments = round_up(layout.slot.shape[0])

@@ -2,7 +2,7 @@
 
 A row's sequence splits in three: tokens whose keys and values are stored, *pending* tokens
 (committed, not stored; the last of them is the root of the next tree), and the nodes of the tree.
-Between two calls of `keep` lies a *round*: nodes that run pile up behind the root, and `keep` says
+Between two calls of `keep` lies a *round*: nodes that run pile up after the root, and `keep` says
 which of them become part of the sequence.
 """
 
@@ -22,14 +22,7 @@ from hf_spec.execution.tree import DraftTree
 class RowStorage:
     """A pool with a slot per row and the bookkeeping of what they hold.
 
-    Args:
-        num_rows: B.
-        batching: what is padded.
-
-    Attributes:
-        pool: keys and values.
-        batching: what is padded.
-        stored: per row how many committed tokens have keys and values.
+    `stored` has per row how many committed tokens have keys and values.
     """
 
     def __init__(self, num_rows: int, batching: Batching):
@@ -45,9 +38,8 @@ class RowStorage:
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep the keys and values of each row's accepted path, moved together in place.
 
-        Args:
-            paths: per row the accepted nodes in order, the root left out, each counted from the
-                row's root. A node that was never run ends the kept part; what follows is pending.
+        Paths are counted from the row's root, which they leave out. A node that was never run ends
+        the kept part; what follows is pending.
         """
         moves = []
         for row, (root, ran) in self._round.items():
@@ -65,7 +57,7 @@ class RowStorage:
         self.shorten(row, 0)
 
     def shorten(self, row: int, length: int) -> None:
-        """Forget what is stored of `row` behind its first `length` tokens."""
+        """Forget what is stored of `row` after its first `length` tokens."""
         self.stored[row] = min(self.stored[row], length)
         del self._held[row][length:]
 
@@ -103,7 +95,7 @@ class RowStorage:
             root, ran = self._round[row]
             stored = self.stored[row]
             pending = list(sequences[row][stored : len(sequences[row]) - 1])
-            offsets = [node - tree.host.row_start[row] for node in chosen]
+            offsets = [node - tree.row_start[row] for node in chosen]
             width = max([*ran, *offsets]) + 1
             held = None if root == stored + len(pending) else list(self._held[row])
             start = root - len(pending)
@@ -111,7 +103,7 @@ class RowStorage:
         return work
 
     def idle(self, busy: set[int]) -> list[RowWork]:
-        """The other rows, with the first place behind everything that they hold."""
+        """The other rows, with the first place after everything that they hold."""
         found = []
         for row in set(range(self.pool.num_slots)) - busy:
             root, ran = self._round.get(row, (0, set()))
@@ -122,7 +114,7 @@ class RowStorage:
         return found
 
     def note(self, work: Sequence[RowWork]) -> None:
-        """Take down that these tokens have run: what was pending is stored, the nodes are there."""
+        """Record that these tokens have run: what was pending is stored, the nodes are there."""
         for w in work:
             self._store(w.row, range(w.root_place - len(w.pending), w.root_place))
             self._round[w.row][1].update(w.offsets)
@@ -139,7 +131,7 @@ def _by_row(tree: DraftTree, nodes: Sequence[int]) -> dict[int, list[int]]:
     """The given nodes of every row that has some."""
     found = {}
     for row in range(tree.num_rows):
-        mine = tree.host.nodes(row)
+        mine = tree.nodes(row)
         chosen = list(nodes[bisect_left(nodes, mine.start) : bisect_left(nodes, mine.stop)])
         if chosen:
             found[row] = chosen

@@ -6,7 +6,7 @@
 ==================  ===========================  ==============================================
 `batching`          inputs of the linear layers  storage of keys and values
 ==================  ===========================  ==============================================
-`unpadded`          the tokens alone             each row goes on behind its own last token
+`unpadded`          the tokens alone             each row goes on after its own last token
 `unpadded_kv`       B rows of equal length       likewise
 `unpadded_input`    the tokens alone             all rows go on at one place; rows that
                                                  accepted less have gaps before it
@@ -29,12 +29,7 @@ from hf_spec.execution.tree import DraftTree
 
 @dataclass(frozen=True)
 class Batching:
-    """What is padded to the largest row of a step.
-
-    Attributes:
-        pads_inputs: the tokens that go through the linear layers.
-        pads_kv: the places where keys and values are stored.
-    """
+    """Whether linear layers' inputs and storage places are padded to the largest row of a step."""
 
     pads_inputs: bool = False
     pads_kv: bool = False
@@ -59,10 +54,10 @@ class RowWork:
         nodes: tree nodes to run.
         offsets: the same, counted from the row's root.
         width: places from the root on that the row's nodes use, those of earlier forwards included.
-        start: storage place of the first pending token, or of the root; None right behind `stored`
+        start: storage place of the first pending token, or of the root; None right after `stored`
             tokens without gaps.
         held: where there are gaps, the storage places of the stored tokens.
-        fill: padding that runs behind the nodes: copies of the root that nobody looks at.
+        fill: padding that runs after the nodes: copies of the root that nobody looks at.
     """
 
     row: int
@@ -105,14 +100,14 @@ class RowWork:
 
     def tokens(self, tree: DraftTree) -> list[int]:
         """Every token and the padding, in the order they run."""
-        tokens = tree.host.tokens
-        # A row without nodes has no root at hand; 0 is a token of every model.
+        tokens = tree.tokens
+        # A row without nodes has no root here; 0 is a token of every model.
         copied = tokens[self.nodes[0]] if self.nodes else 0
         return [*self.pending, *(tokens[node] for node in self.nodes), *[copied] * self.fill]
 
     def positions(self, tree: DraftTree) -> list[int]:
         """The true position of every token, and the root's for the padding."""
-        depths = (tree.host.depth[node] for node in self.nodes)
+        depths = (tree.depth[node] for node in self.nodes)
         nodes = (self.base + depth for depth in depths)
         return [*range(self.stored, self.base), *nodes, *[self.base] * self.fill]
 
@@ -128,8 +123,8 @@ class RowWork:
 
     def node_depths(self, tree: DraftTree) -> list[int]:
         """Depth of the row's first `width` nodes, by offset."""
-        start = tree.host.row_start[self.row]
-        return tree.host.depth[start : start + self.width]
+        start = tree.row_start[self.row]
+        return tree.depth[start : start + self.width]
 
     def visible_nodes(self, tree: DraftTree) -> Tensor:
         """(nodes, width) bool: which of the row's nodes each node to run descends from."""
@@ -137,12 +132,7 @@ class RowWork:
 
 
 def fill_up(work: Sequence[RowWork], idle: Sequence[RowWork]) -> list[RowWork]:
-    """Pad the rows to the longest one.
-
-    Args:
-        work: rows with something to run.
-        idle: the others; nothing but padding.
-    """
+    """Pad rows with something to run, and idle ones, which are all padding, to the longest one."""
     length = max(w.num_tokens for w in work)
     rows = sorted([*work, *idle], key=lambda w: w.row)
     for w in rows:

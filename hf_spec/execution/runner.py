@@ -153,7 +153,9 @@ class ModelRunner(RowStorage):
         wanted = range(tree.num_nodes) if nodes is None else nodes
         self.begin_round(tree, sequences, wanted)
         earlier: list[ForwardOutput] = []
-        while long := [w for w in self.plan(tree, sequences, wanted) if self._is_long(w)]:
+        while long := [
+            w for w in self.plan(tree, sequences, wanted) if len(w.pending) > PREFILL_CHUNK
+        ]:
             parts = [
                 replace(w, pending=w.pending[:PREFILL_CHUNK], nodes=[], offsets=[], width=0)
                 for w in long
@@ -163,10 +165,6 @@ class ModelRunner(RowStorage):
         for part_output in reversed(earlier):
             output.put_after(part_output)
         return output
-
-    @staticmethod
-    def _is_long(work: RowWork) -> bool:
-        return len(work.pending) > PREFILL_CHUNK
 
     def _run(self, work: list[RowWork], tree: DraftTree) -> ForwardOutput:
         rows = work
@@ -199,7 +197,7 @@ class ModelRunner(RowStorage):
                 # Python decides there what the layers compute.
                 given = self._graphs.put(tensors, step)
                 logits, *hidden = self._compute(given, step, embeddings)
-        # Behind the results of a graph come those of its padding.
+        # After the results of a graph come those of its padding.
         hidden = [states[: len(tokens)] for states in hidden]
         return self._output(logits[: len(inputs.nodes)], hidden, inputs)
 

@@ -4,7 +4,7 @@ A small step takes a GPU less time than the host takes to launch it. A recorded 
 Its inputs have to stand where they stood when it was recorded, in the same shapes, so tokens are
 padded to a few sizes, inside the graph only: padding is stored nowhere, seen by no token and cut
 off from the outputs. What a token looks at comes from the layout, which the kernels read on the
-device, so lengths need no sizes of their own; when the storage grows, recording starts anew.
+device, so lengths need no sizes of their own; when the storage grows, recording starts again.
 
 A shape runs twice in this form before it is recorded the third time. Where nothing can be recorded
 (see `obstacle`) steps run as they come, and one line of the log says why.
@@ -111,16 +111,7 @@ def obstacle(model: nn.Module) -> str | None:
 
 
 class StepGraphs:
-    """Runs the packed steps of one model, recorded where that is possible.
-
-    Args:
-        model: what computes them.
-        pool: its keys and values.
-        device: where its inputs go.
-
-    Attributes:
-        replays: steps that were replayed.
-    """
+    """Runs the packed steps of one model, recorded where that is possible, and counts `replays`."""
 
     def __init__(self, model: PreTrainedModel, pool: KVPool, device: torch.device):
         self.replays = 0
@@ -140,16 +131,10 @@ class StepGraphs:
         self._shapes: dict[object, _Shape] = {}
 
     def run(self, compute: Compute, tensors: Sequence[Tensor], step: PackedStep) -> list[Tensor]:
-        """Compute a step.
+        """The outputs of a step of T tokens, and maybe further rows; good until the next step.
 
-        Args:
-            compute: must ask the device nothing.
-            tensors: (T, ...) each and the first one whole, the others may have fewer rows; on the
-                host or the device.
-            step: of T tokens.
-
-        Returns:
-            The outputs; further rows may follow those of the step. They hold until the next step.
+        Tensors are (T, ...), the first one whole, the others maybe with fewer rows, on the host or
+        the device. `compute` must ask the device nothing.
         """
         num_tokens = len(tensors[0])
         if not self._padded or num_tokens > MAX_TOKENS:

@@ -21,15 +21,9 @@ ALIGNMENT = 16
 
 
 class Block:
-    """Tensors that lie one behind the other in one piece of memory.
+    """Uninitialised tensors that lie one after the other in one piece of memory.
 
-    Args:
-        like: their shapes and dtypes.
-        device: where the memory is.
-        pinned: whether a device can read it by itself; host memory only.
-
-    Attributes:
-        tensors: uninitialised.
+    `pinned` memory of the host can be read by a device by itself.
     """
 
     def __init__(self, like: Sequence[Tensor], device: torch.device, pinned: bool = False):
@@ -53,12 +47,7 @@ class Block:
 
 
 def send(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Tensors of the host on a device, in one transfer that nobody waits for.
-
-    Args:
-        tensors: on the host, of any shapes and dtypes.
-        device: the host itself gives them back as they are.
-    """
+    """Tensors of the host on a device, in one transfer that nobody waits for."""
     if device.type == "cpu":
         return list(tensors)
     block = Block(tensors, device)
@@ -68,9 +57,23 @@ def send(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 def fetch(tensor: Tensor) -> list[Any]:
     """`tensor.tolist()`; waits for the device."""
+    return _on_host(tensor).tolist()
+
+
+def fetch_all(tensors: Sequence[Tensor]) -> list[list[Any]]:
+    """`tolist()` of each tensor of a device, in one transfer; waits for the device.
+
+    Whole numbers must lie below 2**24, where float32 begins to lose some; token ids do.
+    """
+    host = _on_host(torch.cat([tensor.flatten().float() for tensor in tensors]))
+    parts = zip(host.split([tensor.numel() for tensor in tensors]), tensors, strict=True)
+    return [part.view(tensor.shape).to(tensor.dtype).tolist() for part, tensor in parts]
+
+
+def _on_host(tensor: Tensor) -> Tensor:
     if tensor.device.type not in ASYNCHRONOUS:
-        return tensor.tolist()
+        return tensor.cpu()
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     host.copy_(tensor, non_blocking=True)
     torch.cuda.current_stream(tensor.device).synchronize()
-    return host.tolist()
+    return host

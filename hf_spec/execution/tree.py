@@ -1,4 +1,4 @@
-"""The draft tree: a ragged batch of token trees as flat tensors.
+"""The draft tree: a ragged batch of token trees.
 
 A chain and a batch of one are the same thing with other numbers. Node 0 of each row is its *root*,
 the last committed token, whose keys and values are not stored yet; a finished row has no nodes.
@@ -6,11 +6,9 @@ the last committed token, whose keys and values are not stored yet; a finished r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,48 +16,47 @@ from torch import Tensor
 from hf_spec.execution.transfer import send
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DraftTree:
-    """Token trees of B rows with N nodes in all, rows one after the other.
+    """Token trees of B rows with N nodes in all, rows one after the other; made by `from_drafts`.
 
     A node with a negative token id is *virtual*: a place where the target is asked something, no
     token that is proposed. No token equals it, so no verifier goes there, and its keys and values
     are dropped with those of the rejected nodes (see `hf_spec.execution.virtual_tokens`).
 
     Attributes:
-        token_ids: (N,) int64.
-        parent: (N,) int64, index into the same arrays, -1 for a root. Parents precede children.
-        depth: (N,) int64, 0 for a root; a node's position is its root's position + depth.
-        row: (N,) int64, the sequence a node belongs to.
-        row_start: (B + 1,) int64, where each row begins.
+        tokens: of each of the N nodes.
+        parent: of each node its parent's index, -1 for a root. Parents precede children.
+        depth: of each node, 0 for a root; its position is its root's position + depth.
+        row_start: B + 1 indices, where each row begins and the last one ends.
         draft_probs: (N, V) float32 or None; row i is the distribution that the children of node i
             were drawn from, after every processor. Only for drafts that were sampled.
-        node_probs: (N,) float32 or None; the draft model's probability of each node's token, 1 for
-            a root. In a graph, a copy has the probability of the edge that it stands for.
+        node_probs: the draft model's probability of each node's token, 1 for a root; or None. In a
+            graph, a copy has the probability of the edge that it stands for.
     """
 
-    token_ids: Tensor
-    parent: Tensor
-    depth: Tensor
-    row: Tensor
-    row_start: Tensor
+    tokens: list[int]
+    parent: list[int]
+    depth: list[int]
+    row_start: list[int]
     draft_probs: Tensor | None = None
-    node_probs: Tensor | None = None
+    node_probs: list[float] | None = None
+    _sent: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = field(
+        default_factory=dict, repr=False
+    )
 
     @classmethod
     def from_rows(
         cls,
         rows: Sequence[tuple[Sequence[int], Sequence[int]]],
-        device: torch.device | str = "cpu",
         draft_probs: Tensor | None = None,
-        node_probs: Tensor | None = None,
+        node_probs: list[float] | None = None,
     ) -> DraftTree:
         """Build a tree from one (tokens, parents) pair per row.
 
         Args:
             rows: per row the node tokens and, of the same length, the index of each node's parent
                 within the row, -1 for the root. Both empty for a finished row.
-            device: where the tensors live; the host is where they are read.
             draft_probs: see the class.
             node_probs: see the class.
 
@@ -69,7 +66,6 @@ class DraftTree:
         tokens: list[int] = []
         parent: list[int] = []
         depth: list[int] = []
-        row: list[int] = []
         row_start = [0]
         for index, (row_tokens, row_parents) in enumerate(rows):
             base = len(tokens)
@@ -83,66 +79,34 @@ class DraftTree:
                 parent.append(base + above if node else -1)
                 depth.append(depth[base + above] + 1 if node else 0)
             tokens.extend(row_tokens)
-            row.extend([index] * len(row_tokens))
             row_start.append(len(tokens))
-        fields = (tokens, parent, depth, row, row_start)
-        tensors = [torch.tensor(field, dtype=torch.long).to(device) for field in fields]
-        tree = cls(*tensors, draft_probs=draft_probs, node_probs=node_probs)  # type: ignore[misc]
-        # The host copy is at hand here; asking the device for it later would be a sync.
-        tree.__dict__["host"] = HostTree(tokens, parent, depth, row_start)
-        return tree
+        return cls(tokens, parent, depth, row_start, draft_probs, node_probs)
+
+    @classmethod
+    def from_drafts(
+        cls,
+        drafts: Mapping[int, tuple[Sequence[int], Sequence[int]]],
+        num_rows: int,
+        draft_probs: Tensor | None = None,
+        node_probs: list[float] | None = None,
+    ) -> DraftTree:
+        """Build a tree from row -> (tokens, parents), see `from_rows`; other rows have no nodes."""
+        rows = [drafts.get(row, ((), ())) for row in range(num_rows)]
+        return cls.from_rows(rows, draft_probs, node_probs)
 
     @property
     def num_nodes(self) -> int:
         """N, roots included."""
-        return self.token_ids.shape[0]
+        return len(self.tokens)
 
     @property
     def num_rows(self) -> int:
         """B, finished rows included."""
-        return self.row_start.shape[0] - 1
+        return len(self.row_start) - 1
 
-    @cached_property
-    def host(self) -> HostTree:
-        """The same tree as Python lists (one device-to-host copy, cached)."""
-        packed = torch.cat([self.token_ids, self.parent, self.depth, self.row_start]).tolist()
-        n = self.num_nodes
-        return HostTree(packed[:n], packed[n : 2 * n], packed[2 * n : 3 * n], packed[3 * n :])
-
-    def on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """`token_ids`, `parent` and `row_start` on a device, sent there once."""
-        copies: dict[torch.device, Any] = self.__dict__.setdefault("_copies", {})
-        if device not in copies:
-            copies[device] = send([self.token_ids, self.parent, self.row_start], device)
-        return copies[device]
-
-    @cached_property
-    def ancestor_mask(self) -> Tensor:
-        """(N, W) bool, W nodes in the widest row: which nodes of its row a node descends from.
-
-        Columns count from the row's root; a node is among its own ancestors. Built on the device by
-        pointer doubling: after step s every node sees 2**s generations.
-        """
-        starts = self.host.row_start
-        width = max(end - start for start, end in pairwise(starts))
-        index = torch.arange(self.num_nodes, device=self.parent.device)
-        offset = index - self.row_start[self.row]
-        mask = offset[:, None] == torch.arange(width, device=offset.device)
-        hop = torch.where(self.parent < 0, index, self.parent)
-        for _ in range(max(width - 1, 0).bit_length()):
-            mask = mask | mask[hop]
-            hop = hop[hop]
-        return mask
-
-
-@dataclass(frozen=True)
-class HostTree:
-    """A `DraftTree` as Python lists, for everything that walks it on the host."""
-
-    tokens: list[int]
-    parent: list[int]
-    depth: list[int]
-    row_start: list[int]
+    def nodes(self, row: int) -> range:
+        """Indices of the nodes of `row`; the first one is its root."""
+        return range(self.row_start[row], self.row_start[row + 1])
 
     @cached_property
     def children(self) -> list[list[int]]:
@@ -153,26 +117,50 @@ class HostTree:
                 children[above].append(node)
         return children
 
-    def nodes(self, row: int) -> range:
-        """Indices of the nodes of `row`; the first one is its root."""
-        return range(self.row_start[row], self.row_start[row + 1])
-
     def proposals(self, node: int) -> list[int]:
         """The children of `node` that are tokens, not virtual ones."""
         return [child for child in self.children[node] if self.tokens[child] >= 0]
-
-    def num_drafted(self, row: int) -> int:
-        """Tokens that the draft of `row` proposes."""
-        return sum(self.tokens[node] >= 0 for node in list(self.nodes(row))[1:])
 
     def child(self, node: int, token: int) -> int | None:
         """The child of `node` that carries `token`, if there is one."""
         return next((c for c in self.children[node] if self.tokens[c] == token), None)
 
+    def num_drafted(self, row: int) -> int:
+        """Tokens that the draft of `row` proposes."""
+        return sum(self.tokens[node] >= 0 for node in self.nodes(row)[1:])
+
     def height(self, row: int) -> int:
         """Depth of the deepest token of `row`; 0 for a root alone or a finished row."""
         depths = (self.depth[node] for node in self.nodes(row) if self.tokens[node] >= 0)
         return max(depths, default=0)
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """`tokens`, `parent` and `row_start` as int64 tensors on a device, sent there once."""
+        if device not in self._sent:
+            lists = (self.tokens, self.parent, self.row_start)
+            tensors = [torch.tensor(values, dtype=torch.long) for values in lists]
+            tokens, parent, row_start = send(tensors, device)
+            self._sent[device] = tokens, parent, row_start
+        return self._sent[device]
+
+    @cached_property
+    def ancestor_mask(self) -> Tensor:
+        """(N, W) bool on the host, W nodes in the widest row: of whom in its row a node descends.
+
+        Columns count from the row's root; a node is among its own ancestors. Built by pointer
+        doubling: after step s every node sees 2**s generations.
+        """
+        _, parent, row_start = self.on(torch.device("cpu"))
+        sizes = row_start.diff()
+        width = int(sizes.max())
+        index = torch.arange(self.num_nodes)
+        offset = index - row_start[:-1].repeat_interleave(sizes)
+        mask = offset[:, None] == torch.arange(width)
+        hop = torch.where(parent < 0, index, parent)
+        for _ in range(max(width - 1, 0).bit_length()):
+            mask = mask | mask[hop]
+            hop = hop[hop]
+        return mask
 
 
 @dataclass(frozen=True)
@@ -199,52 +187,39 @@ class Verdict:
         bonus = self.bonus[row]
         if bonus is None:
             return []
-        return [self.tree.host.tokens[node] for node in self.accepted[row]] + [bonus]
+        return [self.tree.tokens[node] for node in self.accepted[row]] + [bonus]
 
     @property
     def paths(self) -> list[list[int]]:
         """Per row the accepted nodes, counted from the row's root."""
-        starts = self.tree.host.row_start
+        starts = self.tree.row_start
         return [
             [node - start for node in row]
             for row, start in zip(self.accepted, starts, strict=False)
         ]
 
 
-def likeliness(parents: Sequence[int], chances: Sequence[float]) -> tuple[list[int], list[float]]:
-    """The nodes of a row's tree, those whose whole paths are likelier first, and how likely.
+def by_likelihood(parents: Sequence[int], chances: Sequence[float]) -> list[int]:
+    """The nodes of a row's tree, likelier paths first and parents before children.
 
-    Args:
-        parents: per node the index of its parent, -1 for the root, which comes first.
-        chances: of each node's token, given those above it; at most 1.
-
-    Returns:
-        All nodes, every one behind its parent, for no path is likelier than one that it goes on
-        from; and per node, in the order given, the probability of its path.
+    `parents` begin with the root's -1; `chances` are of each node's token, given those above it.
     """
     reach = [1.0]
     for parent, chance in zip(parents[1:], chances[1:], strict=True):
         reach.append(reach[parent] * chance)
-    return sorted(range(len(reach)), key=lambda node: -reach[node]), reach
+    return sorted(range(len(reach)), key=lambda node: -reach[node])
 
 
 def likeliest(
     parents: Sequence[int], chances: Sequence[float], count: int | None
 ) -> tuple[list[int], list[int]]:
-    """The part of a row's tree whose paths are the likeliest.
-
-    Args:
-        parents: see `likeliness`.
-        chances: see `likeliness`.
-        count: most nodes kept beside the root; None for all.
+    """The `count` likeliest nodes of a row's tree beside the root; None for all of them.
 
     Returns:
-        The kept nodes in their order, the root among them, and per kept node its parent's index
-        among the kept ones.
+        The kept nodes in their order, the root among them, and of each its parent's place.
     """
     if count is None or len(parents) <= count + 1:
         return list(range(len(parents))), list(parents)
-    order, _ = likeliness(parents, chances)
-    kept = sorted(order[: count + 1])
+    kept = sorted(by_likelihood(parents, chances)[: count + 1])
     place = {node: index for index, node in enumerate(kept)}
     return kept, [-1, *(place[parents[node]] for node in kept[1:])]

@@ -21,12 +21,8 @@ class VirtualTokens(Protocol):
         """Make `model` ready for forwards with virtual tokens; as it was found afterwards."""
 
     def embedded(self, model: PreTrainedModel, token_ids: Tensor) -> AbstractContextManager[Tensor]:
-        """Hold for one forward what the virtual tokens among its inputs need.
+        """Hold for one forward of an active model what the virtual tokens among its inputs need.
 
-        Args:
-            model: active.
-            token_ids: (B, T) int64 on any device, negative where a token is virtual.
-
-        Yields:
-            (B, T, hidden size) `inputs_embeds`; the model's own for all other tokens.
+        For (B, T) ids, negative where a token is virtual, it yields (B, T, hidden size)
+        `inputs_embeds`, the model's own for all other tokens.
         """

@@ -21,6 +21,7 @@ from transformers.generation import StoppingCriteriaList, StopStringCriteria
 
 from hf_spec.decoding.continuous_batching import ContinuousBatch, as_they_finish
 from hf_spec.decoding.drafter import Drafter
+from hf_spec.drafting.config import StrategyConfig
 from hf_spec.errors import AssistantError, OptionError, UnsupportedError
 from hf_spec.execution import attention
 from hf_spec.execution.model_checks import check_batching, check_evaluation, check_model
@@ -34,8 +35,8 @@ from hf_spec.generation.generate_batch import (
 )
 from hf_spec.generation.one_call import generate_with
 from hf_spec.outputs import SpecBatchOutput, SpecRequestOutput
-from hf_spec.strategies import StrategyConfig, make_drafter, parse_strategy
 from hf_spec.strategies.assistants import find_assistant
+from hf_spec.strategies.registry import make_drafter, parse_strategy
 
 # Arguments of generate() that choose or feed another decoding method.
 REFUSED_ARGUMENTS = {

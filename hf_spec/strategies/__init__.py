@@ -1,13 +1,6 @@
-"""The strategies that `spec_strategy=` can name, one file each."""
+"""The strategies that `spec_strategy=` can name, one file each; `hf_spec` exports their configs."""
 
-from hf_spec.strategies.auto.strategy import AutoConfig
-from hf_spec.strategies.base import (
-    StrategyConfig,
-    known_strategies,
-    make_drafter,
-    parse_strategy,
-    register,
-)
+from hf_spec.strategies.auto import AutoConfig
 from hf_spec.strategies.disco import DiscoConfig
 from hf_spec.strategies.draft_model import DraftConfig, TreeConfig
 from hf_spec.strategies.falcon import FalconConfig
@@ -25,10 +18,5 @@ __all__ = [
     "LookupConfig",
     "NoneConfig",
     "SdsatConfig",
-    "StrategyConfig",
     "TreeConfig",
-    "known_strategies",
-    "make_drafter",
-    "parse_strategy",
-    "register",
 ]

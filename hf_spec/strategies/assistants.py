@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -18,6 +17,7 @@ from hf_spec.adapters.hub import Place
 from hf_spec.data.hub import load_named
 from hf_spec.errors import AssistantError, HubError, OptionError, SpecError, UnsupportedError
 from hf_spec.execution.model_checks import check_model
+from hf_spec.execution.per_model import made_once
 from hf_spec.execution.vocabulary import PADDED_ROWS, num_embeddings
 from hf_spec.models.falcon_head import METHOD as FALCON
 from hf_spec.models.falcon_head import FalconHead
@@ -27,8 +27,6 @@ Made = TypeVar("Made")
 
 # What code raises that was made for right options and weights and is given others.
 DAMAGE = (OptionError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
-
-_MADE: WeakKeyDictionary[PreTrainedModel, dict[Hashable, Any]] = WeakKeyDictionary()
 
 
 def resolve_draft_model(
@@ -99,14 +97,6 @@ def resolve_falcon_head(assistant: object, target: PreTrainedModel) -> FalconHea
             f"the Falcon head is on {place}, the model on {other}; move the head there"
         )
     return assistant
-
-
-def made_once(target: PreTrainedModel, key: Hashable, make: Callable[[], Made]) -> Made:
-    """What `make` gives for `target` and `key`, kept as long as the target lives."""
-    known = _MADE.setdefault(target, {})
-    if key not in known:
-        known[key] = make()
-    return known[key]
 
 
 def read_once(target: PreTrainedModel, method: str, name: str, read: Callable[[], Made]) -> Made:

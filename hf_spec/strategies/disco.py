@@ -26,28 +26,28 @@ from hf_spec.adapters.folder import SpecAdapter, beside, load_adapter
 from hf_spec.adapters.reading import whole_number
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.drafting.length_policy import DraftedToken, LengthPolicy, register_policy
+from hf_spec.drafting.measured import can_measure, measured
+from hf_spec.drafting.measured_policy import MeasuredPolicy
+from hf_spec.drafting.model_drafter import DraftModelConfig, DraftModelDrafter
 from hf_spec.errors import AssistantError, OptionError
+from hf_spec.execution.per_model import made_once
 from hf_spec.execution.transfer import send
 from hf_spec.execution.vocabulary import num_embeddings
 from hf_spec.models.disco_classifier import METHOD, DiscoClassifier, draft_features
 from hf_spec.models.truncated import truncated_draft
-from hf_spec.strategies.assistants import made_once, resolve_draft_model
-from hf_spec.strategies.base import register
-from hf_spec.strategies.draft_model import DraftConfig, DraftModelDrafter
-from hf_spec.strategies.measured import can_measure, measured
-from hf_spec.strategies.measured_policy import MeasuredPolicy
+from hf_spec.strategies.assistants import resolve_draft_model
+from hf_spec.strategies.draft_model import DraftConfig, wide_tree
+from hf_spec.strategies.registry import register
 
 # More than any draft that was ever worth it.
 LONGEST = 1024
 
 
 class DiscoPolicy(LengthPolicy):
-    """Stop behind a token that the classifier thinks will be rejected.
+    """Stop after a token that the classifier thinks will be rejected.
 
-    Args:
-        max_draft_tokens: most tokens drafted in a round (the paper's SL_max).
-        threshold: least probability of acceptance at which a row drafts on (the paper's tau).
-        classifier: follows the draft distributions to their device.
+    The longest draft is the paper's SL_max; `threshold`, its tau, is the least probability of
+    acceptance at which a row drafts on.
     """
 
     def __init__(self, max_draft_tokens: int, threshold: float, classifier: DiscoClassifier):
@@ -68,11 +68,7 @@ class DiscoPolicy(LengthPolicy):
 
 
 class MeasuredDiscoPolicy(MeasuredPolicy):
-    """The classifier says how likely the next level is, time says whether that is enough.
-
-    Args:
-        classified: the policy whose classifier and longest draft it has, but not its threshold.
-    """
+    """The classifier says how likely the next level is; time, not its threshold, decides."""
 
     def __init__(self, classified: DiscoPolicy):
         super().__init__(classified.max_draft_tokens)
@@ -89,13 +85,8 @@ class MeasuredDiscoPolicy(MeasuredPolicy):
         )
 
 
-def make_policy(config: DraftConfig, target: PreTrainedModel) -> DiscoPolicy:
-    """The policy that `length_policy="disco"` stands for.
-
-    Raises:
-        OptionError: if the config names no adapter.
-        AssistantError: if the adapter cannot be used, or belongs to another target.
-    """
+def make_policy(config: DraftModelConfig, target: PreTrainedModel) -> DiscoPolicy:
+    """The policy that `length_policy="disco"` stands for, from the adapter the config names."""
     if config.adapter is None:
         raise OptionError(
             "length_policy='disco' needs a trained classifier: adapter=<folder or Hub id>, made by "
@@ -104,7 +95,9 @@ def make_policy(config: DraftConfig, target: PreTrainedModel) -> DiscoPolicy:
     return _policy_of(read_adapter(config.adapter), config, target)
 
 
-def _policy_of(adapter: SpecAdapter, config: DraftConfig, target: PreTrainedModel) -> DiscoPolicy:
+def _policy_of(
+    adapter: SpecAdapter, config: DraftModelConfig, target: PreTrainedModel
+) -> DiscoPolicy:
     adapter.base.check(target)
     longest, threshold = config.max_draft_tokens, config.acceptance_threshold
     return DiscoPolicy(
@@ -127,31 +120,34 @@ def _stored(adapter: SpecAdapter, name: str, low: float, high: float, *kinds: ty
 register_policy("disco", make_policy)
 
 
-def make_chain(
+def _find_parts(
     config: DiscoConfig, target: PreTrainedModel, assistant: object
-) -> DraftModelDrafter:
-    """The chain that the classifier alone ends."""
+) -> tuple[PreTrainedModel, DiscoPolicy]:
+    """The draft model, and the policy by which the classifier alone ends its drafts."""
     if config.adapter is not None:
         draft = resolve_draft_model(METHOD, assistant, target)
-        policy = make_policy(config, target)
-    else:
-        adapter = _adapter_of(assistant)
-        policy = _policy_of(adapter, config, target)
-        draft = find_draft_model(adapter, target)
-    return DraftModelDrafter(config, draft, policy, num_embeddings(target))
+        return draft, make_policy(config, target)
+    adapter = _adapter_of(assistant)
+    policy = _policy_of(adapter, config, target)
+    return find_draft_model(adapter, target), policy
 
 
 def _make_drafter(config: DiscoConfig, target: PreTrainedModel, assistant: object) -> Drafter:
-    chain = make_chain(config, target, assistant)
+    draft, classified = _find_parts(config, target, assistant)
     if not (config.leaves_sizes_open and can_measure(target)):
-        return chain
-    assert isinstance(chain.policy, DiscoPolicy), "what make_chain gives it"
-    chain.policy = MeasuredDiscoPolicy(chain.policy)
-    longest = chain.policy.max_draft_tokens
-    return measured(chain, target, replace(config, max_draft_tokens=longest), nodes_per_level=1)
+        return DraftModelDrafter(config, draft, classified, num_embeddings(target))
+    policy = MeasuredDiscoPolicy(classified)
+    chain = DraftModelDrafter(config, draft, policy, num_embeddings(target))
+    return measured(chain, policy, target, config, nodes_per_level=1)
 
 
-@register("disco", _make_drafter)
+def _make_for_auto(target: PreTrainedModel, assistant: object, batching: str) -> Drafter:
+    """A tree that ends where the classifier ends a chain."""
+    draft, policy = _find_parts(DiscoConfig(), target, assistant)
+    return DraftModelDrafter(wide_tree(batching), draft, policy, num_embeddings(target))
+
+
+@register("disco", _make_drafter, _make_for_auto)
 @dataclass(frozen=True)
 class DiscoConfig(DraftConfig):
     """Options of a chain that a classifier ends; those of `DraftConfig` with other defaults.
@@ -164,6 +160,7 @@ class DiscoConfig(DraftConfig):
     """
 
     adapter_methods = (METHOD,)
+    sizes = ("max_draft_tokens", "acceptance_threshold")
 
     length_policy: str | None = "disco"
 
@@ -175,19 +172,10 @@ class DiscoConfig(DraftConfig):
                 "another one use DraftConfig"
             )
 
-    @property
-    def leaves_sizes_open(self) -> bool:
-        """Whether neither the longest draft nor the threshold is given."""
-        return self.max_draft_tokens is None and self.acceptance_threshold is None
-
 
 def read_adapter(name: str) -> SpecAdapter:
-    """The DISCO adapter in a folder or on the Hub.
-
-    Raises:
-        AssistantError: if it is missing, damaged, or of another method.
-    """
-    # A folder may be calibrated anew between two calls; the Hub is asked once.
+    """The DISCO adapter in a folder or on the Hub (`AssistantError` if there is none)."""
+    # A folder may be calibrated again between two calls; the Hub is asked once.
     return load_adapter(name, METHOD) if Path(name).is_dir() else _from_hub(name)
 
 
@@ -197,11 +185,7 @@ def _from_hub(name: str) -> SpecAdapter:
 
 
 def find_draft_model(adapter: SpecAdapter, target: PreTrainedModel) -> PreTrainedModel:
-    """The draft model that an adapter names in its option `draft`, checked against the target.
-
-    Raises:
-        AssistantError: if it names none, or one that cannot be had.
-    """
+    """The draft model that an adapter names in its option `draft`, checked against the target."""
     named: Any = adapter.options.get("draft")
     if isinstance(named, dict) and set(named) == {"truncated"}:
         what = f"{adapter.folder or 'the adapter'}: draft"

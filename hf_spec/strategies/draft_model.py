@@ -1,88 +1,55 @@
-"""Drafts from a smaller model: a chain (`draft`) or a tree (`tree`), grown level by level.
+"""Drafts from a smaller model: a chain (`draft`) or a tree (`tree`).
 
-Both are one drafter. Each level is one forward of the draft model over all rows; its keys and
-values stay, so the draft model never sees a token twice. Chains follow Leviathan et al. 2023 (arXiv
-2211.17192); trees keep the most probable paths (as in Miao et al. 2024, arXiv 2305.09781).
-
-When the target samples, a chain is sampled too and judged by residual rejection, which accepts with
-probability 1 - TV(draft, target); a tree takes the top tokens and is judged by node draw. Option
-`sample_drafts` changes either.
+Both are one drafter, see `hf_spec.drafting.model_drafter`.
 """
 
 from __future__ import annotations
 
-import heapq
-import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import compress
+from dataclasses import dataclass
 from types import MappingProxyType
 
-import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_spec.decoding.drafter import Drafter
-from hf_spec.decoding.processors import NodeProcessors
-from hf_spec.decoding.state import GenerationState
-from hf_spec.decoding.token_sampling import distribution, draw
-from hf_spec.drafting.graph import TokenGraph, Unmerged
-from hf_spec.drafting.length_policy import MEASURED, DraftedToken, LengthPolicy, make_policy
-from hf_spec.errors import OptionError
-from hf_spec.execution.runner import ForwardOutput, ModelRunner
-from hf_spec.execution.transfer import fetch
-from hf_spec.execution.tree import DraftTree, Verdict
+from hf_spec.drafting.length_policy import MEASURED, make_policy
+from hf_spec.drafting.measured import measured, resolve
+from hf_spec.drafting.model_drafter import DraftModelConfig, DraftModelDrafter, TreeShape
+from hf_spec.drafting.sources import NODES_PER_LEVEL
 from hf_spec.execution.vocabulary import num_embeddings
 from hf_spec.strategies.assistants import resolve_draft_model
-from hf_spec.strategies.auto.sources import NODES_PER_LEVEL
-from hf_spec.strategies.base import PolicyConfig, register
-from hf_spec.strategies.measured import measured, resolve
-
-COUNTERS = ("draft_nodes", "merges", "rounds", "rounds_with_merged_accepted")
+from hf_spec.strategies.registry import register
 
 
-def make_drafter(
-    config: DraftConfig,
-    target: PreTrainedModel,
-    assistant: object,
-    kind: type[DraftModelDrafter] | None = None,
-) -> Drafter:
+def make_drafter(config: DraftModelConfig, target: PreTrainedModel, assistant: object) -> Drafter:
     """The drafter of this family of configs, with its draft model found and checked."""
     model = resolve_draft_model(config.strategy, assistant, target)
     config = resolve(config, target)
     policy = make_policy(config, target)
-    drafter = (kind or DraftModelDrafter)(config, model, policy, num_embeddings(target))
+    drafter = DraftModelDrafter(config, model, policy, num_embeddings(target))
     if config.length_policy != MEASURED:
         return drafter
     width = min(config.shape.children, NODES_PER_LEVEL)
-    return measured(drafter, target, config, width)
+    return measured(drafter, policy, target, config, width)
 
 
 @register("draft", make_drafter)
 @dataclass(frozen=True)
-class DraftConfig(PolicyConfig):
-    """Options of a drafted chain.
-
-    Attributes:
-        sample_drafts: draw the draft at random when the target samples.
-    """
+class DraftConfig(DraftModelConfig):
+    """Options of a drafted chain."""
 
     adapter_methods = ("draft",)
 
-    sample_drafts: bool = True
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not isinstance(self.sample_drafts, bool):
-            raise OptionError(f"sample_drafts={self.sample_drafts!r} must be True or False")
-
-    @property
-    def shape(self) -> TreeShape:
-        """A chain: one child per node."""
-        return TreeShape(children=1, expanded=1, max_nodes=sys.maxsize)
+def wide_tree(batching: str) -> TreeConfig:
+    """What a draft model grows for `auto`, before the nodes to send are chosen."""
+    return TreeConfig(max_draft_tokens=5, max_nodes=24, batching=batching)
 
 
-@register("tree", make_drafter)
+def _make_for_auto(target: PreTrainedModel, assistant: object, batching: str) -> Drafter:
+    return make_drafter(wide_tree(batching), target, assistant)
+
+
+@register("tree", make_drafter, _make_for_auto)
 @dataclass(frozen=True)
 class TreeConfig(DraftConfig):
     """Options of a drafted tree; `max_draft_tokens` is its depth.
@@ -96,6 +63,7 @@ class TreeConfig(DraftConfig):
         min_sibling_ratio: a child less probable than this share of its best sibling is dropped.
     """
 
+    sizes = ("max_draft_tokens", "max_nodes")
     usual = MappingProxyType({"max_draft_tokens": 5, "max_nodes": 15})
     longest = MappingProxyType({"max_draft_tokens": 8, "max_nodes": 24})
 
@@ -123,253 +91,3 @@ class TreeConfig(DraftConfig):
             self.min_probability,
             self.min_sibling_ratio,
         )
-
-
-@dataclass(frozen=True)
-class TreeShape:
-    """What bounds the growth of a draft tree; the names are those of `TreeConfig`."""
-
-    children: int
-    expanded: int
-    max_nodes: int
-    min_probability: float = 0.0
-    min_sibling_ratio: float = 0.0
-    merge_length: int | None = None
-    max_draft_nodes: int = sys.maxsize
-
-
-@dataclass
-class _Growth:
-    """A draft under construction: the graph and the nodes to expand next.
-
-    Of nodes with children: the distribution that those were drawn from, where they were, and what
-    the length policy made of it.
-    """
-
-    graph: TokenGraph
-    frontier: list[int] = field(default_factory=lambda: [0])
-    distributions: dict[int, Tensor] = field(default_factory=dict)
-    scores: dict[int, float] = field(default_factory=dict)
-
-
-class DraftModelDrafter(Drafter):
-    """Grows a chain or tree per row with a draft model.
-
-    Args:
-        config: shape, length policy and sampling.
-        model: the draft model; shares the target's vocabulary.
-        policy: when a row stops drafting; the configured one by default, if it needs no adapter.
-        vocab_size: V of the target, where the draft model's own differs by padding.
-
-    Attributes:
-        counters: "draft_nodes", drafted whether or not the target saw them; "merges", edges made
-            instead of nodes; "rounds", one per row and draft; "rounds_with_merged_accepted", those
-            whose accepted path has a merge edge.
-        graphs: per row the graph of the newest draft.
-    """
-
-    def __init__(
-        self,
-        config: DraftConfig,
-        model: PreTrainedModel,
-        policy: LengthPolicy | None = None,
-        vocab_size: int | None = None,
-    ):
-        self.config = config = config.resolve(measures=False)
-        self.shape = config.shape
-        self.model = model
-        self.policy = policy or make_policy(config, model)
-        self.vocab_size = vocab_size
-        self._runner: ModelRunner | None = None
-        self._sent: dict[int, Unmerged] = {}
-        self.counters: dict[str, int] = {}
-        self.graphs: dict[int, TokenGraph] = {}
-
-    def start(self, state: GenerationState) -> None:
-        """Empty keys and values for every row."""
-        self._runner = ModelRunner(
-            self.model,
-            state.num_rows,
-            batching=self.config.batching,
-            vocab_size=self.vocab_size,
-        )
-        self.counters = dict.fromkeys(COUNTERS, 0)
-        self.policy.start(state.num_rows)
-        self.samples = state.do_sample and self.config.sample_drafts
-        self._processors = NodeProcessors(state.processors, state.num_rows, stateless_only=True)
-
-    def restart(self, row: int) -> None:
-        """Empty keys and values for one row, and a policy that knows nothing of it."""
-        assert self._runner is not None, "a row restarts after the generation has begun"
-        self._runner.restart(row)
-        self.policy.restart(row)
-
-    def draft(self, state: GenerationState) -> DraftTree:
-        """One tree per unfinished row, one draft forward per level."""
-        growths = {
-            row: _Growth(TokenGraph(state.tokens[row], self.shape.merge_length))
-            for row in state.unfinished
-        }
-        limits = {row: min(self.policy.limit(row), state.room(row) - 1) for row in growths}
-        level = 0
-        growing = [row for row in growths if limits[row] > 0]
-        while growing:
-            self._grow(state, growths, growing)
-            level += 1
-            growing = [r for r in growing if level < limits[r] and growths[r].frontier]
-            if level >= self.config.min_draft_tokens:
-                newest = [self._newest(state, row, growths[row]) for row in growing]
-                growing = list(compress(growing, self.policy.goes_on(newest)))
-        self._sent = {
-            row: growth.graph.spell_out()
-            if self.samples
-            else growth.graph.unmerge(self.shape.max_nodes, limits[row])
-            for row, growth in growths.items()
-        }
-        self.graphs = {row: growth.graph for row, growth in growths.items()}
-        self._count()
-        distributions = [
-            growths[row].distributions.get(node)
-            for row in growths
-            for node in self._sent[row].nodes
-        ]
-        probs = [prob for sent in self._sent.values() for prob in sent.probs]
-        node_probs = torch.tensor(probs, dtype=torch.float32)
-        return self._tree(state, self._sent, _stack(distributions), node_probs)
-
-    def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
-        """Keep the accepted part of the draft model's keys and values; tell the policy."""
-        assert self._runner is not None, "observe comes after draft"
-        kept: list[list[int]] = [[] for _ in verdict.accepted]
-        for row, sent in self._sent.items():
-            path = verdict.paths[row]
-            # Behind a merge edge the stored keys and values belong to another path.
-            valid = next((i for i, node in enumerate(path) if sent.merged[node]), len(path))
-            self.counters["rounds_with_merged_accepted"] += valid < len(path)
-            kept[row] = [sent.nodes[node] for node in path[:valid]]
-            self.policy.observe(row, verdict.tree.host.height(row), len(path))
-        self._runner.keep(kept)
-
-    def _count(self) -> None:
-        graphs = self.graphs.values()
-        self.counters["rounds"] += len(graphs)
-        self.counters["draft_nodes"] += sum(len(graph) - 1 for graph in graphs)
-        self.counters["merges"] += sum(graph.num_merges for graph in graphs)
-
-    @staticmethod
-    def _newest(state: GenerationState, row: int, growth: _Growth) -> DraftedToken:
-        graph = growth.graph
-        best = max(growth.frontier, key=lambda node: graph.reach[node])
-        father = graph.fathers[best]
-        return DraftedToken(
-            row,
-            graph.tokens[best],
-            state.generated[row] + graph.depth[father],
-            graph.probs[best],
-            growth.scores.get(father, 0.0),
-            min(1.0, sum(graph.reach[node] for node in growth.frontier)),
-        )
-
-    def _grow(
-        self, state: GenerationState, growths: dict[int, _Growth], growing: Sequence[int]
-    ) -> None:
-        """Run the frontier of every growing row and hang its children into the graphs."""
-        tree = self._tree(state, {row: growths[row].graph.spell_out() for row in growing})
-        owners = [(row, node) for row in growing for node in growths[row].frontier]
-        probs = self._probabilities(state, growths, tree, owners)
-        children = min(self.shape.children, probs.shape[-1])
-        if self.samples:
-            drawn = draw(probs, children)
-            likely = probs.gather(-1, drawn)
-        else:
-            likely, drawn = probs.topk(children, dim=-1)
-        positions = [state.generated[row] + growths[row].graph.depth[node] for row, node in owners]
-        tokens, chances, scores = _to_host(drawn, likely, self.policy.score(probs, positions))
-        for row in growing:
-            growths[row].frontier = []
-        for index, (row, node) in enumerate(owners):
-            growths[row].scores[node] = scores[index]
-            if self.samples:
-                growths[row].distributions[node] = probs[index]
-            self._hang(growths[row], node, tokens[index], chances[index])
-        for row in growing:
-            growth = growths[row]
-            graph, reach = growth.graph, growth.graph.reach
-            if len(graph) > self.shape.max_draft_nodes:
-                growth.frontier = []
-            alive = [n for n in growth.frontier if not state.stop.ends_sequence(graph.tokens[n])]
-            best = heapq.nsmallest(self.shape.expanded, alive, key=lambda n: -reach[n])
-            growth.frontier = sorted(best)
-
-    def _probabilities(
-        self,
-        state: GenerationState,
-        growths: dict[int, _Growth],
-        tree: DraftTree,
-        owners: Sequence[tuple[int, int]],
-    ) -> Tensor:
-        """(nodes, V) float32: the draft model's distribution after each (row, node)."""
-        assert self._runner is not None, "drafting happens while active"
-        starts = tree.host.row_start
-        nodes = [starts[row] + node for row, node in owners]
-        output = self._runner.forward(tree, state.tokens, nodes)
-        prefixes = None
-        if self._processors.reads_prefix:
-            # A copy each: prefixes of one row share the space behind its committed tokens.
-            prefixes = [
-                state.prefix(row, growths[row].graph.path(node)).clone() for row, node in owners
-            ]
-        logits = output.logits.to(state.device, torch.float32)
-        return distribution(self._processors([row for row, _ in owners], prefixes, logits))
-
-    def _hang(
-        self, growth: _Growth, node: int, tokens: Sequence[int], chances: Sequence[float]
-    ) -> None:
-        # Whether a drawn child is sent must not depend on what was drawn, or the draft would no
-        # longer follow `draft_probs`: sampled trees stop growing by count alone.
-        if self.samples and len(growth.graph) + len(tokens) > self.shape.max_nodes + 1:
-            return
-        for token, chance in zip(tokens, chances, strict=True):
-            pruned = chance < self.shape.min_sibling_ratio * chances[0] and not self.samples
-            if chance <= 0 or pruned or len(growth.graph) > self.shape.max_draft_nodes:
-                continue
-            child = growth.graph.add(node, token, chance)
-            if child is not None and chance >= self.shape.min_probability:
-                growth.frontier.append(child)
-
-    def _tree(
-        self,
-        state: GenerationState,
-        drafts: dict[int, Unmerged],
-        draft_probs: Tensor | None = None,
-        node_probs: Tensor | None = None,
-    ) -> DraftTree:
-        rows: list[tuple[list[int], list[int]]] = [([], []) for _ in state.tokens]
-        for row, draft in drafts.items():
-            rows[row] = (draft.tokens, draft.parents)
-        return DraftTree.from_rows(rows, draft_probs=draft_probs, node_probs=node_probs)
-
-
-def _to_host(
-    tokens: Tensor, chances: Tensor, scores: Tensor | None
-) -> tuple[list[list[int]], list[list[float]], list[float]]:
-    """What the host needs of a level, in one transfer."""
-    if scores is None:
-        scores = chances.new_zeros(len(chances))
-    # Token ids lie far below 2**24, where float32 begins to lose whole numbers.
-    level = fetch(torch.cat([chances, tokens.to(chances.dtype), scores[:, None]], dim=-1))
-    width = tokens.shape[-1]
-    return (
-        [[int(token) for token in row[width:-1]] for row in level],
-        [row[:width] for row in level],
-        [row[-1] for row in level],
-    )
-
-
-def _stack(distributions: Sequence[Tensor | None]) -> Tensor | None:
-    """(N, V) with zeros for nodes without children; None if no node has a distribution."""
-    known = next((d for d in distributions if d is not None), None)
-    if known is None:
-        return None
-    blank = torch.zeros_like(known)
-    return torch.stack([blank if d is None else d for d in distributions])

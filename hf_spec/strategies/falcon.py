@@ -4,7 +4,7 @@ The head reads the target's last features and the tokens that followed them; its
 give a list of tokens for each of the k depths to come. A fixed tree of ranks says which entries of
 the lists are sent, and which paths are drafted on in another pass, k depths at a time (Gao et al.
 2024, arXiv 2412.12639). The head's keys and values of committed tokens stay; those of a draft rest
-on foretold features, so they are dropped and the true ones are fed in the next round.
+on predicted features, so they are dropped and the true ones are fed in the next round.
 
 The draft depends on committed tokens and features alone, so it is judged by node draw.
 """
@@ -12,8 +12,9 @@ The draft depends on committed tokens and features alone, so it is judged by nod
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import sys
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -23,22 +24,23 @@ from transformers import PreTrainedModel
 
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.state import GenerationState
+from hf_spec.drafting.config import PolicyConfig
 from hf_spec.drafting.length_policy import MEASURED, DraftedToken, LengthPolicy, make_policy
+from hf_spec.drafting.measured import measured, resolve
+from hf_spec.drafting.published_trees import checked_tree
 from hf_spec.drafting.rank_tree import RankTree
-from hf_spec.errors import OptionError, UnsupportedError, choices
+from hf_spec.drafting.sources import NODES_PER_LEVEL
+from hf_spec.errors import UnsupportedError
 from hf_spec.execution.attention import takes_packed
 from hf_spec.execution.runner import ForwardOutput
-from hf_spec.execution.transfer import fetch, send
+from hf_spec.execution.transfer import fetch_all, send
 from hf_spec.execution.tree import DraftTree, Verdict, likeliest
 from hf_spec.models.falcon_head import METHOD, FalconHead, State
 from hf_spec.models.falcon_plan import DraftPass, DraftPlan, draft_plan
 from hf_spec.models.falcon_runner import HeadRunner, PairRow
 from hf_spec.strategies.assistants import resolve_falcon_head
-from hf_spec.strategies.auto.sources import NODES_PER_LEVEL
-from hf_spec.strategies.base import PolicyConfig, register
 from hf_spec.strategies.falcon_tree import choose_tree, max_sent
-from hf_spec.strategies.measured import measured, resolve
-from hf_spec.strategies.published_trees import published_trees
+from hf_spec.strategies.registry import register
 
 COUNTERS = ("draft_nodes", "rounds")
 
@@ -59,11 +61,17 @@ def _make(config: FalconConfig, target: PreTrainedModel, assistant: object) -> D
     if config.length_policy == MEASURED:
         drafter = FalconDrafter(head, tree, policy, config.min_draft_tokens)
         config = replace(config, max_nodes=config.max_nodes or len(tree))
-        return measured(drafter, target, config, NODES_PER_LEVEL)
+        return measured(drafter, policy, target, config, NODES_PER_LEVEL)
     return FalconDrafter(head, tree, policy, config.min_draft_tokens, most)
 
 
-@register("falcon", _make)
+def _make_for_auto(target: PreTrainedModel, assistant: object, batching: str) -> Drafter:
+    # Which nodes are worth sending is decided there.
+    whole = FalconConfig(length_policy="static", max_nodes=sys.maxsize, batching=batching)
+    return _make(whole, target, assistant)
+
+
+@register("falcon", _make, _make_for_auto)
 @dataclass(frozen=True)
 class FalconConfig(PolicyConfig):
     """Options of a Falcon head's drafts; the length policy is asked between passes.
@@ -74,11 +82,12 @@ class FalconConfig(PolicyConfig):
             siblings; "chain"; a published one for k = 2, "falcon-vicuna" or "falcon-llama"; or a
             list of rank paths, see `hf_spec.drafting.rank_tree`.
         max_nodes: most nodes of a drafted tree that are sent to the target, the likeliest paths
-            first, chosen anew in every round (compare Li et al. 2024, arXiv 2406.16858, section
+            first, chosen again in every round (compare Li et al. 2024, arXiv 2406.16858, section
             4.2). None is what the adapter's own tree was calibrated with, and all nodes of others.
     """
 
     adapter_methods = (METHOD,)
+    sizes = ("tree", "max_draft_tokens", "max_nodes")
 
     # Trees and adapters have sizes of their own.
     usual = MappingProxyType({})
@@ -92,38 +101,20 @@ class FalconConfig(PolicyConfig):
         for name in ("max_draft_tokens", "max_nodes"):
             if getattr(self, name) is not None:
                 self.check(name, 1)
-        if isinstance(self.tree, str):
-            known = ("auto", "chain", *published_trees(METHOD))
-            if self.tree not in known:
-                raise OptionError(
-                    f"unknown tree {self.tree!r}; {choices(self.tree, known)}, or a list of rank "
-                    "paths such as [[0], [0, 0], [1]]"
-                )
-        else:
-            object.__setattr__(self, "tree", RankTree.of(self.tree).paths)
-
-    @property
-    def leaves_sizes_open(self) -> bool:
-        """Whether neither a tree nor a size of one is given."""
-        return self.tree == "auto" and self.max_draft_tokens is None and self.max_nodes is None
+        object.__setattr__(self, "tree", checked_tree(self.tree, METHOD, ("auto", "chain")))
 
 
 @dataclass
 class _Drawn:
-    """What one pass gave.
+    """What one pass gave to A rows, and per row the same as lists, once fetched.
 
-    Attributes:
-        rows: A of them.
-        tokens, likely: (A, entries) tokens and their probabilities.
-        scores: (A, lists) of the length policy, or None.
-        host: per row tokens, probabilities and scores as lists, once fetched.
+    That is (A, entries) tokens, their probabilities and maybe (A, lists) scores of the length
+    policy.
     """
 
     rows: list[int]
-    tokens: Tensor
-    likely: Tensor
-    scores: Tensor | None
-    host: dict[int, tuple[list[float], list[float], list[float]]] | None = None
+    tensors: list[Tensor]
+    host: dict[int, tuple[list[Any], ...]] = field(default_factory=dict)
 
 
 class FalconDrafter(Drafter):
@@ -158,6 +149,7 @@ class FalconDrafter(Drafter):
         self.tree = tree
         self.plan: DraftPlan = draft_plan(tree, head.shape.block_size)
         self.policy = policy or LengthPolicy(tree.height)
+        self.max_depth = min(tree.height, self.policy.max_draft_tokens)
         self.min_draft_tokens = min_draft_tokens
         self.max_nodes = max_nodes
         # A policy that only sets limits need not be asked, which spares the host a wait a pass.
@@ -170,6 +162,11 @@ class FalconDrafter(Drafter):
     def num_forwards(self, depth: int) -> int:
         """A pass for every block of depths."""
         return -(-depth // self.head.shape.block_size)
+
+    @property
+    def timing_key(self) -> Hashable:
+        """The head."""
+        return id(self.head)
 
     def start(self, state: GenerationState) -> None:
         """Rows without pairs."""
@@ -184,47 +181,47 @@ class FalconDrafter(Drafter):
         self._pairs[row] = self._no_pairs(row)
         self.policy.restart(row)
 
-    def draft(self, state: GenerationState) -> DraftTree:
+    def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
         """One tree per unfinished row, in one pass per k depths over all rows."""
         size = self.head.shape.block_size
-        limits = {}
-        for row in state.unfinished:
-            self._roots[row] = len(state.tokens[row]) - 1
-            room = min(self.plan.height, state.room(row) - 1, self.policy.limit(row))
-            # Before there are k pairs the newest block is not whole.
-            limits[row] = room if self._pairs[row].num_pairs >= size else 0
-        drawn = self._run(state, limits)
-        rows: list[tuple[list[int], list[int]]] = [([], []) for _ in state.tokens]
-        probs: list[float] = []
+        depths = {}
         for row, limit in limits.items():
-            count = self.plan.within[max(limit, 0)]
-            mine = [one.host[row] for one in drawn if one.host is not None and row in one.host]
+            self._roots[row] = len(state.tokens[row]) - 1
+            most = min(self.plan.height, limit, self.policy.limit(row))
+            # Before there are k pairs the newest block is not whole.
+            depths[row] = most if self._pairs[row].num_pairs >= size else 0
+        drawn = self._run(state, depths)
+        drafts = {}
+        probs: list[float] = []
+        for row, depth in depths.items():
+            count = self.plan.within[max(depth, 0)]
+            mine = [one.host[row] for one in drawn if row in one.host]
             tokens = [token for level in mine for token in level[0]]
             likely = [chance for level in mine for chance in level[1]]
             chosen = self.plan.entries[:count]
-            ids = [state.tokens[row][-1], *(int(tokens[entry]) for entry in chosen)]
+            ids = [state.tokens[row][-1], *(tokens[entry] for entry in chosen)]
             chances = [1.0, *(likely[entry] for entry in chosen)]
             nodes, parents = likeliest(self.plan.parents[: count + 1], chances, self.max_nodes)
-            rows[row] = [ids[node] for node in nodes], parents
+            drafts[row] = [ids[node] for node in nodes], parents
             probs += [chances[node] for node in nodes]
             self.counters["rounds"] += 1
             self.counters["draft_nodes"] += count
-        return DraftTree.from_rows(rows, node_probs=torch.tensor(probs))
+        return DraftTree.from_drafts(drafts, state.num_rows, node_probs=probs)
 
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
         """Take the features of the root and of what was accepted; tell the policy."""
-        host = verdict.tree.host
+        tree = verdict.tree
         places, counts = [], {}
         for row, accepted in enumerate(verdict.accepted):
-            if not host.nodes(row):
+            if not tree.nodes(row):
                 continue
             pending = output.pending.get(row, [])
             if self._pairs[row].first < 0:
                 self._pairs[row].first = self._roots[row] - len(pending)
-            nodes = [output.nodes[node] for node in (host.row_start[row], *accepted)]
+            nodes = [output.nodes[node] for node in (tree.row_start[row], *accepted)]
             places += [*pending, *nodes]
             counts[row] = len(pending) + len(nodes)
-            self.policy.observe(row, host.height(row), len(accepted))
+            self.policy.observe(row, tree.height(row), len(accepted))
         hidden = output.hidden[-1]
         (index,) = send([torch.tensor(places)], hidden.device)
         features = hidden[index].to(self.head.attention.device)
@@ -268,15 +265,15 @@ class FalconDrafter(Drafter):
         carried: State | None,
         before: _Drawn,
     ) -> tuple[Tensor, State | None]:
-        """Run a pass behind the outputs (A, n, k, H) of the one before, for the rows at `kept`."""
+        """Run a pass on the outputs (A, n, k, H) of the one before, for the rows at `kept`."""
         assert self._runner is not None, "drafting happens while active"
         device = outputs.device
         chosen, parents, fed = send([torch.tensor(kept)[:, None], step.parents, step.fed], device)
-        tokens = before.tokens[chosen, fed].view(len(kept), len(parents), -1)
+        tokens = before.tensors[0][chosen, fed].view(len(kept), len(parents), -1)
         features = outputs[chosen, parents]
         if carried is not None:
-            behind = [part.view(2, *outputs.shape[:2], -1) for part in carried]
-            hidden, cell = (part[:, chosen, parents].flatten(1, 2) for part in behind)
+            states = [part.view(2, *outputs.shape[:2], -1) for part in carried]
+            hidden, cell = (part[:, chosen, parents].flatten(1, 2) for part in states)
             carried = hidden, cell
         pairs = [self._pairs[rows[i]] for i in kept]
         return self._runner.grow(pairs, step.blocks, tokens, features, carried)
@@ -290,19 +287,14 @@ class FalconDrafter(Drafter):
         if step.num_lists < lines.shape[1]:
             lines = lines[:, send([step.lines], lines.device)[0]]
         tokens, likely, probs = self._runner.lists(lines.flatten(0, 1), step.num_ranks)
-        scores = None
+        found = [tokens, likely]
         if self._asks:
             size = self.head.shape.block_size
             depths = [index * size + line % size for line in step.host_lines]
             positions = [state.generated[row] + depth for row in rows for depth in depths]
             scores = self.policy.score(probs, positions)
-        shape = (len(rows), -1)
-        return _Drawn(
-            rows,
-            tokens.view(shape),
-            likely.view(shape),
-            None if scores is None else scores.view(shape),
-        )
+            found += [scores] if scores is not None else []
+        return _Drawn(rows, [tensor.view(len(rows), -1) for tensor in found])
 
     def _ask(
         self,
@@ -314,12 +306,11 @@ class FalconDrafter(Drafter):
     ) -> None:
         """Ask the policy about the likeliest path that the next pass would go on from."""
         _fetch([drawn])
-        assert drawn.host is not None, "fetched above"
         this, following = self.plan.passes[index : index + 2]
         depth = (index + 1) * self.head.shape.block_size
         newest = []
         for row in drawn.rows:
-            tokens, likely, scores = drawn.host[row]
+            tokens, likely, *scores = drawn.host[row]
             reach[row] = [
                 reach[row][parent] * math.prod(likely[entry] for entry in fed)
                 for parent, fed in zip(following.host_parents, following.host_fed, strict=True)
@@ -329,10 +320,10 @@ class FalconDrafter(Drafter):
             newest.append(
                 DraftedToken(
                     row,
-                    int(tokens[last]),
+                    tokens[last],
                     state.generated[row] + depth - 1,
                     likely[last],
-                    scores[last // this.num_ranks] if scores else 0.0,
+                    scores[0][last // this.num_ranks] if scores else 0.0,
                     min(1.0, sum(reach[row])),
                 )
             )
@@ -346,23 +337,8 @@ class FalconDrafter(Drafter):
 
 def _fetch(drawn: Sequence[_Drawn]) -> None:
     """Bring to the host what is not there yet, in one transfer."""
-    missing = [one for one in drawn if one.host is None]
-    if not missing:
-        return
-    parts = []
-    for one in missing:
-        # Token ids lie far below 2**24, where float32 begins to lose whole numbers.
-        parts += [one.tokens.float(), one.likely]
-        parts += [one.scores] if one.scores is not None else []
-    flat = fetch(torch.cat([part.flatten() for part in parts]))
-    start = 0
-    for one in missing:
-        columns = []
-        for part in (one.tokens, one.likely, one.scores):
-            width = 0 if part is None else part.shape[1]
-            stop = start + width * len(one.rows)
-            columns.append(
-                [flat[start + i * width : start + (i + 1) * width] for i in range(len(one.rows))]
-            )
-            start = stop
-        one.host = dict(zip(one.rows, zip(*columns, strict=True), strict=True))
+    if missing := [one for one in drawn if not one.host]:
+        lists = iter(fetch_all([tensor for one in missing for tensor in one.tensors]))
+        for one in missing:
+            parts = [next(lists) for _ in one.tensors]
+            one.host = dict(zip(one.rows, zip(*parts, strict=True), strict=True))

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from hf_spec.drafting.published_trees import published_trees
 from hf_spec.drafting.rank_tree import RankTree
 from hf_spec.errors import AssistantError, OptionError
 from hf_spec.models.falcon_head import METHOD, FalconHead
-from hf_spec.strategies.published_trees import published_trees
 
 
 def choose_tree(named: Any, max_draft_tokens: int | None, head: FalconHead) -> RankTree:
-    """The tree that options stand for with `head`, cut to what can be drafted.
+    """The tree that `FalconConfig.tree` stands for with a head, cut to a depth and to its lists.
 
-    Args:
-        named: `FalconConfig.tree`.
-        max_draft_tokens: depth at which it is cut, None for no cut.
-        head: drafts it.
-
-    Raises:
-        OptionError: if it is deeper than the head was trained for, or made for another k.
-        AssistantError: if the head's own tree is of no use.
+    Refused are trees deeper than the head was trained for, or made for another k.
     """
     tree = _whole_tree(named, max_draft_tokens, head).cut(max_draft_tokens, head.head.size)
     longest = max_depth(head)
@@ -35,31 +28,21 @@ def choose_tree(named: Any, max_draft_tokens: int | None, head: FalconHead) -> R
 def max_sent(named: Any, max_nodes: int | None, head: FalconHead) -> int | None:
     """How many nodes of a drafted tree are sent to the target, None for all.
 
-    Args:
-        named: `FalconConfig.tree`.
-        max_nodes: `FalconConfig.max_nodes`.
-        head: its adapter may say how many of its own tree's nodes are worth it.
-
-    Raises:
-        AssistantError: if what it says is no number of nodes.
+    Where options leave it open, the adapter may say how many of its own tree's nodes are worth it.
     """
     if max_nodes is not None or named != "auto":
         return max_nodes
     own = head.options.get("max_nodes")
     if own is not None and (type(own) is not int or own < 1):
-        raise AssistantError(f"the Falcon adapter has max_nodes={own!r}; calibrate it anew")
+        raise AssistantError(f"the Falcon adapter has max_nodes={own!r}; calibrate it again")
     return own
 
 
 def max_depth(head: FalconHead) -> int | None:
-    """The depth that a head was trained for, None if its adapter does not say.
-
-    Raises:
-        AssistantError: if what it says is no depth.
-    """
+    """The depth that a head was trained for, None if its adapter does not say."""
     longest = head.options.get("max_depth")
     if longest is not None and (type(longest) is not int or longest < 1):
-        raise AssistantError(f"the Falcon adapter has max_depth={longest!r}; train it anew")
+        raise AssistantError(f"the Falcon adapter has max_depth={longest!r}; train it again")
     return longest
 
 
@@ -85,10 +68,10 @@ def _whole_tree(named: Any, max_draft_tokens: int | None, head: FalconHead) -> R
     try:
         tree = RankTree.of(own)
     except (OptionError, TypeError) as error:
-        raise AssistantError(f"the Falcon adapter's tree is of no use: {error}") from error
+        raise AssistantError(f"the Falcon adapter's tree cannot be used: {error}") from error
     if tree.height > (max_depth(head) or tree.height):
         raise AssistantError(
-            f"the Falcon adapter's tree is of no use: it is {tree.height} deep, its head was "
-            f"trained for {max_depth(head)}; calibrate it anew"
+            f"the Falcon adapter's tree cannot be used: it is {tree.height} deep, its head was "
+            f"trained for {max_depth(head)}; calibrate it again"
         )
     return tree

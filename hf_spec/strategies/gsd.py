@@ -2,7 +2,7 @@
 
 The drafter of `draft` and `tree` with merging on. The graph is unmerged into the most probable
 paths before the target sees it, so an accepted path may run through a merge edge; the draft model
-then recomputes its keys and values behind the first merged node only (Gong et al. 2024, arXiv
+then recomputes its keys and values after the first merged node only (Gong et al. 2024, arXiv
 2407.16207, sections 3 and 4). When the target samples, node draw is exact here. The paper's own
 sampling rule changes the distribution; it is there as `GsdConfig(lossy=True)`.
 """
@@ -12,24 +12,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-import torch
-from transformers import PreTrainedModel
-
-from hf_spec.decoding.drafter import Drafter
-from hf_spec.decoding.state import GenerationState
-from hf_spec.decoding.verification import Walk
-from hf_spec.drafting.longest_path import LongestPath
+from hf_spec.decoding.verification import Verifier
+from hf_spec.drafting.lossy_rules import IndependentAcceptance
+from hf_spec.drafting.model_drafter import TreeShape
 from hf_spec.errors import OptionError
-from hf_spec.execution.tree import DraftTree
-from hf_spec.strategies.base import register
-from hf_spec.strategies.draft_model import DraftModelDrafter, TreeConfig, TreeShape, make_drafter
+from hf_spec.strategies.draft_model import TreeConfig, make_drafter
+from hf_spec.strategies.registry import register
 
 
-def _make_drafter(config: GsdConfig, target: PreTrainedModel, assistant: object) -> Drafter:
-    return make_drafter(config, target, assistant, GsdDrafter)
-
-
-@register("gsd", _make_drafter)
+@register("gsd", make_drafter)
 @dataclass(frozen=True)
 class GsdConfig(TreeConfig):
     """Options of a drafted graph; those of `TreeConfig` with the paper's values, and three more.
@@ -37,7 +28,7 @@ class GsdConfig(TreeConfig):
     Attributes:
         expanded_per_level: more than a level can have, as in the paper: every node that is not a
             leaf by `min_probability` is expanded.
-        min_sibling_ratio: as in `TreeConfig`; children far behind their best sibling are dropped,
+        min_sibling_ratio: as in `TreeConfig`; children far below their best sibling are dropped,
             as in the released code, where the paper's formula would keep them as leaves.
         merge_length: tokens before a node that must agree for a merge, 0 to merge equal tokens
             wherever they stand, None to merge nothing. The paper's Table 5 calls it tau; counted as
@@ -63,8 +54,7 @@ class GsdConfig(TreeConfig):
         if self.merge_length is not None:
             self.check("merge_length", 0)
         self.check("max_draft_nodes", 1)
-        if not isinstance(self.lossy, bool):
-            raise OptionError(f"lossy={self.lossy!r} must be True or False")
+        self.check_flags("lossy")
         if self.sample_drafts:
             raise OptionError(
                 "GsdConfig(sample_drafts=True): merged nodes are drafts of several paths at once, "
@@ -78,42 +68,7 @@ class GsdConfig(TreeConfig):
             super().shape, merge_length=self.merge_length, max_draft_nodes=self.max_draft_nodes
         )
 
-
-class GsdDrafter(DraftModelDrafter):
-    """Grows a graph per row, and brings the paper's sampling rule where `lossy` asks for it."""
-
-    def start(self, state: GenerationState) -> None:
-        """See `DraftModelDrafter`."""
-        super().start(state)
-        lossy = isinstance(self.config, GsdConfig) and self.config.lossy
-        self.rule = IndependentAcceptance if lossy and state.do_sample else None
-
-
-class IndependentAcceptance(LongestPath):
-    """The paper's sampling rule: every node is accepted or not, apart from all others. Lossy.
-
-    A child x with draft probability q is accepted with probability min(1, p / q), p being the
-    target's. Of the paths that are accepted whole the longest is kept (the most probable one if
-    several are), and a bonus token drawn from the target's distribution follows it. Nothing makes
-    up for what that prefers: a refused token may come back as the bonus, a sibling has a chance of
-    its own, and longer paths win. So tokens that the draft model proposes come more often than the
-    target would say them (Gong et al. 2024, arXiv 2407.16207, verification when sampling).
-    """
-
-    def _accept(self, tree: DraftTree, walk: Walk) -> set[int]:
-        """Found level by level."""
-        assert tree.node_probs is not None, "drafted graphs carry the probability of each node"
-        host, draft_probs = tree.host, tree.node_probs.tolist()
-        level = [(row, host.row_start[row]) for row in walk.state.unfinished]
-        paths: dict[int, list[int]] = {root: [] for _, root in level}
-        while level := [(row, node) for row, node in level if host.children[node]]:
-            rows, nodes = [row for row, _ in level], [node for _, node in level]
-            target_probs = walk.look(rows, nodes, [paths[n] for n in nodes]).softmax(dim=-1)
-            level = []
-            for row, node, probs in zip(rows, nodes, target_probs, strict=True):
-                for child in host.children[node]:
-                    token = host.tokens[child]
-                    if float(torch.rand(())) * draft_probs[child] < float(probs[token]):
-                        paths[child] = [*paths[node], token]
-                        level.append((row, child))
-        return set(paths)
+    @property
+    def sampling_rule(self) -> type[Verifier] | None:
+        """The paper's where `lossy` asks for it."""
+        return IndependentAcceptance if self.lossy else None

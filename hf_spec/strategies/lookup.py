@@ -8,7 +8,7 @@ Sources: Yang et al. 2023, arXiv 2304.04487 (LLMA: match 2, copy 7); Saxena 2023
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -16,11 +16,12 @@ from transformers import PreTrainedModel
 
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.state import GenerationState
+from hf_spec.drafting.config import StrategyConfig
+from hf_spec.drafting.measured import SelfTimedDrafter, can_measure
+from hf_spec.drafting.sources import Source
 from hf_spec.errors import AssistantError, OptionError
 from hf_spec.execution.tree import DraftTree
-from hf_spec.strategies.auto.sources import Source
-from hf_spec.strategies.base import StrategyConfig, register
-from hf_spec.strategies.measured import SelfTimedDrafter, can_measure
+from hf_spec.strategies.registry import register
 
 # Drafts where one of the two is given.
 COPY_LENGTH, MAX_NODES = 7, 15
@@ -50,17 +51,19 @@ class LookupConfig(StrategyConfig):
     """Options of the lookup drafter.
 
     Where neither `copy_length` nor `max_draft_tokens` is given, as many tokens are sent as are
-    worth their time (`hf_spec.strategies.measured`); otherwise, as many as there are.
+    worth their time (`hf_spec.drafting.measured`); otherwise, as many as there are.
 
     Attributes:
         match_length: longest n-gram that is looked up.
         min_match_length: shortest one, tried when the longer ones have no match.
-        copy_length: how many tokens are copied from behind a match; 7 where only `max_draft_tokens`
+        copy_length: how many tokens are copied from after a match; 7 where only `max_draft_tokens`
             is given.
         max_matches: how many occurrences may become branches of the tree.
         max_draft_tokens: most nodes of the tree, root excluded; 15 where only `copy_length` is
             given.
     """
+
+    sizes = ("copy_length", "max_draft_tokens")
 
     match_length: int = 8
     min_match_length: int = 1
@@ -81,11 +84,6 @@ class LookupConfig(StrategyConfig):
                 f"LookupConfig(min_match_length={self.min_match_length}) is larger than "
                 f"match_length={self.match_length}"
             )
-
-    @property
-    def leaves_sizes_open(self) -> bool:
-        """Whether no size of the draft is given."""
-        return self.copy_length is None and self.max_draft_tokens is None
 
 
 class LookupDrafter(Drafter):
@@ -109,22 +107,22 @@ class LookupDrafter(Drafter):
         """An empty index for one row."""
         self._indexes[row] = self._new_index()
 
-    def draft(self, state: GenerationState) -> DraftTree:
+    def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
         """One trie of continuations per unfinished row."""
-        rows: list[tuple[list[int], list[int]]] = [([], []) for _ in state.tokens]
-        for row in state.unfinished:
+        drafts = {}
+        for row, limit in limits.items():
             sequence = state.tokens[row]
             self._indexes[row].extend(sequence)
-            rows[row] = self._trie(row, sequence, state.room(row) - 1)
-        return DraftTree.from_rows(rows)
+            drafts[row] = self._trie(row, sequence, limit)
+        return DraftTree.from_drafts(drafts, state.num_rows)
 
     def _new_index(self) -> _NgramIndex:
         return _NgramIndex(range(self.config.min_match_length, self.config.match_length + 1))
 
-    def _trie(self, row: int, sequence: list[int], room: int) -> tuple[list[int], list[int]]:
+    def _trie(self, row: int, sequence: list[int], limit: int) -> tuple[list[int], list[int]]:
         tokens, parents = [sequence[-1]], [-1]
         children: dict[tuple[int, int], int] = {}
-        copied = min(self._copy_length, room)
+        copied = min(self._copy_length, limit)
         branches = 0
         # Occurrences that add nothing are passed over, but not thousands of them.
         looked_at = islice(self._indexes[row].matches(sequence), 8 * self.config.max_matches)
@@ -146,14 +144,9 @@ class LookupDrafter(Drafter):
 
 
 def lookup_sources(config: LookupConfig, longest: int) -> list[Source]:
-    """One source per length of repeated run, since the longer it is, the longer it goes on.
-
-    Args:
-        config: which n-grams.
-        longest: depth of the deepest draft.
-    """
+    """One source per length of repeated run: the longer it is, the longer it goes on."""
     found = []
-    for runs, (first, further) in RUNS.items():
+    for runs, shares in RUNS.items():
         least = max(runs.start, config.min_match_length)
         most = min(runs.stop - 1, config.match_length)
         if least <= most:
@@ -164,7 +157,7 @@ def lookup_sources(config: LookupConfig, longest: int) -> list[Source]:
                 copy_length=longest,
                 max_draft_tokens=2 * longest,
             )
-            found.append(Source("lookup", LookupDrafter(part), longest, first, further))
+            found.append(Source("lookup", LookupDrafter(part), longest, shares))
     return found
 
 
@@ -177,7 +170,7 @@ class _NgramIndex:
         self._indexed = 0
 
     def extend(self, sequence: Sequence[int]) -> None:
-        """Index every n-gram that has a token behind it."""
+        """Index every n-gram that has a token after it."""
         for end in range(self._indexed + 1, len(sequence)):
             for length, ends in zip(self.lengths, self._ends, strict=True):
                 if end >= length:
@@ -185,7 +178,7 @@ class _NgramIndex:
         self._indexed = max(self._indexed, len(sequence) - 1)
 
     def matches(self, sequence: Sequence[int]) -> Iterator[int]:
-        """Places behind earlier occurrences of the sequence's end: longest first, then newest."""
+        """Places after earlier occurrences of the sequence's end: longest first, then newest."""
         seen: set[int] = set()
         for length, ends in zip(reversed(self.lengths), reversed(self._ends), strict=True):
             for end in reversed(ends.get(tuple(sequence[-length:]), [])):

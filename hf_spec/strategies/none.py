@@ -6,26 +6,26 @@ when they end, packed weights on a CPU. The baseline that tells these from the g
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.state import GenerationState
+from hf_spec.drafting.config import StrategyConfig
 from hf_spec.errors import AssistantError
 from hf_spec.execution.tree import DraftTree
-from hf_spec.strategies.base import StrategyConfig, register
+from hf_spec.strategies.registry import register
 
 
 class NoDrafter(Drafter):
     """Sends the roots alone."""
 
-    def draft(self, state: GenerationState) -> DraftTree:
+    def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
         """One root per unfinished row."""
-        rows: list[tuple[list[int], list[int]]] = [([], []) for _ in state.tokens]
-        for row in state.unfinished:
-            rows[row] = ([state.tokens[row][-1]], [-1])
-        return DraftTree.from_rows(rows)
+        roots = {row: ([state.tokens[row][-1]], [-1]) for row in limits}
+        return DraftTree.from_drafts(roots, state.num_rows)
 
 
 def _make_drafter(config: NoneConfig, target: PreTrainedModel, assistant: object) -> NoDrafter:

@@ -1,14 +1,14 @@
-"""SDSAT: the target drafts for itself behind adaptive tokens.
+"""SDSAT: the target drafts for itself after adaptive tokens.
 
 Published loop, two forwards of the target (Liu et al. 2024, arXiv 2403.18647, section 2.1). The
 first runs the last token and a chain of k adaptive ones: it says the next token for certain, and
-what it foretells at the adaptive tokens are drafts for the k behind that. The second runs the
+what it predicts at the adaptive tokens are drafts for the k after that. The second runs the
 certain token and the drafts, as a chain or as a tree of ranks, which verifies them: 2 to k + 2
 tokens for two forwards. Adaptive tokens are virtual nodes of the draft tree, so their keys and
 values go the way of rejected drafts.
 
-With `fused=True`, our own step, every tree also carries adaptive chains behind the nodes where the
-walk may end, and what is foretold behind its last accepted node is the next draft: 1 to k + 1
+With `fused=True`, our own step, every tree also carries adaptive chains after the nodes where the
+walk may end, and what is predicted after its last accepted node is the next draft: 1 to k + 1
 tokens for each forward. Where the walk ends without such a chain, the next tree is a chain alone.
 
 Drafts depend on the text alone, so both are judged by node draw. The rule that the paper samples
@@ -18,7 +18,7 @@ by changes the distribution; it is there as `SdsatConfig(lossy=True)`.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,15 +30,17 @@ from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.processors import NodeProcessors
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.token_sampling import distribution
-from hf_spec.drafting.path_sampling import PathSampling
+from hf_spec.drafting.config import StrategyConfig
+from hf_spec.drafting.lossy_rules import PathSampling
+from hf_spec.drafting.published_trees import checked_tree, published_trees
 from hf_spec.drafting.rank_tree import RankTree
-from hf_spec.errors import OptionError, choices
+from hf_spec.errors import OptionError
 from hf_spec.execution.runner import ForwardOutput
+from hf_spec.execution.transfer import fetch_all
 from hf_spec.execution.tree import DraftTree, Verdict
 from hf_spec.models.adaptive_tokens import METHOD, AdaptiveTokens, adaptive_tokens
 from hf_spec.strategies.assistants import read_once
-from hf_spec.strategies.base import StrategyConfig, register
-from hf_spec.strategies.published_trees import published_trees
+from hf_spec.strategies.registry import register
 
 COUNTERS = ("adaptive_rounds", "verify_rounds", "fused_rounds", "adaptive_nodes")
 
@@ -48,10 +50,14 @@ def _make(config: SdsatConfig, target: PreTrainedModel, assistant: object) -> Sd
     return SdsatDrafter(config, tokens, options.get("num_adaptive"))
 
 
-@register("sdsat", _make)
+def _make_for_auto(target: PreTrainedModel, assistant: object, batching: str) -> SdsatDrafter:
+    return _make(SdsatConfig(fused=True, batching=batching), target, assistant)
+
+
+@register("sdsat", _make, _make_for_auto)
 @dataclass(frozen=True)
 class SdsatConfig(StrategyConfig):
-    """Options of drafts behind adaptive tokens.
+    """Options of drafts after adaptive tokens.
 
     Attributes:
         num_adaptive: k, adaptive tokens in a row; None is the depth of the tree or, without one,
@@ -59,7 +65,7 @@ class SdsatConfig(StrategyConfig):
         fused: draft and verify in one forward, see the module.
         tree: None is a chain of the likeliest tokens; "sdsat-5", "-7", "-9", "-11" and "-13" are
             the paper's; or a list of rank paths, see `hf_spec.drafting.rank_tree`.
-        min_probability: drafts whose path is less probable than this, by what was foretold, are
+        min_probability: drafts whose path is less probable than this, by what was predicted, are
             not sent; without any draft left, another adaptive chain is.
         max_adaptive_nodes: most adaptive nodes of a fused tree, the likeliest ones; None for all.
         lossy: when sampling, accept as the paper does (`PathSampling`). That changes the
@@ -81,18 +87,9 @@ class SdsatConfig(StrategyConfig):
             if getattr(self, name) is not None:
                 self.check(name, 1)
         self.check("min_probability", 0, 1)
-        for name in ("fused", "lossy"):
-            if not isinstance(getattr(self, name), bool):
-                raise OptionError(f"{name}={getattr(self, name)!r} must be True or False")
-        if isinstance(self.tree, str):
-            known = published_trees(METHOD)
-            if self.tree not in known:
-                raise OptionError(
-                    f"unknown tree {self.tree!r}; {choices(self.tree, known)}, or a list of rank "
-                    "paths such as [[0], [0, 0], [1]]"
-                )
-        elif self.tree is not None:
-            object.__setattr__(self, "tree", RankTree.of(self.tree).paths)
+        self.check_flags("fused", "lossy")
+        if self.tree is not None:
+            object.__setattr__(self, "tree", checked_tree(self.tree, METHOD))
         height = self.rank_tree and self.rank_tree.height
         if self.num_adaptive is not None and height and height > self.num_adaptive:
             raise OptionError(
@@ -111,11 +108,7 @@ class SdsatConfig(StrategyConfig):
 
 
 def chain_length(config: SdsatConfig, tokens: AdaptiveTokens, usual: object) -> int:
-    """k: the configured one, the tree's depth, or what the adapter says.
-
-    Raises:
-        OptionError: if diverse adaptive tokens cannot make a chain so long.
-    """
+    """k: the configured one, the tree's depth, or what the adapter says; refused if too long."""
     length, tree = config.num_adaptive, config.rank_tree
     if length is None:
         length = tree.height if tree else usual if isinstance(usual, int) else tokens.shape.window
@@ -135,8 +128,8 @@ class _Plan:
     Attributes:
         tokens, parents: as `DraftTree.from_rows` takes them.
         depths: of each node.
-        reach: of each node, how probable its path is by what was foretold.
-        chains: node -> the adaptive nodes behind it, all counted from the row's root.
+        reach: of each node, how probable its path is by what was predicted.
+        chains: node -> the adaptive nodes after it, all counted from the row's root.
     """
 
     tokens: list[int]
@@ -161,12 +154,12 @@ class _Plan:
         return left
 
 
-# Per depth the foretold tokens with their probabilities, the likeliest first.
-Foretold = Sequence[tuple[Sequence[int], Sequence[float]]]
+# Per depth the predicted tokens with their probabilities, the likeliest first.
+Predicted = Sequence[tuple[Sequence[int], Sequence[float]]]
 
 
 class SdsatDrafter(Drafter):
-    """Drafts what the target foretells at adaptive tokens.
+    """Drafts what the target predicts at adaptive tokens.
 
     Args:
         config: k, shape and loop.
@@ -187,86 +180,79 @@ class SdsatDrafter(Drafter):
     def __init__(self, config: SdsatConfig, tokens: AdaptiveTokens, usual_length: object = None):
         self.config = config
         self.virtual_tokens = tokens
-        self.length = chain_length(config, tokens, usual_length)
+        self.length = self.max_depth = chain_length(config, tokens, usual_length)
         self.tree = config.rank_tree or RankTree.chain(self.length)
         self._adaptive_ids = tokens.chain(self.length)
         self._plans: dict[int, _Plan] = {}
-        self._heard: dict[int, Tensor] = {}
+        self._said: dict[int, Tensor] = {}
         self.counters: dict[str, int] = {}
 
     def start(self, state: GenerationState) -> None:
-        """Forget what an earlier generation heard."""
-        self._plans, self._heard = {}, {}
+        """Forget an earlier generation."""
+        self._plans, self._said = {}, {}
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.rule = PathSampling if self.config.lossy and state.do_sample else None
         self._processors = NodeProcessors(state.processors, state.num_rows, stateless_only=True)
 
     def restart(self, row: int) -> None:
-        """Forget what was foretold to the sequence before."""
-        self._heard.pop(row, None)
+        """Forget what was predicted to the sequence before."""
+        self._said.pop(row, None)
 
-    def draft(self, state: GenerationState) -> DraftTree:
-        """Per unfinished row the drafts heard last, adaptive tokens, or both."""
-        foretold = self._foretold(state)
-        rows: list[tuple[list[int], list[int]]] = [([], []) for _ in state.tokens]
+    def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
+        """Per unfinished row the newest drafts, adaptive tokens, or both."""
+        predicted = self._predicted(state)
         self._plans = {}
-        for row in state.unfinished:
-            room = state.room(row)
+        for row, limit in limits.items():
             plan = _Plan([state.tokens[row][-1]])
-            self._add_drafts(plan, foretold.get(row, ()), room - 1, state)
+            self._add_drafts(plan, predicted.get(row, ()), limit, state)
             drafted = len(plan.tokens) > 1
             if self.config.fused:
-                self._add_chains(plan, foretold.get(row, ()), room, state)
+                self._add_chains(plan, predicted.get(row, ()), limit, state)
             elif not drafted:
-                self._add_chain(plan, 0, min(self.length, room - 2))
+                self._add_chain(plan, 0, min(self.length, limit - 1))
             self._count(plan, drafted)
             self._plans[row] = plan
-            rows[row] = plan.tokens, plan.parents
-        return DraftTree.from_rows(rows)
+        drafts = {row: (plan.tokens, plan.parents) for row, plan in self._plans.items()}
+        return DraftTree.from_drafts(drafts, state.num_rows)
 
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
-        """Keep what was foretold behind the last accepted node of each row."""
-        self._heard = {}
-        starts = verdict.tree.host.row_start
+        """Keep what was predicted after the last accepted node of each row."""
+        self._said = {}
+        starts, paths = verdict.tree.row_start, verdict.paths
         for row, plan in self._plans.items():
-            path = verdict.paths[row]
+            path = paths[row]
             if chain := plan.chains.get(path[-1] if path else 0):
-                self._heard[row] = output.logits[[starts[row] + node for node in chain]]
+                self._said[row] = output.logits[[starts[row] + node for node in chain]]
 
-    def _foretold(self, state: GenerationState) -> dict[int, Foretold]:
-        """Per row what was heard, as lists on the host; one transfer for all rows."""
-        rows = [row for row in state.unfinished if row in self._heard]
+    def _predicted(self, state: GenerationState) -> dict[int, Predicted]:
+        """Per row what was predicted, as lists on the host; one transfer for all rows."""
+        rows = [row for row in state.unfinished if row in self._said]
         if not rows:
             return {}
-        heard = [self._heard[row] for row in rows]
-        owners = [row for row, logits in zip(rows, heard, strict=True) for _ in range(len(logits))]
-        scores = torch.cat(heard).to(state.device, torch.float32)
-        prefixes = None
-        if self._processors.reads_prefix:
-            # The tokens between are not known yet: the text so far stands in for a node's prefix.
-            known = {row: state.prefix(row).clone() for row in rows}
-            prefixes = [known[row] for row in owners]
+        said = [self._said[row] for row in rows]
+        owners = [row for row, logits in zip(rows, said, strict=True) for _ in range(len(logits))]
+        scores = torch.cat(said).to(state.device, torch.float32)
+        # The tokens between are not known yet: the text so far stands in for a node's prefix.
+        reads = self._processors.reads_prefix
+        prefixes = state.prefixes(owners, [()] * len(owners)) if reads else None
         probs = distribution(self._processors(owners, prefixes, scores))
         likely, tokens = probs.topk(min(self.tree.num_ranks, probs.shape[-1]), dim=-1)
-        # Token ids lie far below 2**53, where float64 begins to lose whole numbers.
-        lines = iter(torch.cat([likely.double(), tokens.double()], dim=-1).tolist())
-        width = likely.shape[-1]
-        found: dict[int, list[tuple[list[int], list[float]]]] = {row: [] for row in rows}
-        for row, line in zip(owners, lines, strict=True):
-            found[row].append(([int(token) for token in line[width:]], line[:width]))
-        return found  # type: ignore[return-value]
+        found: dict[int, Any] = {row: [] for row in rows}
+        for row, *lists in zip(owners, *fetch_all([tokens, likely]), strict=True):
+            found[row].append(lists)
+        return found
 
     def _add_drafts(
-        self, plan: _Plan, foretold: Foretold, longest: int, state: GenerationState
+        self, plan: _Plan, predicted: Predicted, longest: int, state: GenerationState
     ) -> None:
         """Fill the rank tree from the lists; nothing below an end of sequence."""
         node_of: dict[tuple[int, ...], int] = {(): 0}
         for path in self.tree.paths:
             parent = node_of.get(path[:-1])
             depth, rank = len(path), path[-1]
-            if parent is None or depth > min(longest, len(foretold)):
+            if parent is None or depth > min(longest, len(predicted)):
                 continue
-            tokens, likely = foretold[depth - 1]
+            tokens, likely = predicted[depth - 1]
             if rank >= len(tokens) or likely[rank] <= 0:
                 continue
             if plan.reach[parent] * likely[rank] < self.config.min_probability:
@@ -284,23 +270,23 @@ class SdsatDrafter(Drafter):
             plan.chains[node] = chain
 
     def _add_chains(
-        self, plan: _Plan, foretold: Foretold, room: int, state: GenerationState
+        self, plan: _Plan, predicted: Predicted, limit: int, state: GenerationState
     ) -> None:
-        """Adaptive chains behind the nodes where the walk is likely to end.
+        """Adaptive chains after the nodes where the walk is likely to end.
 
-        The j-th adaptive token behind a node is worth the probability that the walk ends there,
+        The j-th adaptive token after a node is worth the probability that the walk ends there,
         times that of the drafts before it being right, for which this round's own must stand in.
         """
         going_on = [1.0]
-        for _, likely in list(foretold)[: self.length - 1]:
+        for _, likely in list(predicted)[: self.length - 1]:
             going_on.append(going_on[-1] * likely[0])
         going_on += [going_on[-1]] * (self.length - len(going_on))
         cells = []
         for node, chance in enumerate(plan.ends()):
             if node and state.stop.ends_sequence(plan.tokens[node]):
                 continue
-            # Behind this node there are its bonus token and then the next draft.
-            longest = min(self.length, room - plan.depths[node] - 2)
+            # After this node there are its bonus token and then the next draft.
+            longest = min(self.length, limit - plan.depths[node] - 1)
             cells += [(-chance * going_on[place], place, node) for place in range(longest)]
         budget = self.config.max_adaptive_nodes
         lengths: dict[int, int] = {}

@@ -154,11 +154,11 @@ def token_graph(
         accepted: the accepted nodes, without the root.
         note: below the picture; the number of nodes and merge edges by default.
     """
-    spots = places(graph.fathers)
+    spots = places(graph.parents)
     canvas = _fitting(spots, "A token graph: a merge edge leads to a run that is drafted once")
     for node, edges in enumerate(graph.edges):
         for child, _ in edges:
-            connect(canvas, spots[node], spots[child], dashed=graph.fathers[child] != node)
+            connect(canvas, spots[node], spots[child], dashed=graph.parents[child] != node)
     for node, spot in enumerate(spots):
         fill = ACCEPTED if accepted and node in (0, *accepted) else REFUSED
         canvas.box(*spot, (WIDTH, HEIGHT), fill, words[node])

@@ -15,11 +15,12 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from hf_spec.adapters.folder import SpecAdapter
+from hf_spec.drafting.config import StrategyConfig
 from hf_spec.drafting.graph import TokenGraph
 from hf_spec.execution.runner import ForwardOutput
 from hf_spec.execution.tree import Verdict
 from hf_spec.generation.one_call import generate_with
-from hf_spec.strategies import StrategyConfig, make_drafter, parse_strategy
+from hf_spec.strategies.registry import make_drafter, parse_strategy
 
 Assistant = PreTrainedModel | SpecAdapter | str | os.PathLike[str]
 
@@ -41,7 +42,7 @@ class Round:
         """The accepted nodes of a row, without the root, as nodes of its graph."""
         graph, path = self.graphs[row], [0]
         for node in self.verdict.accepted[row]:
-            token = self.verdict.tree.host.tokens[node]
+            token = self.verdict.tree.tokens[node]
             path.append(next(c for c, _ in graph.edges[path[-1]] if graph.tokens[c] == token))
         return path[1:]
 

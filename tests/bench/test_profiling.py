@@ -56,9 +56,9 @@ def test_processors_and_the_head_of_falcon_have_their_share(model: Any) -> None:
 def test_time_goes_where_it_is_spent(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     draft = LookupDrafter.draft
 
-    def slow(self: Any, state: Any) -> Any:
+    def slow(self: Any, state: Any, limits: Any) -> Any:
         time.sleep(0.02)
-        return draft(self, state)
+        return draft(self, state, limits)
 
     monkeypatch.setattr(LookupDrafter, "draft", slow)
     with profiled() as seconds:

@@ -11,12 +11,14 @@ from transformers.generation import EosTokenCriteria
 
 from hf_spec.decoding.continuous_batching import ContinuousBatch, Prepared, Request, as_they_finish
 from hf_spec.decoding.drafter import Drafter
-from hf_spec.decoding.state import GenerationState, StopRules
+from hf_spec.decoding.state import GenerationState
+from hf_spec.decoding.stopping import StopRules
+from hf_spec.drafting.model_drafter import DraftModelDrafter
 from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.tree import DraftTree
-from hf_spec.strategies import make_drafter, parse_strategy
-from hf_spec.strategies.draft_model import DraftConfig, DraftModelDrafter
+from hf_spec.strategies.draft_model import DraftConfig
 from hf_spec.strategies.lookup import LookupConfig, LookupDrafter
+from hf_spec.strategies.registry import make_drafter, parse_strategy
 from tests import tiny_models
 
 # Longer texts than the first capacity of the pool would hide growth.
@@ -69,9 +71,9 @@ def test_a_finished_row_hands_its_slot_on_at_once(monkeypatch: pytest.MonkeyPatc
     drain(batch)
     waiting = [request.prompt for request in requests(8)]
     for tree, texts in trees:
-        busy = sum(bool(tree.host.nodes(row)) for row in range(3))
+        busy = sum(bool(tree.nodes(row)) for row in range(3))
         for row, text in enumerate(texts):
-            if tree.host.nodes(row) and text in waiting:
+            if tree.nodes(row) and text in waiting:
                 waiting.remove(text)
         assert busy == 3 or not waiting, "a slot is free while prompts wait"
     assert waiting == []
@@ -79,7 +81,7 @@ def test_a_finished_row_hands_its_slot_on_at_once(monkeypatch: pytest.MonkeyPatc
     newcomers = {tuple(request.prompt) for request in requests(8)[3:]}
     for prompt in newcomers:
         tree, texts = next((t, s) for t, s in trees if list(prompt) in s)
-        assert sum(bool(tree.host.nodes(row)) for row in range(3)) > 1
+        assert sum(bool(tree.nodes(row)) for row in range(3)) > 1
     assert len(trees) == batch.stats.target_forwards
 
 

@@ -10,9 +10,11 @@ from torch import Tensor
 from transformers import TopKLogitsWarper
 
 from hf_spec.decoding.drafter import Drafter
-from hf_spec.decoding.state import GenerationState, StopRules
+from hf_spec.decoding.state import GenerationState
+from hf_spec.decoding.stopping import StopRules
 from hf_spec.decoding.verification import NodeDraw, ResidualRejection
-from hf_spec.strategies.draft_model import DraftConfig, DraftModelDrafter
+from hf_spec.drafting.model_drafter import DraftModelDrafter
+from hf_spec.strategies.draft_model import DraftConfig
 from hf_spec.strategies.lookup import LookupConfig, LookupDrafter
 from tests import tiny_models
 from tests.model_watch import snapshot
@@ -118,7 +120,20 @@ def test_a_generation_starts_once_however_often_it_is_active() -> None:
     )
     for state in (first, first, second, second):
         with drafter.active(state):
-            drafter.draft(state)
+            drafter.draft(state, state.draft_limits)
     assert len(drafter.started) == 2
     assert drafter.started[0] is first
     assert drafter.started[1] is second
+
+
+def test_what_a_drafter_says_of_its_use_beside_others() -> None:
+    lookup = LookupDrafter(LookupConfig())
+    assert not lookup.alone
+    assert lookup.timing_key != LookupDrafter(LookupConfig()).timing_key
+    own = LookupDrafter(LookupConfig())
+    own.virtual_tokens = object()  # type: ignore[assignment]
+    assert own.alone
+    model = tiny_models.draft_model("llama")
+    first, second = (DraftModelDrafter(DraftConfig(max_draft_tokens=n), model) for n in (3, 4))
+    assert [first.max_depth, second.max_depth] == [3, 4]
+    assert first.timing_key == second.timing_key

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -12,11 +13,12 @@ from transformers.generation import EosTokenCriteria
 
 from hf_spec import TreeConfig
 from hf_spec.decoding.loop import speculative_decode
-from hf_spec.decoding.state import GenerationState, StopRules
+from hf_spec.decoding.state import GenerationState
+from hf_spec.decoding.stopping import StopRules
 from hf_spec.decoding.verification import NodeDraw
+from hf_spec.drafting.model_drafter import DraftModelDrafter
 from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.tree import DraftTree, Verdict
-from hf_spec.strategies.draft_model import DraftModelDrafter
 from hf_spec.strategies.lookup import LookupConfig, LookupDrafter
 from tests import tiny_models
 
@@ -85,9 +87,9 @@ class StepChecks(DraftModelDrafter):
         self.moved = 0
         self.sizes: list[int] = []
 
-    def draft(self, state: GenerationState) -> DraftTree:
+    def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
         self.state = state
-        return super().draft(state)
+        return super().draft(state, limits)
 
     def observe(self, verdict: Verdict, output: Any) -> None:
         super().observe(verdict, output)

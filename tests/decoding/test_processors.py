@@ -416,7 +416,7 @@ class TestRowProcessors:
         lists.begin(1, [])
         assert every([1], [prefixes[1]], scores[:1].clone()).tolist() == [[1] * 6]
 
-    def test_classes_that_remember_begin_anew(self) -> None:
+    def test_classes_that_remember_begin_again(self) -> None:
         class Counting(hf.LogitsProcessor):
             calls = 0
 

@@ -68,7 +68,7 @@ def commit(state: GenerationState, *blocks: list[int], **extra: Any) -> None:
         nodes = [tokens[-1], *block[:-1]] if block else []
         rows.append((nodes, list(range(-1, len(nodes) - 1))))
     tree = DraftTree.from_rows(rows)
-    accepted = [list(tree.host.nodes(row))[1:] for row in range(len(blocks))]
+    accepted = [list(tree.nodes(row))[1:] for row in range(len(blocks))]
     bonus = [block[-1] if block else None for block in blocks]
     state.commit(Verdict(tree, accepted, bonus, **extra))
 
@@ -81,6 +81,7 @@ def test_padding_is_left_out_of_tokens_but_not_of_frames() -> None:
     assert state.prefix(1).tolist() == [7, 8, 9, 10, 13]
     assert [state.frame_length(row) for row in (0, 1)] == [6, 5]
     assert [state.room(row) for row in (0, 1)] == [14, 15]
+    assert state.draft_limits == {0: 13, 1: 14}
     assert state.tokens == [[5, 6, 11, 12], [7, 8, 9, 10, 13]]
 
 
@@ -400,7 +401,7 @@ def test_tokens_that_may_still_be_cut_are_held_back() -> None:
     assert state.finish().sequences[:, 4:].tolist() == [streamer.rows[0], streamer.rows[1]]
 
 
-def test_a_row_begins_anew_with_rules_and_counts_of_its_own() -> None:
+def test_a_row_begins_again_with_rules_and_counts_of_its_own() -> None:
     streamer = RowRecorder()
     state = make_state(MaxLengthCriteria(20), EosTokenCriteria(12), streamer=streamer)
     commit(state, [11, 12], [14, 15])

@@ -17,17 +17,17 @@ def random_graph(seed: int, merge_length: int | None, steps: int = 40) -> tuple[
     graph = TokenGraph(CONTEXT, merge_length)
     asked = []
     for _ in range(steps):
-        father = rng.randrange(len(graph))
+        parent = rng.randrange(len(graph))
         token = rng.randrange(4)
-        if any(graph.tokens[child] == token for child, _ in graph.edges[father]):
+        if any(graph.tokens[child] == token for child, _ in graph.edges[parent]):
             continue
         probability = rng.uniform(0.05, 0.9)
-        asked.append((father, token, probability, graph.add(father, token, probability)))
+        asked.append((parent, token, probability, graph.add(parent, token, probability)))
     return graph, asked
 
 
 def text_before(graph: TokenGraph, node: int) -> list[int]:
-    """All tokens up to `node`: the context, then the path along fathers."""
+    """All tokens up to `node`: the context, then the path along parents."""
     return CONTEXT + graph.path(node)
 
 
@@ -44,19 +44,19 @@ def test_merges_exactly_where_the_rule_says(seed: int, merge_length: int) -> Non
     reference = TokenGraph(CONTEXT, merge_length)
     _, asked = random_graph(seed, merge_length)
     merges = 0
-    for father, token, probability, got in asked:
-        run = [*text_before(reference, father), token][-merge_length - 1 :]
+    for parent, token, probability, got in asked:
+        run = [*text_before(reference, parent), token][-merge_length - 1 :]
         twins = [
             node
             for node in range(1, len(reference))
             if text_before(reference, node)[-merge_length - 1 :] == run
-            and father not in below(reference, node)
+            and parent not in below(reference, node)
         ]
-        result = reference.add(father, token, probability)
+        result = reference.add(parent, token, probability)
         assert result == got
         assert (result is None) == bool(twins)
         if twins:
-            assert reference.edges[father][-1] == (twins[0], probability)
+            assert reference.edges[parent][-1] == (twins[0], probability)
             merges += 1
     assert reference.num_merges == merges
     assert merges or merge_length > 1
@@ -69,12 +69,12 @@ def test_the_papers_rule_wherever_it_keeps_the_graph_acyclic(seed: int, merge_le
     reference = TokenGraph(CONTEXT, merge_length)
     _, asked = random_graph(seed, merge_length)
     agreed = 0
-    for father, token, probability, _ in asked:
-        run = [*text_before(reference, father), token][-merge_length - 1 :]
-        own_path, node = {0}, father
+    for parent, token, probability, _ in asked:
+        run = [*text_before(reference, parent), token][-merge_length - 1 :]
+        own_path, node = {0}, parent
         while node:
             own_path.add(node)
-            node = reference.fathers[node]
+            node = reference.parents[node]
         first = next(
             (
                 node
@@ -83,13 +83,13 @@ def test_the_papers_rule_wherever_it_keeps_the_graph_acyclic(seed: int, merge_le
             ),
             None,
         )
-        closes_a_cycle = first is not None and father in below(reference, first)
-        result = reference.add(father, token, probability)
+        closes_a_cycle = first is not None and parent in below(reference, first)
+        result = reference.add(parent, token, probability)
         if closes_a_cycle:
             continue
         assert (result is None) == (first is not None)
         if first is not None:
-            assert reference.edges[father][-1] == (first, probability)
+            assert reference.edges[parent][-1] == (first, probability)
             agreed += 1
     assert agreed or merge_length > 1
 

@@ -84,8 +84,8 @@ def make_case(key_heads: int, seed: int = 0) -> Case:
     writes: list[tuple[int, int, int, slice | Tensor]] = []
     segments = []
     for row, committed in enumerate(COMMITTED):
-        nodes = tree.host.nodes(row)
-        depth = tree.depth[nodes.start : nodes.stop]
+        nodes = tree.nodes(row)
+        depth = torch.tensor(tree.depth[nodes.start : nodes.stop])
         visible = torch.ones(len(nodes), committed + len(nodes), dtype=torch.bool)
         own = slice(nodes.start, nodes.stop)
         visible[:, committed:] = tree.ancestor_mask[own, : len(nodes)]
@@ -129,14 +129,14 @@ def attend_along_paths(
     s_aux: Tensor | None = None,
 ) -> Tensor:
     """(1, N, H, D): the textbook sum per node and head over the tokens of the node's path."""
-    host = case.tree.host
+    tree = case.tree
     out = torch.zeros(1, case.tree.num_nodes, HEADS, VALUE_WIDTH, dtype=torch.float64)
     groups = HEADS // case.key.shape[1]
     for row, committed in enumerate(COMMITTED):
-        for node in host.nodes(row):
+        for node in tree.nodes(row):
             path = [node]
-            while host.parent[path[0]] >= 0:
-                path.insert(0, host.parent[path[0]])
+            while tree.parent[path[0]] >= 0:
+                path.insert(0, tree.parent[path[0]])
             for head in range(HEADS):
                 of = head // groups
                 stored = slice(0, committed)
@@ -234,7 +234,7 @@ def test_new_keys_and_values_are_stored_in_their_slots() -> None:
     buffers = case.pool.keys[0], case.pool.values[0]
     for buffer, old, new in zip(buffers, before, (case.key, case.value), strict=True):
         for row, committed in enumerate(COMMITTED):
-            nodes = case.tree.host.nodes(row)
+            nodes = case.tree.nodes(row)
             end = committed + len(nodes)
             assert torch.equal(buffer[row, :, committed:end], new[0, :, nodes.start : nodes.stop])
             assert torch.equal(buffer[row, :, :committed], old[row, :, :committed])
@@ -293,7 +293,7 @@ def test_what_lies_behind_the_visible_keys_changes_nothing() -> None:
     case = make_case(KV_HEADS)
     out = attend(case)
     for row, committed in enumerate(COMMITTED):
-        end = committed + len(case.tree.host.nodes(row))
+        end = committed + len(case.tree.nodes(row))
         case.pool.keys[0][row, :, end:] = 1e6
         case.pool.values[0][row, :, end:] = 1e6
     assert torch.equal(out, attend(case))

@@ -51,11 +51,10 @@ def sequences() -> list[list[int]]:
 
 def path_to(tree: DraftTree, node: int) -> list[int]:
     """Tokens below the root, down to the node."""
-    host = tree.host
     path: list[int] = []
-    while host.parent[node] >= 0:
-        path.insert(0, host.tokens[node])
-        node = host.parent[node]
+    while tree.parent[node] >= 0:
+        path.insert(0, tree.tokens[node])
+        node = tree.parent[node]
     return path
 
 
@@ -67,8 +66,9 @@ def alone(model: PreTrainedModel, tokens: list[int]) -> Tensor:
 def expected_logits(model: PreTrainedModel, tree: DraftTree, rows: list[list[int]]) -> Tensor:
     return torch.stack(
         [
-            alone(model, rows[int(tree.row[node])] + path_to(tree, node))
-            for node in range(tree.num_nodes)
+            alone(model, tokens + path_to(tree, node))
+            for row, tokens in enumerate(rows)
+            for node in tree.nodes(row)
         ]
     )
 
@@ -106,7 +106,7 @@ def test_every_node_gets_the_logits_of_its_own_path(name: str) -> None:
 def test_growing_a_tree_node_by_node_is_one_forward(name: str, batching: str) -> None:
     model = tiny_models.build(name)
     tree = DraftTree.from_rows(TREE)
-    levels = [[n for n in range(tree.num_nodes) if tree.host.depth[n] == d] for d in range(4)]
+    levels = [[n for n in range(tree.num_nodes) if tree.depth[n] == d] for d in range(4)]
     with ModelRunner(model, 4, batching=batching).active() as whole:
         together = whole.forward(tree, sequences()).logits
     with ModelRunner(model, 4, batching=batching).active() as runner:
@@ -252,10 +252,11 @@ def test_hidden_states_are_those_of_the_tokens(name: str) -> None:
 def hidden_of_nodes(model: PreTrainedModel, tree: DraftTree, layer: int) -> Tensor:
     rows = sequences()
     states = []
-    for node in range(tree.num_nodes):
-        tokens = rows[int(tree.row[node])] + path_to(tree, node)
-        plain = model(torch.tensor([tokens]), output_hidden_states=True)
-        states.append(plain.hidden_states[layer][0, -1])
+    for row, tokens in enumerate(rows):
+        for node in tree.nodes(row):
+            text = torch.tensor([tokens + path_to(tree, node)])
+            plain = model(text, output_hidden_states=True)
+            states.append(plain.hidden_states[layer][0, -1])
     return torch.stack(states)
 
 

@@ -150,7 +150,7 @@ def test_a_shape_is_recorded_when_it_is_met_for_the_third_time(recorded: list[in
     assert replays == [0, 0, 1, 2, 2, 3], "5 and 6 nodes are one shape, 9 another"
 
 
-def test_when_the_storage_grows_recording_starts_anew(recorded: list[int]) -> None:
+def test_when_the_storage_grows_recording_starts_again(recorded: list[int]) -> None:
     runner, sequence = ModelRunner(tiny_models.build("llama"), 1), list(range(3, 90)) * 3
     with runner.active():
         assert runner._graphs is not None

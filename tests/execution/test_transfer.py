@@ -14,12 +14,13 @@ from transformers import MaxLengthCriteria, TopKLogitsWarper
 from hf_spec import DraftConfig, TreeConfig
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.loop import speculative_step
-from hf_spec.decoding.state import GenerationState, StopRules
+from hf_spec.decoding.state import GenerationState
+from hf_spec.decoding.stopping import StopRules
+from hf_spec.drafting.model_drafter import DraftModelDrafter
 from hf_spec.drafting.rank_tree import RankTree
 from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.step_graphs import padded_steps
-from hf_spec.execution.transfer import ALIGNMENT, Block, fetch, send
-from hf_spec.strategies.draft_model import DraftModelDrafter
+from hf_spec.execution.transfer import ALIGNMENT, Block, fetch, fetch_all, send
 from hf_spec.strategies.falcon import FalconDrafter
 from hf_spec.strategies.lookup import LookupConfig, LookupDrafter
 from tests import tiny_models
@@ -61,6 +62,16 @@ def test_a_block_is_one_transfer_that_nobody_waits_for(monkeypatch: pytest.Monke
         assert [fetch(tensor) for tensor in sent] == [tensor.tolist() for tensor in MIXED]
         assert (gpu.sends, gpu.fetches, gpu.waits) == (1, len(MIXED), {})
     assert all(isinstance(tensor, OnGpu) for tensor in sent)
+
+
+def test_several_tensors_come_back_in_one_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = [torch.tensor([[5, 2**24 - 1], [0, 7]]), torch.rand(2, 1), torch.zeros(0)]
+    lists = [tensor.tolist() for tensor in tensors]
+    assert fetch_all(tensors) == lists
+    with pretended(monkeypatch) as gpu:
+        sent = send(tensors, DEVICE)
+        assert fetch_all(sent) == lists
+        assert (gpu.fetches, gpu.waits) == (1, {})
 
 
 def test_waiting_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

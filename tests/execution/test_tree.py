@@ -1,8 +1,7 @@
-"""Draft trees: construction, ancestor masks against a walk up the parents, the host mirror."""
+"""Draft trees: construction, ancestor masks against a walk up the parents, tensors of them."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import random
 
@@ -36,7 +35,7 @@ def ancestors(parent: list[int], node: int) -> set[int]:
 
 
 def test_probabilities_are_carried_along() -> None:
-    draft_probs, node_probs = torch.rand(3, 10), torch.tensor([1.0, 0.5, 0.2])
+    draft_probs, node_probs = torch.rand(3, 10), [1.0, 0.5, 0.2]
     tree = DraftTree.from_rows([CHAIN], draft_probs=draft_probs, node_probs=node_probs)
     assert tree.draft_probs is draft_probs
     assert tree.node_probs is node_probs
@@ -46,12 +45,21 @@ def test_probabilities_are_carried_along() -> None:
 def test_from_rows_lays_the_rows_one_after_the_other() -> None:
     tree = DraftTree.from_rows([CHAIN, NOTHING, FORK])
     assert (tree.num_rows, tree.num_nodes) == (3, 8)
-    assert tree.token_ids.tolist() == [5, 6, 7, 9, 8, 8, 4, 3]
-    assert tree.parent.tolist() == [-1, 0, 1, -1, 3, 3, 4, 5]
-    assert tree.depth.tolist() == [0, 1, 2, 0, 1, 1, 2, 2]
-    assert tree.row.tolist() == [0, 0, 0, 2, 2, 2, 2, 2]
-    assert tree.row_start.tolist() == [0, 3, 3, 8]
-    assert {t.dtype for t in (tree.token_ids, tree.parent, tree.depth, tree.row)} == {torch.long}
+    assert tree.tokens == [5, 6, 7, 9, 8, 8, 4, 3]
+    assert tree.parent == [-1, 0, 1, -1, 3, 3, 4, 5]
+    assert tree.depth == [0, 1, 2, 0, 1, 1, 2, 2]
+    assert tree.row_start == [0, 3, 3, 8]
+    assert [list(tree.nodes(row)) for row in range(3)] == [[0, 1, 2], [], [3, 4, 5, 6, 7]]
+    assert [tree.height(row) for row in range(3)] == [2, 0, 2]
+
+
+def test_rows_that_are_left_out_have_no_nodes() -> None:
+    probs = [1.0, 0.5, 0.2]
+    tree = DraftTree.from_drafts({1: CHAIN}, 3, node_probs=probs)
+    whole = DraftTree.from_rows([NOTHING, CHAIN, NOTHING])
+    assert (tree.tokens, tree.parent, tree.depth) == (whole.tokens, whole.parent, whole.depth)
+    assert tree.row_start == whole.row_start == [0, 0, 3, 3]
+    assert tree.node_probs is probs
 
 
 def test_from_rows_without_any_node() -> None:
@@ -79,11 +87,13 @@ def test_from_rows_refuses_what_is_no_tree(row: tuple[list[int], list[int]], mes
 @pytest.mark.parametrize("seed", range(8))
 def test_ancestor_mask_is_the_walk_up_the_parents(seed: int) -> None:
     tree = DraftTree.from_rows(random_rows(seed, num_rows=1 + seed % 4))
-    parent, row, starts = tree.parent.tolist(), tree.row.tolist(), tree.row_start.tolist()
-    widest = max(len(tree.host.nodes(index)) for index in range(tree.num_rows))
+    row = [index for index in range(tree.num_rows) for _ in tree.nodes(index)]
+    widest = max(len(tree.nodes(index)) for index in range(tree.num_rows))
     expected = torch.zeros(tree.num_nodes, widest, dtype=torch.bool)
     for node in range(tree.num_nodes):
-        expected[node, [above - starts[row[node]] for above in ancestors(parent, node)]] = True
+        expected[
+            node, [above - tree.row_start[row[node]] for above in ancestors(tree.parent, node)]
+        ] = True
     assert torch.equal(tree.ancestor_mask, expected)
 
 
@@ -93,27 +103,24 @@ def test_ancestor_mask_of_a_chain_is_causal(length: int) -> None:
     assert torch.equal(tree.ancestor_mask, torch.ones(length, length).tril().bool())
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_host_mirror_agrees_with_the_tensors(seed: int) -> None:
-    built = DraftTree.from_rows(random_rows(seed, num_rows=4))
-    # A tree made of tensors only has to fetch its mirror.
-    fetched = dataclasses.replace(built)
-    assert "host" in vars(built)
-    assert "host" not in vars(fetched)
-    assert fetched.host == built.host
-    for row in range(built.num_rows):
-        nodes = (built.row == row).nonzero().flatten().tolist()
-        assert list(built.host.nodes(row)) == nodes
-        assert built.host.height(row) == max(built.depth[nodes].tolist(), default=0)
+def test_tensors_are_those_of_the_lists_and_made_once_a_device() -> None:
+    tree = DraftTree.from_rows(random_rows(3, num_rows=4))
+    host = torch.device("cpu")
+    tensors = tree.on(host)
+    assert [tensor.tolist() for tensor in tensors] == [tree.tokens, tree.parent, tree.row_start]
+    assert {tensor.dtype for tensor in tensors} == {torch.long}
+    assert tree.on(host) is tensors
+    assert tree.on(torch.device("meta"))[0].device.type == "meta"
+    assert tree.on(host) is tensors
 
 
 def test_children_keep_their_rank_and_are_found_by_token() -> None:
-    host = DraftTree.from_rows([CHAIN, FORK]).host
-    assert host.children == [[1], [2], [], [4, 5], [6], [7], [], []]
-    assert host.child(3, 8) == 4, "the first of two equal children"
-    assert host.child(4, 4) == 6
-    assert host.child(4, 3) is None
-    assert host.child(2, 5) is None
+    tree = DraftTree.from_rows([CHAIN, FORK])
+    assert tree.children == [[1], [2], [], [4, 5], [6], [7], [], []]
+    assert tree.child(3, 8) == 4, "the first of two equal children"
+    assert tree.child(4, 4) == 6
+    assert tree.child(4, 3) is None
+    assert tree.child(2, 5) is None
 
 
 def test_verdict_tokens_and_paths() -> None:

@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, RepetitionPenaltyLogitsProcessor
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
-from hf_spec.decoding.state import GenerationState, StopRules
+from hf_spec.decoding.state import GenerationState
+from hf_spec.decoding.stopping import StopRules
 from hf_spec.decoding.verification import NodeDraw, ResidualRejection
 from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.tree import DraftTree, Verdict
@@ -53,12 +54,12 @@ class AnyVector:
 
 
 def test_the_tree_counts_tokens_alone() -> None:
-    host = tree().host
-    assert host.num_drafted(0) == 2
-    assert host.height(0) == 2
-    assert host.children[0] == [1, 3]
-    assert host.proposals(0) == [3]
-    assert host.proposals(4) == []
+    drafted = tree()
+    assert drafted.num_drafted(0) == 2
+    assert drafted.height(0) == 2
+    assert drafted.children[0] == [1, 3]
+    assert drafted.proposals(0) == [3]
+    assert drafted.proposals(4) == []
 
 
 @pytest.mark.parametrize("penalty", [False, True], ids=["plain", "penalty"])

@@ -22,15 +22,15 @@ from hf_spec import (
 )
 from hf_spec.adapters.folder import load_adapter
 from hf_spec.drafting.length_policy import DraftedToken
+from hf_spec.drafting.model_drafter import DraftModelDrafter
 from hf_spec.models.disco_classifier import DiscoClassifier, draft_features
 from hf_spec.strategies import assistants as assistant
 from hf_spec.strategies import disco
 from hf_spec.strategies import draft_model as draft_model_strategy
 from hf_spec.strategies.assistants import resolve_draft_model
 from hf_spec.strategies.disco import DiscoPolicy
-from hf_spec.strategies.draft_model import DraftModelDrafter
+from tests.drafting.test_model_drafter import start
 from tests.model_watch import count_forwards
-from tests.strategies.test_draft_model import start
 from tests.tiny_models import (
     build,
     disco_adapter,
@@ -72,8 +72,8 @@ def heights(config: Any, inputs: dict[str, Tensor]) -> list[int]:
     policy = disco.make_policy(config, build("llama"))
     drafter = DraftModelDrafter(config, draft_model("llama"), policy)
     with drafter.active(state):
-        host = drafter.draft(state).host
-    return [host.height(row) for row in range(state.num_rows)]
+        tree = drafter.draft(state, state.draft_limits)
+    return [tree.height(row) for row in range(state.num_rows)]
 
 
 class TestDecision:
@@ -269,15 +269,15 @@ class TestGenerate:
         lengths: list[int] = []
         draft, observe = DraftModelDrafter.draft, DraftModelDrafter.observe
 
-        def remember(self: DraftModelDrafter, state: Any) -> Any:
+        def remember(self: DraftModelDrafter, state: Any, limits: Any) -> Any:
             lengths[:] = [len(tokens) for tokens in state.tokens]
-            return draft(self, state)
+            return draft(self, state, limits)
 
         def watch(self: DraftModelDrafter, verdict: Any, output: Any) -> None:
             observe(self, verdict, output)
             assert self._runner is not None
             for row, path in enumerate(verdict.paths):
-                if height := verdict.tree.host.height(row):
+                if height := verdict.tree.height(row):
                     # The last drafted token has never run, so it has nothing to keep.
                     kept = min(len(path), height - 1)
                     assert self._runner.stored[row] == lengths[row] + kept
@@ -317,7 +317,7 @@ class TestRefusals:
             self.generate(spec_strategy=kind(length_policy="disco"), assistant=draft_model("llama"))
 
     def test_an_adapter_without_the_policy(self) -> None:
-        with pytest.raises(OptionError, match="adapter='x' is of no use to length_policy=None"):
+        with pytest.raises(OptionError, match="adapter='x' is not used by length_policy=None"):
             DraftConfig(adapter="x")
 
     def test_no_assistant(self) -> None:

@@ -18,12 +18,12 @@ from transformers import DynamicCache
 
 from hf_spec import AssistantError, FalconConfig, OptionError, UnsupportedError
 from hf_spec.adapters.folder import save_adapter
+from hf_spec.drafting.published_trees import published_trees
 from hf_spec.drafting.rank_tree import RankTree
 from hf_spec.execution import runner as runner_module
 from hf_spec.execution.tree import DraftTree
 from hf_spec.models.falcon_head import FalconHead, FalconShape
 from hf_spec.strategies.falcon import FalconDrafter
-from hf_spec.strategies.published_trees import published_trees
 from tests.drafting.test_rank_tree import random_paths
 from tests.falcon_reference import block_ends, drafted, features_of, random_head
 from tests.model_watch import count_forwards, snapshot
@@ -69,9 +69,9 @@ def watch_drafts() -> Iterator[list[tuple[DraftTree, list[list[int]], list[int],
     seen: list[Any] = []
     original = FalconDrafter.draft
 
-    def draft(self: FalconDrafter, state: Any) -> DraftTree:
+    def draft(self: FalconDrafter, state: Any, limits: Any) -> DraftTree:
         before = self.forwards
-        tree = original(self, state)
+        tree = original(self, state, limits)
         tokens = [list(row) for row in state.tokens]
         seen.append((tree, tokens, list(state.unfinished), self.forwards - before))
         return tree
@@ -95,11 +95,11 @@ def generate(name: str, kind: str, head: Any, new_tokens: int = 16, **options: A
 def reaches(tree: DraftTree, row: int) -> dict[tuple[int, ...], float]:
     """The tokens that lead to each node of a row below the root -> how likely all of them are."""
     assert tree.node_probs is not None
-    root, *nodes = tree.host.nodes(row)
+    root, *nodes = tree.nodes(row)
     found: dict[int, tuple[tuple[int, ...], float]] = {root: ((), 1.0)}
     for node in nodes:
-        path, reach = found[tree.host.parent[node]]
-        found[node] = (*path, tree.host.tokens[node]), reach * float(tree.node_probs[node])
+        path, reach = found[tree.parent[node]]
+        found[node] = (*path, tree.tokens[node]), reach * tree.node_probs[node]
     return dict(found[node] for node in nodes)
 
 
@@ -111,8 +111,8 @@ def check_against_reference(
     compared, size = 0, head.shape.block_size
     for draft, tokens, unfinished, _ in seen:
         for row in unfinished:
-            root, *nodes = draft.host.nodes(row)
-            assert draft.host.tokens[root] == tokens[row][-1]
+            root, *nodes = draft.nodes(row)
+            assert draft.tokens[root] == tokens[row][-1]
             assert draft.node_probs[root] == 1
             if not nodes:
                 continue
@@ -122,9 +122,9 @@ def check_against_reference(
             expected = drafted(head, tokens[row], features, paths, ends[row])
             for node, path, above in zip(nodes, paths, tree.parents, strict=False):
                 token, chance = expected[path]
-                assert draft.host.tokens[node] == token
-                assert abs(float(draft.node_probs[node]) - chance) < 2e-3
-                assert draft.host.parent[node] == root + above + 1
+                assert draft.tokens[node] == token
+                assert abs(draft.node_probs[node] - chance) < 2e-3
+                assert draft.parent[node] == root + above + 1
                 compared += 1
     return compared
 
@@ -207,9 +207,9 @@ class TestDrafts:
         head = FalconHead(build("llama"), FalconShape(2, 1), torch.tensor([5, 6, 7])).eval()
         with watch_drafts() as seen:
             output = generate("llama", "one", head, tree=BUSHY.paths)
-        tokens = {t for tree, *_ in seen for t in tree.host.tokens[1:]}
+        tokens = {t for tree, *_ in seen for t in tree.tokens[1:]}
         assert tokens == {5, 6, 7}
-        assert len(seen[1][0].host.tokens) - 1 == len(BUSHY.cut(num_ranks=3))
+        assert len(seen[1][0].tokens) - 1 == len(BUSHY.cut(num_ranks=3))
         assert torch.equal(
             output.sequences,
             build("llama").generate(**prompts("llama", "one"), max_new_tokens=16, do_sample=False),
@@ -274,14 +274,14 @@ class TestCost:
             generated = len(tokens[0]) - settled_prompt("llama").shape[1]
             room = new_tokens - generated - 1
             height = min(room, BUSHY.height) if generated else 0
-            assert tree.host.height(0) == height
+            assert tree.height(0) == height
             assert passes == -(-height // 2)
 
     @pytest.mark.parametrize("depth", [1, 2, 3])
     def test_max_draft_tokens_cuts_the_tree(self, depth: int) -> None:
         with watch_drafts() as seen:
             generate("llama", "one", random_head("llama"), tree=BUSHY.paths, max_draft_tokens=depth)
-        assert len(seen[1][0].host.tokens) - 1 == len(BUSHY.cut(depth))
+        assert len(seen[1][0].tokens) - 1 == len(BUSHY.cut(depth))
 
     def test_finished_rows_are_left_out(self) -> None:
         plain = build("llama").generate(
@@ -303,7 +303,7 @@ class TestCost:
         assert torch.equal(output, expected)
         assert len({len(rows) for _, _, rows, _ in seen}) > 1
         for tree, _, rows, _ in seen:
-            assert [row for row in range(5) if tree.host.nodes(row)] == rows
+            assert [row for row in range(5) if tree.nodes(row)] == rows
 
     def test_everything_is_left_as_it_was(self) -> None:
         head, model = random_head("llama"), build("llama")
@@ -325,7 +325,7 @@ class TestPolicies:
                 confidence_threshold=threshold,
             )
         assert seen[1][3] == passes
-        assert {seen[1][0].host.height(row) for row in range(2)} == {2 * passes}
+        assert {seen[1][0].height(row) for row in range(2)} == {2 * passes}
 
     def test_confidence_stops_each_row_behind_its_best_path(self) -> None:
         tree, threshold, size = RankTree.chain(6), 0.3, 2
@@ -342,9 +342,9 @@ class TestPolicies:
         heights = Counter()
         for draft, *_ in seen[1:6]:
             for row in range(5):
-                height = draft.host.height(row)
-                ends = [draft.host.nodes(row)[depth] for depth in range(size, height + 1, size)]
-                likely = [float(draft.node_probs[node]) >= threshold for node in ends]
+                height = draft.height(row)
+                ends = [draft.nodes(row)[depth] for depth in range(size, height + 1, size)]
+                likely = [draft.node_probs[node] >= threshold for node in ends]
                 assert all(likely[:-1])
                 assert height == 6 or not likely[-1]
                 heights[height] += 1
@@ -362,7 +362,7 @@ class TestPolicies:
                 length_policy="confidence",
                 confidence_threshold=1.0,
             )
-        assert seen[1][0].host.height(0) == 4
+        assert seen[1][0].height(0) == 4
 
     def test_heuristic(self) -> None:
         with watch_drafts() as seen:
@@ -375,7 +375,7 @@ class TestPolicies:
                 length_policy="heuristic",
             )
         # Nothing was drafted with the prompt; then a random head is wrong again and again.
-        assert [draft.host.height(0) for draft, *_ in seen[:6]] == [0, 4, 3, 2, 1, 1]
+        assert [draft.height(0) for draft, *_ in seen[:6]] == [0, 4, 3, 2, 1, 1]
 
 
 class TestTrees:
@@ -388,7 +388,7 @@ class TestTrees:
         save_adapter(tmp_path, adapter)
         with watch_drafts() as seen:
             generate("llama", "one", tmp_path)
-        assert seen[1][0].host.parent == [-1, 0, 0, 1]
+        assert seen[1][0].parent == [-1, 0, 0, 1]
         # Loaded once, and again when the folder has another head.
         before = len(seen)
         adapter = random_head("llama", 3).to_adapter({"tree": [[0]]})

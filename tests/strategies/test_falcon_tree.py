@@ -46,7 +46,7 @@ def test_what_is_refused() -> None:
     assert max_depth(head_with()) is None
     with pytest.raises(AssistantError, match="max_depth='6'"):
         max_depth(head_with(max_depth="6"))
-    with pytest.raises(AssistantError, match="tree is of no use"):
+    with pytest.raises(AssistantError, match="tree cannot be used"):
         choose_tree("auto", None, head_with(tree="chain"))
     with pytest.raises(OptionError, match=r"depth 4 .* trained for \(3\)"):
         choose_tree(RankTree.chain(4).paths, None, head_with(max_depth=3))

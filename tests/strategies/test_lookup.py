@@ -10,7 +10,8 @@ import torch
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from hf_spec import AssistantError, LookupConfig, OptionError
-from hf_spec.decoding.state import GenerationState, StopRules
+from hf_spec.decoding.state import GenerationState
+from hf_spec.decoding.stopping import StopRules
 from hf_spec.execution.tree import DraftTree
 from hf_spec.strategies.lookup import LookupDrafter
 from tests import tiny_models
@@ -28,11 +29,11 @@ def draft(
 ) -> DraftTree:
     drafter = drafter or LookupDrafter(LookupConfig(**options))
     with drafter.active(state):
-        return drafter.draft(state)
+        return drafter.draft(state, state.draft_limits)
 
 
 def shape(tree: DraftTree) -> tuple[list[int], list[int]]:
-    return tree.host.tokens, tree.host.parent
+    return tree.tokens, tree.parent
 
 
 class TestOrder:
@@ -46,15 +47,15 @@ class TestOrder:
     @pytest.mark.parametrize("matches", [1, 2, 3])
     def test_max_matches_keeps_the_best(self, matches: int) -> None:
         tree = draft(start(self.SEQUENCE), copy_length=1, max_matches=matches)
-        assert tree.host.tokens[1:] == [30, 10, 40, 20][:matches]
+        assert tree.tokens[1:] == [30, 10, 40, 20][:matches]
 
     def test_min_match_length_leaves_short_matches_out(self) -> None:
         tree = draft(start(self.SEQUENCE), copy_length=1, max_matches=9, min_match_length=2)
-        assert tree.host.tokens[1:] == [30, 10]
+        assert tree.tokens[1:] == [30, 10]
 
     def test_match_length_one_takes_the_newest(self) -> None:
         tree = draft(start(self.SEQUENCE), copy_length=1, max_matches=2, match_length=1)
-        assert tree.host.tokens[1:] == [40, 30]
+        assert tree.tokens[1:] == [40, 30]
 
 
 class TestTrie:
@@ -85,7 +86,7 @@ class TestTrie:
         # The target adds a token of its own to every draft.
         sequence = (5, 6, *range(10, 30), 5, 6)
         tree = draft(start(sequence, new_tokens=new_tokens))
-        assert tree.host.height(0) == new_tokens - 1
+        assert tree.height(0) == new_tokens - 1
 
     @pytest.mark.parametrize("sequence", [(5,), (5, 6), (5, 6, 7, 8)])
     def test_without_a_match_there_is_the_root_alone(self, sequence: tuple[int, ...]) -> None:
@@ -99,13 +100,13 @@ class TestIndex:
         assert draft(state, drafter).num_nodes == 1
         for token in (9, 3, 5):
             state.append(0, token)
-        assert draft(state, drafter).host.tokens == [5, 6, 7]
+        assert draft(state, drafter).tokens == [5, 6, 7]
         for token in (6, 9, 3):
             state.append(0, token)
         # (9, 3) was generated, not read.
-        assert draft(state, drafter).host.tokens == [3, 5, 6]
+        assert draft(state, drafter).tokens == [3, 5, 6]
 
-    def test_growing_equals_starting_anew(self) -> None:
+    def test_growing_equals_starting_again(self) -> None:
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(3, 7, (60,), generator=generator).tolist()
         state = start(tokens[:5], new_tokens=60)
@@ -121,18 +122,18 @@ class TestIndex:
     def test_rows_are_looked_up_in_themselves(self) -> None:
         state = start((5, 6, 7, 5, 6), (8, 6), (6, 9, 9, 9, 6), (3,))
         tree = draft(state, copy_length=1)
-        rows = [[tree.host.tokens[n] for n in tree.host.nodes(row)] for row in range(4)]
+        rows = [[tree.tokens[n] for n in tree.nodes(row)] for row in range(4)]
         assert rows == [[6, 7], [6], [6, 9], [3]]
 
     def test_padding_is_never_copied(self) -> None:
         tree = draft(start((5, 6, 7, 5, 6), (0, 4, 0)), copy_length=5)
-        assert [tree.host.tokens[n] for n in tree.host.nodes(1)] == [0, 4, 0]
+        assert [tree.tokens[n] for n in tree.nodes(1)] == [0, 4, 0]
 
     def test_a_finished_row_has_no_nodes(self) -> None:
         state = start((5, 6, 7, 5, 6), (5, 6, 7, 5, 6))
         state.finished[0] = True
         tree = draft(state, copy_length=1)
-        assert [len(tree.host.nodes(row)) for row in range(2)] == [0, 2]
+        assert [len(tree.nodes(row)) for row in range(2)] == [0, 2]
 
 
 class TestGenerate:

@@ -11,7 +11,7 @@ import torch
 import hf_spec
 from hf_spec import DraftConfig
 from hf_spec.bench.known_answers import PlainAnswers
-from hf_spec.strategies.draft_model import DraftModelDrafter
+from hf_spec.drafting.model_drafter import DraftModelDrafter
 from hf_spec.training.answers import answer_logits
 from hf_spec.training.responses import Response
 from tests.tiny_models import TIMINGS, VOCAB, build, disco_adapter, draft_model, padded, prompts

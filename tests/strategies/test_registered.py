@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_spec.strategies import known_strategies, parse_strategy
+from hf_spec.strategies.registry import known_strategies, parse_strategy
 from tests.tiny_models import STRATEGIES
 
 ROOT = Path(__file__).parents[2]

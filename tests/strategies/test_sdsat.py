@@ -16,12 +16,14 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 import hf_spec
 from hf_spec import SdsatConfig
 from hf_spec.adapters.folder import save_adapter
-from hf_spec.decoding.state import GenerationState, StopRules
+from hf_spec.decoding.state import GenerationState
+from hf_spec.decoding.stopping import StopRules
 from hf_spec.decoding.verification import NodeDraw
-from hf_spec.drafting.path_sampling import PathSampling
+from hf_spec.drafting.lossy_rules import PathSampling
+from hf_spec.drafting.published_trees import published_trees
 from hf_spec.execution.runner import ForwardOutput
 from hf_spec.models.adaptive_tokens import from_adapter
-from hf_spec.strategies.published_trees import published_trees
+from hf_spec.strategies.registry import parse_strategy
 from hf_spec.strategies.sdsat import SdsatDrafter
 from tests.model_watch import count_forwards, snapshot
 from tests.tiny_models import (
@@ -158,19 +160,19 @@ class TestTheLoops:
         for fused in (False, True):
             drafter, state = drafting(adapter, SdsatConfig(num_adaptive=4, fused=fused), text)
             with drafter.active(state), torch.no_grad():
-                first = drafter.draft(state)
-                assert first.host.tokens == [text[-1], -1, -2, -3, -4]
+                first = drafter.draft(state, state.draft_limits)
+                assert first.tokens == [text[-1], -1, -2, -3, -4]
                 embeddings = torch.cat([model.get_input_embeddings()(torch.tensor(text)), vectors])
                 logits = model(inputs_embeds=embeddings[None, : len(text) + 4]).logits[0]
                 foretold = logits[len(text) - 1 :]
                 verdict = NodeDraw([], 1).verify(first, foretold, state)
                 state.commit(verdict)
                 drafter.observe(verdict, ForwardOutput(foretold))
-                second = drafter.draft(state)
+                second = drafter.draft(state, state.draft_limits)
             certain, *drafts = foretold.argmax(dim=-1).tolist()
-            assert second.host.tokens[:5] == [certain, *drafts]
-            assert second.host.parent[:5] == [-1, 0, 1, 2, 3]
-            assert len(second.host.tokens) == (25 if fused else 5)
+            assert second.tokens[:5] == [certain, *drafts]
+            assert second.parent[:5] == [-1, 0, 1, 2, 3]
+            assert len(second.tokens) == (25 if fused else 5)
 
     def test_no_draft_below_an_end_of_sequence(self) -> None:
         text = repetitive_prompt()[0].tolist()
@@ -179,14 +181,14 @@ class TestTheLoops:
         foretold = torch.zeros(4, VOCAB)
         foretold[[0, 1, 2, 3], [20, 21, 30, 22]] = 9.0
         with drafter.active(state):
-            first = drafter.draft(state)
+            first = drafter.draft(state, state.draft_limits)
             verdict = NodeDraw([], 1).verify(first, foretold, state)
             state.commit(verdict)
             drafter.observe(verdict, ForwardOutput(foretold))
-            second = drafter.draft(state)
-        assert second.host.tokens[:3] == [20, 21, 30]
+            second = drafter.draft(state, state.draft_limits)
+        assert second.tokens[:3] == [20, 21, 30]
         # Chains behind the two others alone.
-        assert second.host.tokens[3:] == [-1] * 6
+        assert second.tokens[3:] == [-1] * 6
 
     @pytest.mark.parametrize(("room", "adaptive"), [(1, 0), (2, 0), (3, 1), (4, 2), (9, 3)])
     def test_no_more_adaptive_tokens_than_there_is_room_for(self, room: int, adaptive: int) -> None:
@@ -196,7 +198,7 @@ class TestTheLoops:
                 sdsat_adapter("llama"), config, repetitive_prompt()[0].tolist(), room
             )
             with drafter.active(state):
-                assert drafter.draft(state).num_nodes == 1 + adaptive
+                assert drafter.draft(state, state.draft_limits).num_nodes == 1 + adaptive
 
     def test_a_budget_keeps_the_likeliest_chains(self) -> None:
         config = SdsatConfig(num_adaptive=2, fused=True, max_adaptive_nodes=3)
@@ -206,13 +208,13 @@ class TestTheLoops:
         foretold[0, 10] = foretold[1, 11] = 20.0
         foretold[2, 12] = 0.5
         with drafter.active(state):
-            first = drafter.draft(state)
+            first = drafter.draft(state, state.draft_limits)
             verdict = NodeDraw([], 1).verify(first, foretold, state)
             state.commit(verdict)
             drafter.observe(verdict, ForwardOutput(foretold))
-            second = drafter.draft(state)
-        assert second.host.tokens == [10, 11, 12, -1, -1, -1]
-        assert second.host.parent == [-1, 0, 1, 1, 3, 2]
+            second = drafter.draft(state, state.draft_limits)
+        assert second.tokens == [10, 11, 12, -1, -1, -1]
+        assert second.parent == [-1, 0, 1, 1, 3, 2]
 
     def test_where_the_walk_ends_without_a_chain_the_next_tree_is_one(self) -> None:
         config = SdsatConfig(num_adaptive=3, fused=True, max_adaptive_nodes=1)
@@ -325,7 +327,7 @@ class TestOptions:
 
     def test_a_config_survives_being_stored(self) -> None:
         config = SdsatConfig(tree=[[0], [1]], fused=True)
-        assert hf_spec.strategies.parse_strategy(config.to_dict()) == config
+        assert parse_strategy(config.to_dict()) == config
 
     def test_its_published_trees(self) -> None:
         for tree in TREES:
@@ -362,7 +364,7 @@ class TestOptions:
         with pytest.raises(hf_spec.UnsupportedError, match="assisted decoding"):
             drafter.get_candidates(torch.tensor([[3, 4]]))
 
-    def test_a_folder_is_read_anew_when_it_changes(self, tmp_path: Path) -> None:
+    def test_a_folder_is_read_again_when_it_changes(self, tmp_path: Path) -> None:
         model: PreTrainedModel = build("llama")
         heard = []
         for window in (2, 4):

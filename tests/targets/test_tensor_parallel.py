@@ -14,7 +14,7 @@ import torch
 import transformers
 from packaging.version import Version
 
-from hf_spec.strategies import measured
+from hf_spec.drafting import measured
 from tests.refusals import small_llama
 from tests.targets.cases import SEED, sampled, speculate
 from tests.targets.two_processes import ARCHITECTURES, STRATEGIES, continuous

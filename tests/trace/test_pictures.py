@@ -93,8 +93,8 @@ def test_the_bonus_stands_beside_refused_children() -> None:
 
 def test_a_graph_has_its_merge_edge() -> None:
     graph = TokenGraph([9, 0], merge_length=1)
-    for father, token in [(0, 1), (0, 2), (1, 3), (2, 3), (3, 4), (4, 4)]:
-        graph.add(father, token, 0.5)
+    for parent, token in [(0, 1), (0, 2), (1, 3), (2, 3), (3, 4), (4, 4)]:
+        graph.add(parent, token, 0.5)
     assert graph.num_merges == 1
     canvas = pictures.token_graph(graph, list("rabccd"), accepted=[1, 3], note="and a note")
     assert boxes(canvas) == len(graph) == 6
@@ -106,8 +106,8 @@ def test_a_graph_has_its_merge_edge() -> None:
 def test_an_edge_that_leads_back_ends_outside_of_the_boxes() -> None:
     """From the third column up to the second."""
     graph = TokenGraph([0], merge_length=0)
-    for father, token in [(0, 1), (0, 2), (2, 3), (3, 1)]:
-        graph.add(father, token, 0.5)
+    for parent, token in [(0, 1), (0, 2), (2, 3), (3, 1)]:
+        graph.add(parent, token, 0.5)
     back = re.search(r"<line (.*) stroke-dasharray", str(pictures.token_graph(graph, "rabc")))
     assert back is not None
     ends = dict(re.findall(r'([xy][12])="(\S+)"', back[1]))

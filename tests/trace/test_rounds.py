@@ -43,7 +43,7 @@ def test_graphs_of_a_draft_model_and_their_accepted_paths() -> None:
     assert any(graph.num_merges for one in rounds for graph in one.graphs.values())
     accepted = 0
     for one in rounds:
-        tokens = one.verdict.tree.host.tokens
+        tokens = one.verdict.tree.tokens
         for row, graph in one.graphs.items():
             nodes = one.accepted_in_graph(row)
             path = [tokens[node] for node in one.verdict.accepted[row]]

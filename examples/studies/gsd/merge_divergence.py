@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median
@@ -28,27 +28,27 @@ from hf_spec.data.machine import environment
 from hf_spec.data.prompts import Prompt, load_prompts
 from hf_spec.decoding.state import GenerationState
 from hf_spec.drafting.graph import TokenGraph
+from hf_spec.drafting.model_drafter import DraftModelDrafter
 from hf_spec.execution.runner import ModelRunner
-from hf_spec.execution.tree import DraftTree, HostTree
+from hf_spec.execution.tree import DraftTree
 from hf_spec.generation.one_call import generate_with
 from hf_spec.models.truncated import truncated_draft
 from hf_spec.strategies import GsdConfig
 from hf_spec.strategies.assistants import resolve_draft_model
-from hf_spec.strategies.gsd import GsdDrafter
 
 MERGE_LENGTHS = (0, 1, 2, 3)
 CONTROL = "random pair"
 
 Pair = tuple[int, int]
 # Called with every drafted tree of one row, its text and the next-token log-probabilities (N, V).
-Study = Callable[[HostTree, list[int], Tensor], None]
+Study = Callable[[DraftTree, list[int], Tensor], None]
 
 
-def merged_pairs(host: HostTree, context: Sequence[int], merge_length: int) -> list[Pair]:
+def merged_pairs(tree: DraftTree, context: Sequence[int], merge_length: int) -> list[Pair]:
     """The nodes of an unmerged tree that a graph would merge, each with its first occurrence.
 
     Args:
-        host: a tree of one row; siblings in order of rank.
+        tree: a draft of one row; siblings in order of rank.
         context: the committed tokens, the root's included.
         merge_length: see `hf_spec.drafting.graph`.
 
@@ -61,13 +61,13 @@ def merged_pairs(host: HostTree, context: Sequence[int], merge_length: int) -> l
     level = [0]
     while level:
         # The graph drafts level by level, and never below a merged node.
-        below = [child for node in level for child in host.children[node]]
+        below = [child for node in level for child in tree.children[node]]
         level = []
         for node in below:
-            father = places[host.parent[node]]
-            place = graph.add(father, host.tokens[node], 1.0)
+            parent = places[tree.parent[node]]
+            place = graph.add(parent, tree.tokens[node], 1.0)
             if place is None:
-                pairs.append((node, origins[graph.edges[father][-1][0]]))
+                pairs.append((node, origins[graph.edges[parent][-1][0]]))
             else:
                 places[node] = place
                 origins.append(node)
@@ -90,7 +90,7 @@ def divergence(log_probs: Tensor, pairs: Sequence[Pair]) -> list[dict[str, Any]]
     return [{"kl": k, "same": s} for k, s in zip(kl.tolist(), same.tolist(), strict=True)]
 
 
-class UnmergedDrafter(GsdDrafter):
+class UnmergedDrafter(DraftModelDrafter):
     """Drafts without merging, and shows every tree with what the draft model says at each node.
 
     Args:
@@ -104,13 +104,13 @@ class UnmergedDrafter(GsdDrafter):
         self._study = study
         self._reader = ModelRunner(model, 1)
 
-    def draft(self, state: GenerationState) -> DraftTree:
+    def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
         """See `Drafter`; the draft model then runs the leaves too."""
-        tree = super().draft(state)
+        tree = super().draft(state, limits)
         with self._reader.active():
             logits = self._reader.forward(tree, state.tokens).logits
             self._reader.keep([[]])
-        self._study(tree.host, state.tokens[0], logits.float().log_softmax(dim=-1))
+        self._study(tree, state.tokens[0], logits.float().log_softmax(dim=-1))
         return tree
 
 
@@ -140,12 +140,12 @@ def compare_merged(
     pairs: dict[str, list[dict[str, Any]]] = {str(name): [] for name in (*MERGE_LENGTHS, CONTROL)}
     drafted = 0
 
-    def study(host: HostTree, context: list[int], log_probs: Tensor) -> None:
+    def study(tree: DraftTree, context: list[int], log_probs: Tensor) -> None:
         nonlocal drafted
-        count = len(host.tokens) - 1
+        count = len(tree.tokens) - 1
         drafted += count
         for merge_length in MERGE_LENGTHS:
-            found = merged_pairs(host, context, merge_length)
+            found = merged_pairs(tree, context, merge_length)
             pairs[str(merge_length)] += divergence(log_probs, found)
             if merge_length == 0:
                 drawn = [rng.sample(range(1, count + 1), 2) for _ in found]

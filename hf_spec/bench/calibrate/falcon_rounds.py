@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from hf_spec.drafting.rank_tree import Path, RankTree, likeliest_paths
 from hf_spec.execution.runner import ForwardOutput
-from hf_spec.execution.tree import Verdict, likeliness
+from hf_spec.execution.tree import Verdict, by_likelihood
 from hf_spec.generation.one_call import generate_with
 from hf_spec.models.falcon_head import FalconHead
 from hf_spec.strategies.falcon import FalconDrafter
@@ -85,14 +85,14 @@ class RecordingDrafter(FalconDrafter):
 
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
         """Take the verdict as the drafter itself does."""
-        host, probs = verdict.tree.host, verdict.tree.node_probs
+        tree, probs = verdict.tree, verdict.tree.node_probs
         assert probs is not None, "the head's drafts carry their probabilities"
         for row, accepted in enumerate(verdict.accepted):
-            start, end = host.row_start[row : row + 2]
+            start, end = tree.row_start[row : row + 2]
             # The prompt's own forward and the last token's have no draft.
             if end - start > 1:
-                parents = [above - start for above in host.parent[start:end]]
-                order, _ = likeliness(parents, probs[start:end].tolist())
+                parents = [above - start for above in tree.parent[start:end]]
+                order = by_likelihood(parents, probs[start:end])
                 place = {start + node: index for index, node in enumerate(order[1:])}
                 self.places.append(sorted(place[node] for node in accepted))
         super().observe(verdict, output)

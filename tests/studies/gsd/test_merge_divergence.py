@@ -26,10 +26,11 @@ from examples.studies.gsd.merge_divergence import (
 )
 from hf_spec import GsdConfig
 from hf_spec.data.prompts import Prompt
-from hf_spec.decoding.state import GenerationState, StopRules
-from hf_spec.execution.tree import DraftTree, HostTree
+from hf_spec.decoding.state import GenerationState
+from hf_spec.decoding.stopping import StopRules
+from hf_spec.drafting.model_drafter import DraftModelDrafter
+from hf_spec.execution.tree import DraftTree
 from hf_spec.generation.one_call import generate_with
-from hf_spec.strategies.gsd import GsdDrafter
 from tests.model_watch import snapshot
 from tests.tiny_models import draft_model, repetitive_prompt
 
@@ -48,12 +49,12 @@ def draft() -> Any:
     return draft_model("llama")
 
 
-def studied(model: Any, draft: Any) -> list[tuple[HostTree, list[int], Tensor]]:
+def studied(model: Any, draft: Any) -> list[tuple[DraftTree, list[int], Tensor]]:
     """Every tree of a short generation, as the study sees it."""
     seen: list[Any] = []
 
-    def remember(host: HostTree, context: list[int], log_probs: Tensor) -> None:
-        seen.append((host, list(context), log_probs))
+    def remember(tree: DraftTree, context: list[int], log_probs: Tensor) -> None:
+        seen.append((tree, list(context), log_probs))
 
     drafter = UnmergedDrafter(UNMERGED, draft, remember)
     model.generate(
@@ -68,24 +69,26 @@ def studied(model: Any, draft: Any) -> list[tuple[HostTree, list[int], Tensor]]:
 def test_pairs_of_a_tree_made_by_hand() -> None:
     # Root 7 with children 1 and 2; below 1 the run 3, 4; below 2 the token 3 and below that 4.
     tokens, parents = [7, 1, 2, 3, 3, 4, 4], [-1, 0, 0, 1, 2, 3, 4]
-    host = DraftTree.from_rows([(tokens, parents)]).host
+    tree = DraftTree.from_rows([(tokens, parents)])
     # Equal tokens: node 4 is merged into 3, and what lies below it is not drafted.
-    assert merged_pairs(host, [7], 0) == [(4, 3)]
+    assert merged_pairs(tree, [7], 0) == [(4, 3)]
     # Equal runs of two: only the 4 behind the second 3.
-    assert merged_pairs(host, [7], 1) == [(6, 5)]
-    assert merged_pairs(host, [7], 2) == []
+    assert merged_pairs(tree, [7], 1) == [(6, 5)]
+    assert merged_pairs(tree, [7], 2) == []
     # Node 3 is merged into 2, so the graph counts the nodes behind it in another way.
-    host = DraftTree.from_rows([([7, 1, 2, 2, 5, 6, 5], [-1, 0, 0, 1, 2, 2, 5])]).host
-    assert merged_pairs(host, [7], 0) == [(3, 2), (6, 4)]
+    tree = DraftTree.from_rows([([7, 1, 2, 2, 5, 6, 5], [-1, 0, 0, 1, 2, 2, 5])])
+    assert merged_pairs(tree, [7], 0) == [(3, 2), (6, 4)]
 
 
 @torch.no_grad()
-def first_draft(config: GsdConfig, draft: Any, prompt: Tensor) -> tuple[DraftTree, GsdDrafter]:
+def first_draft(
+    config: GsdConfig, draft: Any, prompt: Tensor
+) -> tuple[DraftTree, DraftModelDrafter]:
     stop = StopRules([MaxLengthCriteria(60)], 1)
     state = GenerationState.create(prompt, torch.ones_like(prompt), stop)
-    drafter = GsdDrafter(config, draft)
+    drafter = DraftModelDrafter(config, draft)
     with drafter.active(state):
-        return drafter.draft(state), drafter
+        return drafter.draft(state, state.draft_limits), drafter
 
 
 @pytest.mark.parametrize("merge_length", MERGE_LENGTHS)
@@ -96,7 +99,7 @@ def test_as_many_pairs_as_a_graph_has_merges(draft: Any, merge_length: int) -> N
         tree, _ = first_draft(UNMERGED, draft, prompt)
         graph = GsdConfig(**SHAPE, merge_length=merge_length)
         _, drafter = first_draft(graph, draft, prompt)
-        pairs = merged_pairs(tree.host, prompt[0].tolist(), merge_length)
+        pairs = merged_pairs(tree, prompt[0].tolist(), merge_length)
         assert len(pairs) == drafter.counters["merges"]
         total += len(pairs)
     assert total > 0 or merge_length > 1
@@ -104,14 +107,14 @@ def test_as_many_pairs_as_a_graph_has_merges(draft: Any, merge_length: int) -> N
 
 @torch.no_grad()
 def test_log_probabilities_are_those_after_each_node(model: Any, draft: Any) -> None:
-    host, context, log_probs = studied(model, draft)[1]
+    tree, context, log_probs = studied(model, draft)[1]
     assert len(context) > repetitive_prompt().shape[1]
-    assert log_probs.shape[0] == len(host.tokens)
-    for node in (0, 1, len(host.tokens) // 2, len(host.tokens) - 1):
+    assert log_probs.shape[0] == len(tree.tokens)
+    for node in (0, 1, len(tree.tokens) // 2, len(tree.tokens) - 1):
         path, above = [], node
         while above:
-            path.insert(0, host.tokens[above])
-            above = host.parent[above]
+            path.insert(0, tree.tokens[above])
+            above = tree.parent[above]
         expected = draft(torch.tensor([[*context, *path]])).logits[0, -1].log_softmax(dim=-1)
         torch.testing.assert_close(log_probs[node], expected, atol=1e-4, rtol=1e-4)
 

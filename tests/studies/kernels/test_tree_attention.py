@@ -30,8 +30,8 @@ needs_interpreter = pytest.mark.skipif(
 
 def test_trees_are_chains_of_eight_below_a_root() -> None:
     tree = tree_of(12, [5, 6, 7])
-    assert tree.parent.tolist() == [-1, 0, 1, 2, 3, 4, 5, 6, 7, 0, 9, 10]
-    assert tree.token_ids.tolist() == [5, 6, 7] * 4
+    assert tree.parent == [-1, 0, 1, 2, 3, 4, 5, 6, 7, 0, 9, 10]
+    assert tree.tokens == [5, 6, 7] * 4
 
 
 @needs_interpreter

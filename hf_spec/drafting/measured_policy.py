@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from hf_spec.drafting.length_policy import MEASURED, DraftedToken, LengthPolicy, register_policy
-from hf_spec.strategies.auto.sources import (
+from hf_spec.drafting.sources import (
     EXPECTATION_WEIGHT,
     LEVEL_EXPECTATION,
     LEVEL_WEIGHT,
@@ -27,14 +27,8 @@ class MeasuredPolicy(LengthPolicy):
 
     A level is worth the probability that the target goes there. The drafter says how likely its
     newest level is; how often levels of that likelihood came true corrects it, and how often one
-    level followed another leads on to the next.
-
-    Args:
-        max_draft_tokens: most tokens (levels of a tree) drafted in a round.
-
-    Attributes:
-        price: by the levels there are, what another one costs, in tokens that its time would bring
-            elsewhere.
+    level followed another leads on to the next. `price` says, by the levels there are, what another
+    one costs, in tokens that its time would bring elsewhere.
     """
 
     def __init__(self, max_draft_tokens: int):
@@ -68,20 +62,13 @@ class MeasuredPolicy(LengthPolicy):
         return worth
 
     def learn(self, row: int, drafted: int, reached: int, known: int) -> None:
-        """Take in the outcome of a round.
-
-        Args:
-            row: which one.
-            drafted: levels of its draft, sent or not.
-            reached: levels of its draft that the target went through, sent or not.
-            known: tokens that the row gained.
-        """
+        """Add the outcome of a round: levels drafted, levels gone through, tokens gained."""
         for level, reach in enumerate(self._reach[row], start=1):
             if level > known and reached == known:
                 break
-            self._came_true[row].hear(_tenth(reach), level <= reached)
+            self._came_true[row].count(_tenth(reach), level <= reached)
         for level in range(1, min(drafted, known, reached + 1) + 1):
-            self._went_on[row].hear(None, level <= reached)
+            self._went_on[row].count(None, level <= reached)
 
     @staticmethod
     def _new_shares() -> Shares:

@@ -1,20 +1,17 @@
-"""What a round costs: a short calibration by real forwards, kept per model and number of rows.
+"""What rounds cost on this machine: a short calibration by real forwards, or given timings.
 
-A round of decoding is a draft and one forward of the target. The time of the forward depends on
-how many tree nodes it runs, that of a draft on how deep it goes; both are measured once, on a text
-of sixteen tokens with keys and values of its own, so that nothing of the generation is touched.
+The time of a forward of the target depends on how many tree nodes it runs, that of a draft on how
+deep it goes; both are measured once per model and number of rows, on a text of sixteen tokens with
+keys and values of its own, so that nothing of the generation is touched.
 """
 
 from __future__ import annotations
 
 import copy
 import time
-from bisect import bisect_right
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from itertools import cycle
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -22,12 +19,12 @@ from transformers import PreTrainedModel
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.stopping import StopRules
+from hf_spec.drafting.costs import Costs, machine_of
 from hf_spec.errors import OptionError
-from hf_spec.execution.cpu_linear import cpu_packing_bytes
+from hf_spec.execution.per_model import made_once
 from hf_spec.execution.placement import execution_device
 from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.tree import DraftTree, Verdict
-from hf_spec.strategies.assistants import made_once
 
 # Nodes per row and depths of drafts that are timed; more than so many nodes in all are not.
 NODE_COUNTS = (1, 4, 12, 24)
@@ -41,61 +38,8 @@ BUDGET = 0.25
 CONTEXT = 16
 
 
-class Curve:
-    """A cost that never falls: straight between measured points, and on behind the last one.
-
-    Other work on a machine only ever adds time, so the fastest run of a size counts, and a size
-    costs no more than a larger one.
-
-    Args:
-        points: (size, seconds) pairs, at least one.
-    """
-
-    def __init__(self, points: Iterable[Sequence[float]]):
-        found = sorted((size, seconds) for size, seconds in points)
-        self.sizes = sorted({size for size, _ in found})
-        self.seconds = [min(s for other, s in found if other >= size) for size in self.sizes]
-        self._known: dict[float, float] = {}
-
-    def __call__(self, size: float) -> float:
-        """Seconds for `size`; before the first point as there."""
-        if size not in self._known:
-            self._known[size] = self._between(size)
-        return self._known[size]
-
-    def _between(self, size: float) -> float:
-        if size <= self.sizes[0] or len(self.sizes) == 1:
-            return self.seconds[0]
-        after = min(bisect_right(self.sizes, size), len(self.sizes) - 1)
-        (x, y), (z, w) = ((self.sizes[i], self.seconds[i]) for i in (after - 1, after))
-        return y + (w - y) * (size - x) / (z - x)
-
-
-@dataclass(frozen=True)
-class Costs:
-    """The parts of a round.
-
-    Attributes:
-        verify: seconds of a forward of the target by its nodes, those of all rows together.
-        draft: per drafter that takes time, seconds of a draft by its depth.
-    """
-
-    verify: Callable[[float], float]
-    draft: Mapping[str, Callable[[float], float]]
-
-    @classmethod
-    def of(cls, timings: Mapping[str, Any]) -> Costs:
-        """Costs from `AutoConfig.timings`, which has been checked."""
-        draft = {name: Curve([(0, 0.0), *points]) for name, points in timings["draft"].items()}
-        return cls(Curve(timings["verify"]), draft)
-
-
 def check_timings(timings: object) -> None:
-    """Refuse what is no set of timings.
-
-    Raises:
-        OptionError: shows what is expected.
-    """
+    """Refuse what is no set of timings, and show what is expected (`OptionError`)."""
     known = isinstance(timings, dict) and set(timings) == {"verify", "draft"}
     curves: list[object] = []
     if isinstance(timings, dict) and known and isinstance(timings["draft"], dict):
@@ -130,15 +74,9 @@ def known_costs(
     """The costs of a generation, measured if they are not known yet.
 
     They belong to the target, its device and dtype, the number of rows and of threads, what is
-    padded, whether the target's weights are packed, and the drafters.
-
-    Args:
-        target: prepared for tree forwards.
-        drafters: those that take time; none of them active.
-        state: of the generation; not changed.
-        batching: what is padded.
+    padded, whether the target's weights are packed, and the drafters, of which none is active.
     """
-    kinds = tuple((name, identity(drafter)) for name, drafter in drafters.items())
+    kinds = tuple((name, drafter.timing_key) for name, drafter in drafters.items())
     text = (state.tokens[0][:CONTEXT] * CONTEXT)[:CONTEXT]
 
     def measure() -> Costs:
@@ -153,17 +91,10 @@ def measure_costs(
     text: Sequence[Sequence[int]],
     batching: str = "unpadded",
 ) -> Costs:
-    """Time rounds in which every draft is refused.
-
-    Args:
-        target: prepared for tree forwards.
-        drafters: copies of them are used.
-        text: per row as many token ids.
-        batching: what is padded.
-    """
+    """Time rounds in which every draft is refused, with copies of the drafters."""
     rounds = _Rounds(target, drafters, text, batching)
     verify: list[tuple[float, float]] = []
-    draft: dict[str, list[tuple[float, float]]] = {name: [(0.0, 0.0)] for name in drafters}
+    draft: dict[str, list[tuple[float, float]]] = {name: [] for name in drafters}
     with rounds.active():
         for timed, width, depth in _schedule(len(text)):
             seconds, drafting = rounds.run(width, depth)
@@ -171,7 +102,7 @@ def measure_costs(
                 verify.append((width * len(text), seconds))
                 for name, spent in drafting.items():
                     draft[name].append((depth, spent))
-    return Costs(Curve(verify), {name: Curve(found) for name, found in draft.items()})
+    return Costs.of({"verify": verify, "draft": draft})
 
 
 class _Rounds:
@@ -184,9 +115,9 @@ class _Rounds:
         text: Sequence[Sequence[int]],
         batching: str,
     ):
-        self._target = target
+        self._device = execution_device(target.get_input_embeddings())
         self._drafters = {name: copy.copy(drafter) for name, drafter in drafters.items()}
-        ids = torch.tensor(text, device=_device(target))
+        ids = torch.tensor(text, device=self._device)
         self._state = GenerationState.create(ids, torch.ones_like(ids), StopRules([], len(text)))
         layers = {layer for drafter in drafters.values() for layer in drafter.hidden_layers}
         self._runner = ModelRunner(target, len(text), sorted(layers), batching=batching)
@@ -203,11 +134,11 @@ class _Rounds:
     def run(self, width: int, depth: int) -> tuple[float, dict[str, float]]:
         """Seconds of a forward of `width` nodes per row, and of every drafter's draft."""
         state, rows = self._state, range(self._state.num_rows)
-        view = LimitedState.of(state, dict.fromkeys(rows, depth))
+        limits = dict.fromkeys(rows, depth)
         trees, drafting = {}, {}
         for name, drafter in self._drafters.items():
             start = self._now()
-            trees[name] = drafter.draft(view)
+            trees[name] = drafter.draft(state, limits)
             drafting[name] = self._now() - start
         chains = [
             ([text[-1], *(text * width)[: width - 1]], list(range(-1, width - 1)))
@@ -229,47 +160,9 @@ class _Rounds:
 
     def _now(self) -> float:
         """Seconds, once the device is done."""
-        if _device(self._target).type != "cpu":
+        if self._device.type != "cpu":
             torch.accelerator.synchronize()
         return time.perf_counter()
-
-
-class LimitedState(GenerationState):
-    """A state in which rows have room for so many draft tokens and no more; made by `of`.
-
-    Every drafter heeds `room`, so this caps the depth of its drafts, row by row.
-
-    Attributes:
-        limits: row -> depth.
-    """
-
-    limits: Mapping[int, int]
-
-    @classmethod
-    def of(cls, state: GenerationState, limits: Mapping[int, int]) -> LimitedState:
-        """A view of `state`, good until that changes."""
-        view = object.__new__(cls)
-        view.__dict__.update(state.__dict__, limits=limits)
-        return view
-
-    def room(self, row: int) -> int:
-        """One more than the draft may be deep, for the token that follows it."""
-        return min(super().room(row), 1 + self.limits[row])
-
-
-def _device(target: PreTrainedModel) -> torch.device:
-    return execution_device(target.get_input_embeddings())
-
-
-def machine_of(target: PreTrainedModel) -> tuple[Hashable, ...]:
-    """What the times of forwards depend on besides the model and its inputs."""
-    packed = cpu_packing_bytes() > 0
-    return _device(target), target.dtype, torch.get_num_threads(), packed
-
-
-def identity(drafter: Drafter) -> int:
-    """What stays of a drafter from one generation to the next: its model or head."""
-    return id(getattr(drafter, "model", getattr(drafter, "head", drafter)))
 
 
 def _schedule(num_rows: int) -> Iterator[tuple[bool, int, int]]:

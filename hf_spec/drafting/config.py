@@ -1,21 +1,14 @@
-"""The contract of a strategy, and the registry that finds it by name.
-
-A strategy is one file: a frozen config dataclass and a drafter, tied together by `register`.
-"""
+"""Options of strategies: frozen dataclasses that check their values."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from transformers import PreTrainedModel
-
-from hf_spec.decoding.drafter import Drafter
 from hf_spec.drafting.length_policy import MEASURED, check_policy
 from hf_spec.errors import OptionError, choices
 from hf_spec.execution.row_work import BATCHING
@@ -32,6 +25,7 @@ class StrategyConfig:
         strategy: the registered name, set by `register`.
         needs_assistant: whether `assistant=` must be given, or an adapter attached to the model.
         adapter_methods: of the adapters that it can use; None for all.
+        sizes: options that say how large a draft is.
         batching: what is padded in a batch: "unpadded", which is nothing; for comparison
             "unpadded_kv", "unpadded_input" and "padded" (see `hf_spec.execution.row_work`).
     """
@@ -39,16 +33,17 @@ class StrategyConfig:
     strategy: ClassVar[str] = ""
     needs_assistant: ClassVar[bool] = False
     adapter_methods: ClassVar[tuple[str, ...] | None] = ()
+    sizes: ClassVar[tuple[str, ...]] = ()
 
     batching: str = field(default="unpadded", kw_only=True)
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
-        """Refuse options that the config does not have, with the names of those it has.
-
-        Raises:
-            OptionError: names the unknown ones.
-        """
-        _check_options(cls, options)
+        """Refuse options that the config does not have, with the names of those it has."""
+        fields = sorted(option.name for option in dataclasses.fields(cls))
+        if unknown := sorted(set(options) - set(fields)):
+            raise OptionError(
+                f"{cls.__name__} has no option {', '.join(unknown)}; {choices(unknown[0], fields)}"
+            )
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -58,16 +53,24 @@ class StrategyConfig:
                 f"{choices(self.batching, BATCHING)}"
             )
 
+    @property
+    def leaves_sizes_open(self) -> bool:
+        """Whether no size of the draft is given, so that it may follow from measured times."""
+        options = type(self).__dataclass_fields__
+        return all(getattr(self, name) == options[name].default for name in self.sizes)
+
     def to_dict(self) -> dict[str, Any]:
         """The options and the strategy's name, as JSON values."""
         return {"strategy": self.strategy, **dataclasses.asdict(self)}
 
-    def check(self, name: str, low: float, high: float = math.inf) -> None:
-        """Refuse a numeric option outside [low, high] or of another type than declared.
+    def check_flags(self, *names: str) -> None:
+        """Refuse options that are neither True nor False (`OptionError`)."""
+        for name in names:
+            if not isinstance(getattr(self, name), bool):
+                raise OptionError(f"{name}={getattr(self, name)!r} must be True or False")
 
-        Raises:
-            OptionError: names the option, its value and the range.
-        """
+    def check(self, name: str, low: float, high: float = math.inf) -> None:
+        """Refuse a number outside [low, high] or of another type than declared (`OptionError`)."""
         value = getattr(self, name)
         whole = "float" not in str(type(self).__dataclass_fields__[name].type)
         numeric = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
@@ -88,7 +91,7 @@ class PolicyConfig(StrategyConfig):
             policy starts, which may go beyond it. None is the adapter's, for the "disco" policy,
             and the usual number for others (`usual`; `longest` for "measured").
         min_draft_tokens: so many are drafted before a policy is asked.
-        length_policy: "measured" (see `hf_spec.strategies.measured`), "static", "heuristic",
+        length_policy: "measured" (see `hf_spec.drafting.measured`), "static", "heuristic",
             "confidence" (see `hf_spec.drafting.length_policy`) or "disco" (see
             `hf_spec.strategies.disco`). None is "measured" where no size of the draft is given, and
             "static" where one is.
@@ -100,6 +103,7 @@ class PolicyConfig(StrategyConfig):
     """
 
     needs_assistant = True
+    sizes: ClassVar[tuple[str, ...]] = ("max_draft_tokens",)
 
     usual: ClassVar[Mapping[str, int]] = MappingProxyType({"max_draft_tokens": 5})
     longest: ClassVar[Mapping[str, int]] = MappingProxyType({"max_draft_tokens": 16})
@@ -128,21 +132,12 @@ class PolicyConfig(StrategyConfig):
             raise OptionError(f"adapter={self.adapter!r} must be a string: a folder or a Hub id")
         if self.length_policy != "disco":
             raise OptionError(
-                f"adapter={self.adapter!r} is of no use to length_policy={self.length_policy!r}; "
+                f"adapter={self.adapter!r} is not used by length_policy={self.length_policy!r}; "
                 "leave it out, or choose length_policy='disco'"
             )
 
-    @property
-    def leaves_sizes_open(self) -> bool:
-        """Whether no size of the draft is given."""
-        return all(getattr(self, name) is None for name in self.usual)
-
     def resolve(self, measures: bool) -> Self:
-        """The same with a length policy and sizes of drafts.
-
-        Args:
-            measures: whether the "measured" policy may stand in where nothing is given.
-        """
+        """The same with a length policy and sizes; `measures` lets "measured" be the default."""
         measures = measures and self.leaves_sizes_open
         policy = self.length_policy or (MEASURED if measures else "static")
         sizes: dict[str, Any] = dict(self.longest if policy == MEASURED else self.usual)
@@ -150,86 +145,3 @@ class PolicyConfig(StrategyConfig):
             sizes.pop("max_draft_tokens", None)
         sizes = {name: n for name, n in sizes.items() if getattr(self, name) is None}
         return dataclasses.replace(self, length_policy=policy, **sizes)
-
-
-MakeDrafter = Callable[[Any, PreTrainedModel, Any], Drafter]
-Config = TypeVar("Config", bound=type[StrategyConfig])
-
-_CONFIGS: dict[str, type[StrategyConfig]] = {}
-_MAKERS: dict[str, MakeDrafter] = {}
-
-
-def register(name: str, make_drafter: MakeDrafter) -> Callable[[Config], Config]:
-    """Class decorator: make a config known as `spec_strategy=name`.
-
-    Args:
-        name: lower case, letters, digits and underscores.
-        make_drafter: called with (config, target model, assistant) for every generation.
-
-    Raises:
-        ValueError: if the name is badly formed or taken.
-    """
-
-    def add(config_class: Config) -> Config:
-        if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
-            raise ValueError(f"strategy name {name!r} is not lower_case_with_underscores")
-        if name in _CONFIGS:
-            raise ValueError(f"strategy name {name!r} belongs to {_CONFIGS[name].__name__} already")
-        config_class.strategy = name
-        _CONFIGS[name] = config_class
-        _MAKERS[name] = make_drafter
-        return config_class
-
-    return add
-
-
-def known_strategies() -> list[str]:
-    """Names of all registered strategies, sorted."""
-    return sorted(_CONFIGS)
-
-
-def parse_strategy(value: object) -> StrategyConfig:
-    """Turn what the user passed as `spec_strategy` into a config.
-
-    Args:
-        value: a name, a config, or a config as the dictionary that a stored generation config
-            holds.
-
-    Raises:
-        OptionError: for an unknown name or option, or a value of another type.
-    """
-    if isinstance(value, StrategyConfig) and value.strategy in _CONFIGS:
-        return value
-    if isinstance(value, type) and issubclass(value, StrategyConfig):
-        raise OptionError(
-            f"spec_strategy={value.__name__} is a class; pass an object of it: {value.__name__}()"
-        )
-    options: dict[str, Any] = {}
-    if isinstance(value, dict):
-        options = {str(key): option for key, option in value.items()}
-        if "strategy" not in options:
-            raise OptionError(
-                f"spec_strategy={value!r:.80} has no key 'strategy', which names the strategy; "
-                f"known: {', '.join(known_strategies())}"
-            )
-        value = options.pop("strategy")
-    if not isinstance(value, str) or value not in _CONFIGS:
-        raise OptionError(
-            f"unknown spec_strategy {value!r}; {choices(value, known_strategies())} "
-            "(a name, or a config object such as hf_spec.LookupConfig())"
-        )
-    return _CONFIGS[value](**options)
-
-
-def _check_options(config_class: type[StrategyConfig], options: Iterable[str]) -> None:
-    fields = sorted(option.name for option in dataclasses.fields(config_class))
-    if unknown := sorted(set(options) - set(fields)):
-        raise OptionError(
-            f"{config_class.__name__} has no option {', '.join(unknown)}; "
-            f"{choices(unknown[0], fields)}"
-        )
-
-
-def make_drafter(config: StrategyConfig, target: PreTrainedModel, assistant: object) -> Drafter:
-    """Build the drafter of a config for one generation."""
-    return _MAKERS[config.strategy](config, target, assistant)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hf_spec.drafting.length_policy import DraftedToken
-from hf_spec.strategies.auto.sources import LEVEL_EXPECTATION
-from hf_spec.strategies.measured_policy import MeasuredPolicy
+from hf_spec.drafting.measured_policy import MeasuredPolicy
+from hf_spec.drafting.sources import LEVEL_EXPECTATION
 
 
 def policy(price: float, rows: int = 1) -> MeasuredPolicy:

@@ -9,21 +9,18 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
+from typing import Any
 
 from hf_spec.drafting.rank_tree import Path, RankTree
+from hf_spec.errors import OptionError, choices
 
 
 @dataclass(frozen=True)
 class PublishedTree:
-    """A tree and what it was made for.
-
-    Attributes:
-        block_size: k, tokens foretold at once.
-        tree: the tree.
-    """
+    """A tree and what it was made for: k, the tokens predicted at once."""
 
     block_size: int
     tree: RankTree
@@ -34,9 +31,22 @@ def published_trees(method: str) -> Mapping[str, PublishedTree]:
     return {name: tree for name, tree in _all_trees().items() if name.startswith(f"{method}-")}
 
 
+def checked_tree(given: Any, method: str, others: Sequence[str] = ()) -> Any:
+    """The option `tree`, checked: a name of the method, one of `others`, or rank paths."""
+    if not isinstance(given, str):
+        return RankTree.of(given).paths
+    known = [*others, *published_trees(method)]
+    if given not in known:
+        raise OptionError(
+            f"unknown tree {given!r}; {choices(given, known)}, or a list of rank paths such as "
+            "[[0], [0, 0], [1]]"
+        )
+    return given
+
+
 @functools.cache
 def _all_trees() -> Mapping[str, PublishedTree]:
-    text = resources.files("hf_spec.strategies").joinpath("trees.json").read_text("utf-8")
+    text = resources.files("hf_spec.drafting").joinpath("trees.json").read_text("utf-8")
     trees = {}
     for name, entry in json.loads(text).items():
         words = [word for level in entry["depths"] for word in level.split()]

@@ -13,21 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from hf_spec.strategies.auto.costs import Costs
-from hf_spec.strategies.auto.sources import MergedTree, Source
+from hf_spec.drafting.costs import Costs
+from hf_spec.drafting.sources import MergedTree, Source
 
 
 @dataclass(frozen=True)
 class Round:
-    """What a round is expected to bring and to cost.
-
-    Attributes:
-        costs: of rounds.
-        tokens: of all rows together.
-        nodes: of the target's forward.
-        draft_seconds: of the drafts.
-        asked: source -> row -> depth.
-    """
+    """What a round is expected to bring and to cost, with `asked`: source -> row -> depth."""
 
     costs: Costs
     tokens: float
@@ -40,30 +32,39 @@ class Round:
         """Tokens per second."""
         return _rate(self.tokens, self.costs.verify(self.nodes) + self.draft_seconds)
 
+    def level_price(self, source: Source, asked: int, rows: int, level: int) -> float:
+        """What another level of one row's draft costs, in tokens that its time brings elsewhere.
+
+        So many of the rows are `asked`. A chain sends the level, too. Of a tree, the nodes to send
+        are chosen when it is there.
+        """
+        draft, verify = self.costs.draft[source.name], self.costs.verify
+        seconds = (draft(level + 1) - draft(level)) / asked
+        if source.nodes_per_level == 1:
+            nodes = rows + level * asked
+            seconds += verify(nodes + 1) - verify(nodes)
+        return self.rate * seconds
+
 
 def _rate(tokens: float, seconds: float) -> float:
     # Timings may be given, and 0 among them.
     return tokens / max(seconds, 1e-9)
 
 
+def _falling(entry: tuple[float, int, int]) -> float:
+    return -entry[0]
+
+
 def choose_nodes(
     costs: Costs, trees: Mapping[int, MergedTree], max_nodes: int, draft_seconds: float = 0.0
 ) -> tuple[Round, dict[int, list[int]]]:
-    """The nodes of each row that make the fastest round.
-
-    Args:
-        costs: of rounds.
-        trees: row -> what is proposed.
-        max_nodes: most nodes of a row.
-        draft_seconds: spent whatever is sent.
-    """
-    ranked = []
+    """The nodes of each row's tree, at most `max_nodes`, that make the fastest round."""
+    ranked: list[tuple[float, int, int]] = []
     for row, tree in trees.items():
-        values = tree.values
+        nodes = [(value, row, node) for node, value in enumerate(tree.values)][1:]
         # Parents come before their children, and sorting keeps the order of equals.
-        nodes = sorted(range(1, len(values)), key=lambda node: -values[node])
-        ranked += [(values[node], row, node) for node in nodes[:max_nodes]]
-    ranked.sort(key=lambda entry: -entry[0])
+        ranked += sorted(nodes, key=_falling)[:max_nodes]
+    ranked.sort(key=_falling)
     totals = list(accumulate((value for value, _, _ in ranked), initial=float(len(trees))))
     rates = [
         _rate(total, costs.verify(len(trees) + taken) + draft_seconds)
@@ -80,21 +81,18 @@ def choose_nodes(
 def choose_sources(
     base: Round, trees: Mapping[int, MergedTree], sources: Sequence[Source], room: Mapping[int, int]
 ) -> Round:
-    """Whom to ask on top of what is proposed already.
+    """The best round that is expected, which says whom to ask on top of what is proposed already.
 
-    Args:
-        base: the best round without asking anybody.
-        trees: row -> what is proposed.
-        sources: that take time, or that send trees of their own.
-        room: row -> deepest draft that makes sense.
-
-    Returns:
-        The best round that is expected; its `asked` is the answer.
+    `base` is the best one without asking anybody, `room` the deepest draft of each row.
     """
     masses = {row: dict(enumerate(tree.masses(), start=1)) for row, tree in trees.items()}
     best = base
     while True:
-        left = [source for source in sources if not source.alone and source.name not in best.asked]
+        left = [
+            source
+            for source in sources
+            if not source.drafter.alone and source.name not in best.asked
+        ]
         options = [_asking(best, source, masses, room) for source in left]
         better = max(options, key=lambda option: option.rate, default=best)
         if better.rate <= best.rate:
@@ -104,7 +102,7 @@ def choose_sources(
             for level, gain in enumerate(_gains(new, row, masses[row], depth), start=1):
                 masses[row][level] = masses[row].get(level, 0.0) + gain
         best = better
-    alone = [_alone(base, source, trees, room) for source in sources if source.alone]
+    alone = [_alone(base, source, trees, room) for source in sources if source.drafter.alone]
     return max([best, *alone], key=lambda option: option.rate)
 
 

@@ -1,4 +1,4 @@
-"""Cost curves, their calibration by real rounds, and states with less room."""
+"""What rounds cost: calibrated by real ones, or given."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import pytest
 import torch
 
 from hf_spec import OptionError
-from hf_spec.decoding.state import GenerationState, StopRules
-from hf_spec.execution.runner import ModelRunner
-from hf_spec.strategies.auto import costs as auto_costs
-from hf_spec.strategies.auto.costs import (
-    Costs,
-    Curve,
-    LimitedState,
+from hf_spec.decoding.state import GenerationState
+from hf_spec.decoding.stopping import StopRules
+from hf_spec.drafting import calibration
+from hf_spec.drafting.calibration import (
     check_timings,
     known_costs,
     measure_costs,
 )
-from hf_spec.strategies.base import make_drafter
-from hf_spec.strategies.draft_model import DraftModelDrafter, TreeConfig
+from hf_spec.drafting.costs import Costs, Curve
+from hf_spec.drafting.model_drafter import DraftModelDrafter
+from hf_spec.execution.runner import ModelRunner
+from hf_spec.strategies.draft_model import TreeConfig
 from hf_spec.strategies.falcon import FalconConfig, FalconDrafter
+from hf_spec.strategies.registry import make_drafter
 from tests.falcon_reference import random_head
 from tests.model_watch import snapshot
 from tests.tiny_models import build, draft_model
@@ -33,20 +33,6 @@ TEXT = [[5, 6, 7, 8] * 4]
 def state_of(rows: int, length: int = 6) -> GenerationState:
     ids = torch.arange(3, 3 + length).expand(rows, -1)
     return GenerationState.create(ids, torch.ones_like(ids), StopRules([], rows))
-
-
-class TestCurve:
-    def test_straight_between_points_and_on_behind_the_last(self) -> None:
-        curve = Curve([[8, 3.0], [0, 1.0], [4, 2.0], [16, 4.0]])
-        assert [curve(size) for size in (0, 2, 4, 6, 8, 12, 24)] == [1, 1.5, 2, 2.5, 3, 3.5, 5]
-        assert curve(-3) == 1
-
-    def test_the_fastest_run_counts_and_nothing_costs_more_than_a_larger_size(self) -> None:
-        curve = Curve([(1, 9.0), (1, 2.0), (4, 7.0), (16, 3.0), (32, 5.0)])
-        assert [curve(size) for size in (1, 4, 16, 32)] == [2, 3, 3, 5]
-
-    def test_one_point(self) -> None:
-        assert Curve([(4, 2.0)])(1) == Curve([(4, 2.0)])(400) == 2.0
 
 
 class TestTimings:
@@ -128,14 +114,14 @@ class TestMeasure:
             return forward(self, *arguments)
 
         monkeypatch.setattr(ModelRunner, "forward", watch)
-        monkeypatch.setattr(auto_costs, "BUDGET", -1.0)
+        monkeypatch.setattr(calibration, "BUDGET", -1.0)
         with torch.no_grad():
             measure_costs(build("llama"), {}, TEXT)
         assert len(forwards) == 2 + 2 * 4
 
     def test_the_machine_is_what_is_measured(self, monkeypatch: pytest.MonkeyPatch) -> None:
         ticks = itertools.count()
-        monkeypatch.setattr(auto_costs.time, "perf_counter", lambda: float(next(ticks)))
+        monkeypatch.setattr(calibration.time, "perf_counter", lambda: float(next(ticks)))
         with torch.no_grad():
             costs = measure_costs(build("llama"), drafters(), TEXT)
         assert costs.verify.seconds == [1.0] * 4
@@ -163,7 +149,7 @@ class TestKnownCosts:
             calls.append((list(drafters), text))
             return Costs(Curve([(1, 1.0)]), {})
 
-        monkeypatch.setattr(auto_costs, "measure_costs", measure)
+        monkeypatch.setattr(calibration, "measure_costs", measure)
         return calls
 
     def test_measured_once_for_the_same_situation(self, measured: list[Any]) -> None:
@@ -171,7 +157,7 @@ class TestKnownCosts:
         known = [known_costs(model, drafters(), state_of(1), "unpadded") for _ in range(2)]
         assert len(measured) == 1
         assert known[0] is known[1]
-        assert len(measured[0][1][0]) == auto_costs.CONTEXT
+        assert len(measured[0][1][0]) == calibration.CONTEXT
         known_costs(model, drafters(), state_of(2), "unpadded")
         assert len(measured) == 2
         assert len(measured[1][1]) == 2
@@ -188,16 +174,3 @@ class TestKnownCosts:
         torch.set_num_threads(2)
         known_costs(model, {}, state_of(1), "unpadded")
         assert len(measured) == 2
-
-
-def test_a_limited_state_has_less_room_and_is_otherwise_the_same() -> None:
-    state = state_of(2)
-    view = LimitedState.of(state, {0: 3, 1: 0})
-    assert [view.room(0), view.room(1)] == [4, 1]
-    assert view.tokens is state.tokens
-    assert view.unfinished == [0, 1]
-    stop = StopRules([], 1)
-    stop.max_length = 8
-    ids = torch.tensor([[3, 4, 5, 6, 7, 8]])
-    short = GenerationState.create(ids, torch.ones_like(ids), stop)
-    assert LimitedState.of(short, {0: 9}).room(0) == short.room(0) == 2

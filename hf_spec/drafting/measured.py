@@ -1,10 +1,10 @@
 """Drafts as long and as wide as they are worth: what `auto` and the defaults of others share.
 
 In every round the nodes are sent, and the levels drafted, that bring the most tokens per second:
-`auto.sources` knows what drafts like these were worth in this generation, `auto.choice` weighs that
-against what rounds cost. `auto` calibrates costs, since it chooses among drafters. A single drafter
-learns them from its rounds (`round_times`); `measured` makes one so, and with it `draft`, `tree`,
-`gsd`, `disco`, `falcon` and `lookup` where no length is given.
+`sources` knows what drafts like these were worth in this generation, `choice` weighs that against
+what rounds cost. `auto` calibrates costs, since it chooses among drafters. A single drafter learns
+them from its rounds (`costs`); `measured` makes one so, and with it `draft`, `tree`, `gsd`,
+`disco`, `falcon` and `lookup` where no length is given.
 
 Choices follow from times and from the text so far, never from a draw to come, so whatever rule
 judges the drafts stays exact. Times differ from run to run, and with them the statistics.
@@ -17,7 +17,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from transformers import PreTrainedModel
@@ -25,24 +25,19 @@ from transformers import PreTrainedModel
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.verification import Verifier
-from hf_spec.drafting.length_policy import MEASURED
+from hf_spec.drafting.choice import Round, choose_nodes, choose_sources
+from hf_spec.drafting.config import PolicyConfig
+from hf_spec.drafting.costs import Costs, RoundTimes, known_times
+from hf_spec.drafting.length_policy import MEASURED, LengthPolicy
+from hf_spec.drafting.measured_policy import MeasuredPolicy, free
+from hf_spec.drafting.sources import MergedTree, Source
 from hf_spec.errors import UnsupportedError
 from hf_spec.execution.distributed_checks import tensor_parallel_size
 from hf_spec.execution.runner import ForwardOutput
 from hf_spec.execution.tree import DraftTree, Verdict
-from hf_spec.strategies.auto.choice import Round, choose_nodes, choose_sources
-from hf_spec.strategies.auto.costs import Costs, identity
-from hf_spec.strategies.auto.sources import MergedTree, Source
-from hf_spec.strategies.base import PolicyConfig
-from hf_spec.strategies.measured_policy import MeasuredPolicy, free
-from hf_spec.strategies.round_times import RoundTimes, known_times
 
 Policed = TypeVar("Policed", bound=PolicyConfig)
 
-NO_CANDIDATES = (
-    "lengths are measured in the engine of hf_spec, which assisted decoding does not use; give a "
-    "length_policy, or numbers of tokens, which are then kept"
-)
 # Share of what is known of a drafter that stays in a round in which it is not asked. There is no
 # other, so it is tried again soon.
 FADE = 0.9
@@ -62,7 +57,10 @@ class MeasuredDrafter(Drafter):
             "asked_NAME", those in which the assistant of that name was asked.
     """
 
-    no_candidates = NO_CANDIDATES
+    no_candidates = (
+        "lengths are measured in the engine of hf_spec, which assisted decoding does not use; give "
+        "a length_policy, or numbers of tokens, which are then kept"
+    )
 
     def __init__(
         self,
@@ -73,7 +71,7 @@ class MeasuredDrafter(Drafter):
     ):
         self.free = free
         self.assistants = assistants
-        self.max_draft_tokens = max_draft_tokens
+        self.max_depth = max_draft_tokens
         self.max_nodes = max_nodes
         self._sources = [*free, *assistants]
         self._costs: Costs | None = None
@@ -115,35 +113,35 @@ class MeasuredDrafter(Drafter):
                 stack.enter_context(source.drafter.active(state))
             yield
 
-    def draft(self, state: GenerationState) -> DraftTree:
+    def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
         """The best nodes of all that is proposed, or a tree that must stay whole."""
         costs = self._costs
         assert costs is not None, "drafting happens while active"
-        room = {row: min(state.room(row) - 1, self.max_draft_tokens) for row in state.unfinished}
+        room = {row: min(limit, self.max_depth) for row, limit in limits.items()}
         trees = {row: MergedTree(state.tokens[row][-1]) for row in room}
         for source in self.free:
             source.ask(state, {row: min(room[row], source.useful_depth(row)) for row in room})
-            _merge(trees, source)
+            source.join(trees)
         base, _ = choose_nodes(costs, trees, self.max_nodes)
         chosen = choose_sources(base, trees, self.assistants, room)
         whole: DraftTree | None = None
         for source in self.assistants:
-            limits = self._limits(source, chosen, room)
-            source.ask(state, limits)
-            asked = sum(limit > 0 for limit in limits.values())
+            depths = self._depths(source, chosen, room)
+            source.ask(state, depths)
+            asked = sum(depth > 0 for depth in depths.values())
             self._counted[f"asked_{source.name}"] += asked
-            if asked and self._stays_whole(source):
+            drafter = source.drafter
+            # The rule that judges such trees reads how they were drafted.
+            if asked and (drafter.alone or drafter.samples or drafter.rule is not None):
                 whole = source.tree
             elif asked:
-                _merge(trees, source)
+                source.join(trees)
         if whole is None:
             _, nodes = choose_nodes(costs, trees, self.max_nodes, chosen.draft_seconds)
-            rows: list[tuple[list[int], list[int]]] = [([], []) for _ in state.tokens]
-            for row, tree in trees.items():
-                rows[row] = tree.keep(nodes[row])
-            whole = DraftTree.from_rows(rows)
+            kept = {row: tree.keep(nodes[row]) for row, tree in trees.items()}
+            whole = DraftTree.from_drafts(kept, state.num_rows)
         self._counted["rounds"] += len(room)
-        self._counted["idle_rounds"] += sum(len(whole.host.nodes(row)) == 1 for row in room)
+        self._counted["idle_rounds"] += sum(len(whole.nodes(row)) == 1 for row in room)
         return whole
 
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
@@ -151,50 +149,17 @@ class MeasuredDrafter(Drafter):
         for source in self._sources:
             source.observe(verdict, output)
 
-    def _limits(self, source: Source, chosen: Round, room: Mapping[int, int]) -> dict[int, int]:
+    def _depths(self, source: Source, chosen: Round, room: Mapping[int, int]) -> dict[int, int]:
         """Per row how deep an assistant drafts, 0 where it is not asked."""
-        limits = chosen.asked.get(source.name, {})
-        return {row: limits.get(row, 0) for row in room}
-
-    def _stays_whole(self, source: Source) -> bool:
-        """Whether the trees of an assistant are sent as they are."""
-        return source.alone
-
-
-def _merge(trees: Mapping[int, MergedTree], source: Source) -> None:
-    for row, tree in trees.items():
-        tree.add(source, row)
-
-
-@dataclass(frozen=True)
-class _LevelPrice:
-    """What drafting another level of one row costs, in tokens.
-
-    A chain sends it, too. Of a tree, the nodes to send are chosen when it is there.
-    """
-
-    source: Source
-    round: Round
-    asked: int
-    rows: int
-
-    def __call__(self, level: int) -> float:
-        draft, verify = self.round.costs.draft[self.source.name], self.round.costs.verify
-        seconds = (draft(level + 1) - draft(level)) / self.asked
-        if self.source.nodes_per_level == 1:
-            nodes = self.rows + level * self.asked
-            seconds += verify(nodes + 1) - verify(nodes)
-        return self.round.rate * seconds
+        depths = chosen.asked.get(source.name, {})
+        return {row: depths.get(row, 0) for row in room}
 
 
 class SelfTimedDrafter(MeasuredDrafter):
     """One kind of drafter, whose rounds tell what they cost.
 
-    Args:
-        sources: one that takes time, or any that take none.
-        target: the model that generates.
-        key: what tells these drafters from others of the target.
-        max_draft_tokens, max_nodes: see `MeasuredDrafter`.
+    There is one source that takes time, with its policy, or any that take none. `key` tells them
+    from other drafters of the target.
     """
 
     def __init__(
@@ -204,6 +169,7 @@ class SelfTimedDrafter(MeasuredDrafter):
         key: Any,
         max_draft_tokens: int,
         max_nodes: int,
+        policy: LengthPolicy | None = None,
     ):
         takes_time = sources[0].drafter.num_forwards(1) > 0
         free, assistants = ([], sources) if takes_time else (sources, [])
@@ -211,6 +177,7 @@ class SelfTimedDrafter(MeasuredDrafter):
         self._target = target
         self._key = key
         self._main = sources[0]
+        self._policy = policy if isinstance(policy, MeasuredPolicy) else None
         self._times: RoundTimes | None = None
         # A forward that runs a prompt tells nothing of the others; a head that reads the target's
         # features has its own a round later than the target.
@@ -242,17 +209,16 @@ class SelfTimedDrafter(MeasuredDrafter):
         super().restart(row)
         self._is_first = self._is_first_draft = True
 
-    def draft(self, state: GenerationState) -> DraftTree:
+    def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
         """See `MeasuredDrafter`; the clock runs."""
         before, start = self.forwards, time.perf_counter()
-        tree = super().draft(state)
-        policy = self._policy(self._main)
-        if policy is not None:
+        tree = super().draft(state, limits)
+        if self._policy is not None:
             # It knows the drafter, which knows the policy: storage would wait for the collector.
-            policy.price = free
+            self._policy.price = free
         if self.assistants:
             # Levels that the policy left out tell nothing.
-            self._main.limits = {row: self._main.tree.host.height(row) for row in state.unfinished}
+            self._main.limits = {row: self._main.tree.height(row) for row in limits}
         now = time.perf_counter()
         self._drafted = self.forwards - before, now - start, now
         return tree
@@ -268,53 +234,38 @@ class SelfTimedDrafter(MeasuredDrafter):
         self._is_first = False
         self._is_first_draft = self._is_first_draft and not forwards
         super().observe(verdict, output)
-        policy = self._policy(self._main)
-        if policy is not None:
-            host = self._main.tree.host
+        if self._policy is not None:
             for row, reached in self._main.reached.items():
-                policy.learn(row, host.height(row), reached, len(verdict.tokens(row)))
+                height = self._main.tree.height(row)
+                self._policy.learn(row, height, reached, len(verdict.tokens(row)))
 
     def _learn_costs(self, state: GenerationState) -> Costs:
         self._is_first = self._is_first_draft = True
-        name, forwards = self._main.name, self._main.drafter.num_forwards
-        owner = identity(self._main.drafter) if self.assistants else None
-        key = name, owner, self._key
-        self._times = known_times(self._target, key, state.num_rows)
-        return self._times.costs(name, forwards)
+        name, drafter = self._main.name, self._main.drafter
+        owner = drafter.timing_key if self.assistants else None
+        self._times = known_times(self._target, (name, owner, self._key), state.num_rows)
+        return self._times.costs(name, drafter.num_forwards)
 
-    def _limits(self, source: Source, chosen: Round, room: Mapping[int, int]) -> dict[int, int]:
+    def _depths(self, source: Source, chosen: Round, room: Mapping[int, int]) -> dict[int, int]:
         """A drafter that is asked may go on as long as its policy lets it."""
-        asked = {row: depth for row, depth in chosen.asked.get(source.name, {}).items() if depth}
-        policy = self._policy(source)
-        if policy is not None and asked:
-            policy.price = _LevelPrice(source, chosen, len(asked), len(room))
-        return {row: room[row] if row in asked else 0 for row in room}
-
-    def _stays_whole(self, source: Source) -> bool:
-        """Whether the rule that judges the trees reads how they were drafted."""
-        return source.drafter.samples or source.drafter.rule is not None
-
-    @staticmethod
-    def _policy(source: Source) -> MeasuredPolicy | None:
-        policy = getattr(source.drafter, "policy", None)
-        return policy if isinstance(policy, MeasuredPolicy) else None
+        asked = {row for row, depth in chosen.asked.get(source.name, {}).items() if depth}
+        if self._policy is not None and asked:
+            self._policy.price = partial(chosen.level_price, source, len(asked), len(room))
+        return {row: limit if row in asked else 0 for row, limit in room.items()}
 
 
 def measured(
-    drafter: Drafter, target: PreTrainedModel, config: Any, nodes_per_level: int
+    drafter: Drafter,
+    policy: LengthPolicy,
+    target: PreTrainedModel,
+    config: PolicyConfig,
+    nodes_per_level: int,
 ) -> SelfTimedDrafter:
-    """The same drafts, as long and as wide as they are worth.
-
-    Args:
-        drafter: takes time.
-        target: the model that generates.
-        config: of its strategy, with `max_draft_tokens` and `max_nodes` resolved.
-        nodes_per_level: that are expected to be sent.
-    """
-    source = Source(config.strategy, drafter, config.max_draft_tokens)
-    source.nodes_per_level, source.fade = nodes_per_level, FADE
-    most = getattr(config, "max_nodes", None) or config.max_draft_tokens
-    return SelfTimedDrafter([source], target, config.batching, config.max_draft_tokens, most)
+    """The same drafts, as long and as wide as they are worth, at so many nodes a level."""
+    depth = drafter.max_depth
+    source = Source(config.strategy, drafter, depth, nodes_per_level=nodes_per_level, fade=FADE)
+    most = getattr(config, "max_nodes", None) or depth
+    return SelfTimedDrafter([source], target, config.batching, depth, most, policy)
 
 
 def can_measure(target: PreTrainedModel) -> bool:
@@ -323,11 +274,7 @@ def can_measure(target: PreTrainedModel) -> bool:
 
 
 def resolve(config: Policed, target: PreTrainedModel) -> Policed:
-    """The config with a length policy and sizes, measured where that is possible and nothing given.
-
-    Raises:
-        UnsupportedError: if times are asked for where they cannot decide.
-    """
+    """The config with a policy and sizes, measured where that can be and nothing is given."""
     possible = can_measure(target)
     if config.length_policy == MEASURED and not possible:
         raise UnsupportedError(

@@ -1,15 +1,16 @@
-"""Costs that are learned from rounds: what is expected before, and what a time changes."""
+"""Costs from measured points, and learned from rounds: what is expected, what a time changes."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from hf_spec.strategies.round_times import (
+from hf_spec.drafting.costs import (
     FORWARD_PRICE,
     LARGEST,
     LIFETIME,
     NODE_PRICE,
+    Curve,
     LearnedCurve,
     RoundTimes,
     known_times,
@@ -20,6 +21,20 @@ from tests.tiny_models import build
 @pytest.fixture(autouse=True)
 def cheap_drafts() -> None:
     """Here times are real."""
+
+
+class TestCurve:
+    def test_straight_between_points_and_on_behind_the_last(self) -> None:
+        curve = Curve([[8, 3.0], [0, 1.0], [4, 2.0], [16, 4.0]])
+        assert [curve(size) for size in (0, 2, 4, 6, 8, 12, 24)] == [1, 1.5, 2, 2.5, 3, 3.5, 5]
+        assert curve(-3) == 1
+
+    def test_the_fastest_run_counts_and_nothing_costs_more_than_a_larger_size(self) -> None:
+        curve = Curve([(1, 9.0), (1, 2.0), (4, 7.0), (16, 3.0), (32, 5.0)])
+        assert [curve(size) for size in (1, 4, 16, 32)] == [2, 3, 3, 5]
+
+    def test_one_point(self) -> None:
+        assert Curve([(4, 2.0)])(1) == Curve([(4, 2.0)])(400) == 2.0
 
 
 def curve(*times: tuple[float, float]) -> LearnedCurve:

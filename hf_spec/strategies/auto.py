@@ -1,10 +1,10 @@
-"""Drafts from whatever is at hand, in every round what brings the most tokens per second.
+"""Drafts from whatever is available, in every round what brings the most tokens per second.
 
-Lookup is always at hand; draft models and adapters are if `assistant=` names them. All that is
+Lookup is always available; draft models and adapters are if `assistant=` names them. All that is
 proposed for a row becomes one tree, from which the nodes that are worth their time are sent. What a
-node is worth follows from how drafts like it fared in this generation (`sources`), what it
-costs from a short calibration on this machine (`costs`); `choice` weighs the two. Where
-nothing pays nothing is drafted.
+node is worth follows from how drafts like it fared in this generation (`hf_spec.drafting.sources`),
+what it costs from a short calibration on this machine (`hf_spec.drafting.calibration`);
+`hf_spec.drafting.choice` weighs the two. Where nothing pays nothing is drafted.
 
 Every choice follows from the text so far, and no draft is random, so node draw judges the tree and
 the output stays the target's own.
@@ -14,30 +14,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from hf_spec.adapters.folder import SpecAdapter, is_adapter, load_adapter
-from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.state import GenerationState
+from hf_spec.drafting.calibration import check_timings, known_costs
+from hf_spec.drafting.config import StrategyConfig
+from hf_spec.drafting.costs import Costs
+from hf_spec.drafting.measured import MeasuredDrafter
+from hf_spec.drafting.sources import Source
 from hf_spec.errors import AssistantError, OptionError, UnsupportedError
 from hf_spec.execution.distributed_checks import tensor_parallel_size
 from hf_spec.models.falcon_head import FalconHead
 from hf_spec.strategies.assistants import read_once
-from hf_spec.strategies.auto.costs import Costs, check_timings, known_costs
-from hf_spec.strategies.auto.sources import Source
-from hf_spec.strategies.base import StrategyConfig, make_drafter, register
-from hf_spec.strategies.disco import DiscoConfig, make_chain
-from hf_spec.strategies.draft_model import DraftModelDrafter, TreeConfig
-from hf_spec.strategies.falcon import FalconConfig, FalconDrafter
 from hf_spec.strategies.lookup import LookupConfig, lookup_sources
-from hf_spec.strategies.measured import MeasuredDrafter
-from hf_spec.strategies.sdsat import SdsatConfig, SdsatDrafter
-
-# What a draft model may grow before the nodes are chosen.
-TREE = TreeConfig(max_draft_tokens=5, max_nodes=24)
+from hf_spec.strategies.registry import make_for_auto, register
 
 
 @dataclass(frozen=True)
@@ -69,14 +63,7 @@ class AutoConfig(StrategyConfig):
 
 
 class AutoDrafter(MeasuredDrafter):
-    """Lookups, and assistants whose costs are calibrated or given.
-
-    Args:
-        config: limits, and timings if they are given.
-        target: the model that generates.
-        free: sources that cost no time worth counting; always asked.
-        assistants: the others, with names of their own.
-    """
+    """Lookups, and assistants whose costs are calibrated or given."""
 
     def __init__(
         self,
@@ -100,7 +87,7 @@ class AutoDrafter(MeasuredDrafter):
         timings, batching = self.config.timings, self.config.batching
         if timings is not None:
             return Costs.of(timings)
-        timed = {s.name: s.drafter for s in self.assistants if not s.alone}
+        timed = {s.name: s.drafter for s in self.assistants if not s.drafter.alone}
         return known_costs(self.target, timed, state, batching)
 
 
@@ -116,8 +103,8 @@ def _make(config: AutoConfig, target: PreTrainedModel, assistant: object) -> Aut
         strategy = _strategy_of(given, target)
         earlier = sum(source.name.partition("-")[0] == strategy for source in assistants)
         name = f"{strategy}-{earlier + 1}" if earlier else strategy
-        drafter, depth = _drafter_of(strategy, target, given, config.batching)
-        assistants.append(Source(name, drafter, min(depth, longest)))
+        drafter = make_for_auto(strategy, target, given, config.batching)
+        assistants.append(Source(name, drafter, longest))
     if config.timings is not None:
         lacking = [s.name for s in assistants if s.name not in config.timings["draft"]]
         if missing := [name for name in lacking if not name.startswith("sdsat")]:
@@ -158,25 +145,3 @@ def _strategy_of(assistant: Any, target: PreTrainedModel) -> str:
 def _strategy_in(name: str) -> str:
     """The strategy that a folder or a repository of the Hub is for; a model's is "tree"."""
     return load_adapter(name).strategy if is_adapter(name) else "tree"
-
-
-def _drafter_of(
-    strategy: str, target: PreTrainedModel, assistant: Any, batching: str
-) -> tuple[Drafter, int]:
-    """A drafter without chance, and how deep it goes."""
-    grown = replace(TREE, batching=batching)
-    if strategy == "falcon":
-        head = make_drafter(FalconConfig(length_policy="static"), target, assistant)
-        assert isinstance(head, FalconDrafter), "what spec_strategy='falcon' makes"
-        # Which of the nodes are worth sending is decided here.
-        head.max_nodes = None
-        return head, head.plan.height
-    if strategy == "sdsat":
-        own = make_drafter(SdsatConfig(fused=True), target, assistant)
-        assert isinstance(own, SdsatDrafter), "what spec_strategy='sdsat' makes"
-        return own, own.length
-    if strategy == "disco":
-        chain = make_chain(DiscoConfig(), target, assistant)
-        tree = DraftModelDrafter(grown, chain.model, chain.policy, chain.vocab_size)
-        return tree, chain.policy.max_draft_tokens
-    return make_drafter(grown, target, assistant), int(grown.max_draft_tokens or 0)

@@ -2,7 +2,7 @@
 
 A *source* is a drafter with a memory of how it fared, per row. Of every node it proposes it says
 how likely the target is to go there: the product along the path of the shares of nodes of the same
-kind that were accepted behind an accepted parent. Kinds are the drafter's own probability in tenths
+kind that were accepted after an accepted parent. Kinds are the drafter's own probability in tenths
 or, where it has none, depth and rank. Shares decay, and begin with an expectation.
 """
 
@@ -15,7 +15,6 @@ from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.state import GenerationState
 from hf_spec.execution.runner import ForwardOutput
 from hf_spec.execution.tree import DraftTree, Verdict
-from hf_spec.strategies.auto.costs import LimitedState
 
 # How fast old trials are forgotten, per trial; and how many the expectation counts for.
 DECAY = 0.95
@@ -39,29 +38,27 @@ DEPTH_KINDS, RANK_KINDS = 3, 2
 class Shares:
     """How often things of each kind came true, old trials counting less.
 
-    Args:
-        expected: the share of a kind before anything was heard.
-        weight: how many trials that counts for.
+    The `expected` share of a kind counts for `weight` trials.
     """
 
     def __init__(self, expected: Callable[..., float], weight: float):
         self._expected = expected
         self._weight = weight
-        self._heard: dict[Hashable, tuple[float, float]] = {}
+        self._trials: dict[Hashable, tuple[float, float]] = {}
 
     def share(self, kind: Hashable) -> float:
         """Between 0 and 1."""
-        hits, trials = self._heard.get(kind, (0.0, 0.0))
+        hits, trials = self._trials.get(kind, (0.0, 0.0))
         return (self._weight * self._expected(kind) + hits) / (self._weight + trials)
 
-    def hear(self, kind: Hashable, hit: bool) -> None:
+    def count(self, kind: Hashable, hit: bool) -> None:
         """Count a trial."""
-        hits, trials = self._heard.get(kind, (0.0, 0.0))
-        self._heard[kind] = DECAY * hits + hit, DECAY * trials + 1
+        hits, trials = self._trials.get(kind, (0.0, 0.0))
+        self._trials[kind] = DECAY * hits + hit, DECAY * trials + 1
 
     def fade(self, kept: float = FADE) -> None:
         """Forget everything but a share of it."""
-        self._heard = {kind: (kept * h, kept * t) for kind, (h, t) in self._heard.items()}
+        self._trials = {kind: (kept * h, kept * t) for kind, (h, t) in self._trials.items()}
 
 
 class Source:
@@ -69,40 +66,40 @@ class Source:
 
     Args:
         name: in counters and timings.
-        drafter: deterministic.
-        depth: of its deepest draft.
-        first, further: expected share of a first node at depth 1 and below, where the drafter has
-            no probabilities of its own.
+        drafter: asked for drafts.
+        depth: most levels that it is asked for.
+        expected: share of the first node at depth 1 and of those below that is accepted, before
+            any was seen and where the drafter has no probabilities of its own.
+        nodes_per_level: of its tree that are expected to be sent.
+        fade: share of what is known that stays in a round in which it is not asked.
 
     Attributes:
         tree: proposed last.
         limits: per row how deep it was asked to go.
         reached: per row how many of its levels the target went through, sent or not.
-        nodes_per_level: of its tree that are expected to be sent.
-        fade: share of what is known that stays in a round in which it is not asked.
     """
 
     def __init__(
-        self, name: str, drafter: Drafter, depth: int, first: float = 0.5, further: float = 0.7
+        self,
+        name: str,
+        drafter: Drafter,
+        depth: int,
+        expected: tuple[float, float] = (0.5, 0.7),
+        nodes_per_level: int = NODES_PER_LEVEL,
+        fade: float = FADE,
     ):
         self.name = name
         self.drafter = drafter
-        self.depth = depth
-        self._expected = first, further
+        self.depth = min(depth, drafter.max_depth)
+        self.nodes_per_level = nodes_per_level
+        self.fade = fade
+        self._expected = expected
         self.tree: DraftTree
         self.limits: Mapping[int, int] = {}
-        self.nodes_per_level = NODES_PER_LEVEL
-        self.fade = FADE
         self.reached: dict[int, int] = {}
-        self._probs: list[float] | None = None
         self._nodes: list[Shares] = []
         self._levels: list[Shares] = []
         self._sizes: dict[int, int] = {}
-
-    @property
-    def alone(self) -> bool:
-        """Whether its trees must be sent as they are: virtual nodes bring the next draft."""
-        return self.drafter.virtual_tokens is not None
 
     def start(self, num_rows: int) -> None:
         """Forget how it fared; the drafter forgets when it is made active."""
@@ -119,13 +116,11 @@ class Source:
 
     def ask(self, state: GenerationState, limits: Mapping[int, int]) -> None:
         """Let the drafter propose; rows with limit 0 take part, so that it keeps count of them."""
-        self.limits = {row: min(limits[row], self.depth) for row in state.unfinished}
-        self.tree = self.drafter.draft(LimitedState.of(state, self.limits))
-        probs = self.tree.node_probs
-        self._probs = None if probs is None else probs.tolist()
+        self.limits = {row: min(limit, self.depth) for row, limit in limits.items()}
+        self.tree = self.drafter.draft(state, self.limits)
         for row, limit in self.limits.items():
             if limit:
-                self._sizes[row] = len(self.tree.host.nodes(row)) - 1
+                self._sizes[row] = len(self.tree.nodes(row)) - 1
 
     def useful_depth(self, row: int) -> int:
         """How deep a draft without probabilities goes until even its best node is too unlikely."""
@@ -150,52 +145,57 @@ class Source:
 
         Nothing below a node that is too unlikely to be looked at has any.
         """
-        host, shares = self.tree.host, self._nodes[row]
-        start = host.row_start[row]
+        tree, shares = self.tree, self._nodes[row]
+        start = tree.row_start[row]
         values = [1.0]
-        for node in host.nodes(row)[1:]:
-            above = values[host.parent[node] - start]
+        for node in tree.nodes(row)[1:]:
+            above = values[tree.parent[node] - start]
             values.append(above * shares.share(self._kind(node)) if above >= MIN_VALUE else 0.0)
         return values
 
+    def join(self, trees: Mapping[int, MergedTree]) -> None:
+        """Add what it proposed to the tree of every row."""
+        for row, tree in trees.items():
+            tree.add(self, row)
+
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
-        """Learn what became of its own tree, and let the drafter know.
+        """Learn how its own tree fared, and let the drafter know.
 
         A drafter that reads hidden states needs all nodes that were run; the others know their own.
         """
         accepted: list[list[int]] = [[] for _ in verdict.accepted]
         self.reached = {}
         for row, limit in self.limits.items():
-            path = self._hear(row, verdict.tokens(row), limit)
+            path = self._follow(row, verdict.tokens(row), limit)
             self.reached[row] = len(path)
             accepted[row] = path[: len(verdict.accepted[row])]
         own = Verdict(self.tree, accepted, verdict.bonus)
         self.drafter.observe(verdict if self.drafter.hidden_layers else own, output)
 
-    def _hear(self, row: int, tokens: Sequence[int], limit: int) -> list[int]:
+    def _follow(self, row: int, tokens: Sequence[int], limit: int) -> list[int]:
         """Count what was right; the nodes of its tree that carry the tokens, as far as they do."""
-        host, path = self.tree.host, [self.tree.host.row_start[row]]
+        tree, path = self.tree, [self.tree.row_start[row]]
         if not limit:
             self._levels[row].fade(self.fade)
             return []
         for depth, token in enumerate(tokens, start=1):
             if depth > limit:
                 break
-            for node in host.proposals(path[-1]):
-                self._nodes[row].hear(self._kind(node), host.tokens[node] == token)
-            child = host.child(path[-1], token)
-            self._levels[row].hear(depth, child is not None)
+            for node in tree.proposals(path[-1]):
+                self._nodes[row].count(self._kind(node), tree.tokens[node] == token)
+            child = tree.child(path[-1], token)
+            self._levels[row].count(depth, child is not None)
             if child is None:
                 break
             path.append(child)
         return path[1:]
 
     def _kind(self, node: int) -> Hashable:
-        host = self.tree.host
-        if self._probs is not None:
-            return min(int(self._probs[node] * PROBABILITY_KINDS), PROBABILITY_KINDS - 1)
-        rank = host.children[host.parent[node]].index(node)
-        return min(host.depth[node], DEPTH_KINDS), min(rank, RANK_KINDS - 1)
+        tree = self.tree
+        if tree.node_probs is not None:
+            return min(int(tree.node_probs[node] * PROBABILITY_KINDS), PROBABILITY_KINDS - 1)
+        rank = tree.children[tree.parent[node]].index(node)
+        return min(tree.depth[node], DEPTH_KINDS), min(rank, RANK_KINDS - 1)
 
     def _new_nodes(self) -> Shares:
         # Not a method of this object, which would wait for the cycle collector with its drafter.
@@ -215,11 +215,7 @@ def _expected_share(expected: tuple[float, float], kind: int | tuple[int, int]) 
 
 
 class MergedTree:
-    """The trees of several sources for one row as one; every node has its best value.
-
-    Args:
-        root: the row's last token.
-    """
+    """The trees of several sources for one row as one; every node has its best value."""
 
     def __init__(self, root: int):
         self.tokens = [root]
@@ -230,12 +226,12 @@ class MergedTree:
 
     def add(self, source: Source, row: int) -> None:
         """Take in the tree that a source proposes for `row`."""
-        host = source.tree.host
-        start = host.row_start[row]
+        tree = source.tree
+        start = tree.row_start[row]
         place = {start: 0}
-        for node, value in zip(host.nodes(row)[1:], source.values(row)[1:], strict=True):
+        for node, value in zip(tree.nodes(row)[1:], source.values(row)[1:], strict=True):
             if value >= MIN_VALUE:
-                here = self._child(place[host.parent[node]], host.tokens[node])
+                here = self._child(place[tree.parent[node]], tree.tokens[node])
                 # No node is worth more than its parent, by any source that has both.
                 self.values[here] = max(self.values[here], value)
                 place[node] = here

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from hf_spec.strategies.auto.choice import Round, choose_nodes, choose_sources
-from hf_spec.strategies.auto.costs import Costs, Curve
-from hf_spec.strategies.auto.sources import NODES_PER_LEVEL, MergedTree
+from hf_spec.drafting.choice import Round, choose_nodes, choose_sources
+from hf_spec.drafting.costs import Costs, Curve
+from hf_spec.drafting.sources import NODES_PER_LEVEL, MergedTree
 
 
 def costs(per_node: float = 0.05, **draft: float) -> Costs:
@@ -32,7 +33,8 @@ class Level:
 
     def __init__(self, name: str, *levels: float, alone: bool = False, nodes: int = 0):
         self.name, self.levels, self.depth = name, levels, len(levels)
-        self.alone, self.nodes, self.nodes_per_level = alone, nodes, NODES_PER_LEVEL
+        self.drafter = SimpleNamespace(alone=alone)
+        self.nodes, self.nodes_per_level = nodes, NODES_PER_LEVEL
 
     def level(self, row: int, depth: int) -> float:
         return self.levels[depth - 1]
@@ -123,3 +125,13 @@ class TestSources:
         own = Level("own", 0.9, 0.9, alone=True, nodes=6)
         assert ask({0: tree((0, 0.5))}, costs(0.02), own).asked == {"own": {0: 2}}
         assert ask({0: tree((0, 0.9), (1, 0.9))}, costs(0.1), own).asked == {}
+
+
+def test_a_level_of_a_chain_is_sent_too_and_one_of_a_tree_is_not() -> None:
+    known = costs(per_node=0.1, chain=0.5)
+    chosen = Round(known, tokens=3.0, nodes=1)
+    assert chosen.rate == pytest.approx(3.0)
+    chain = Level("chain", 0.9)
+    assert chosen.level_price(chain, 2, 4, 1) == pytest.approx(3.0 * 0.25)  # type: ignore[arg-type]
+    chain.nodes_per_level = 1
+    assert chosen.level_price(chain, 2, 4, 1) == pytest.approx(3.0 * 0.35)  # type: ignore[arg-type]

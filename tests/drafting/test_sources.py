@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 
 from hf_spec.decoding.drafter import Drafter
-from hf_spec.decoding.state import GenerationState, StopRules
-from hf_spec.execution.runner import ForwardOutput
-from hf_spec.execution.tree import DraftTree, Verdict
-from hf_spec.strategies.auto.sources import (
+from hf_spec.decoding.state import GenerationState
+from hf_spec.decoding.stopping import StopRules
+from hf_spec.drafting.sources import (
     EXPECTATION_WEIGHT,
     LEVEL_EXPECTATION,
     MergedTree,
     Shares,
     Source,
 )
+from hf_spec.execution.runner import ForwardOutput
+from hf_spec.execution.tree import DraftTree, Verdict
 
 ROOT = 5
 NOTHING = ForwardOutput(torch.empty(0))
@@ -28,25 +30,25 @@ PARENTS = [-1, 0, 0, 1, 1, 3]
 
 
 class Fixed(Drafter):
-    """Proposes the same tree whatever is asked, and keeps what it hears."""
+    """Proposes the same tree whatever is asked, and keeps the outcomes."""
 
     def __init__(self, probs: list[float] | None = None, hidden: bool = False):
-        self.probs = None if probs is None else torch.tensor(probs)
+        self.probs = probs
         self.hidden_layers = (-1,) if hidden else ()
-        self.heard: list[Verdict] = []
-        self.room: list[int] = []
+        self.outcomes: list[Verdict] = []
+        self.limits: dict[int, int] = {}
         self.restarted: list[int] = []
 
     def restart(self, row: int) -> None:
         self.restarted.append(row)
 
-    def draft(self, state: GenerationState) -> DraftTree:
-        self.room = [state.room(row) for row in state.unfinished]
+    def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
+        self.limits = dict(limits)
         rows = [(TOKENS, PARENTS) for _ in state.tokens]
         return DraftTree.from_rows(rows, node_probs=self.probs)
 
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
-        self.heard.append(verdict)
+        self.outcomes.append(verdict)
 
 
 def state_of(rows: int = 1) -> GenerationState:
@@ -68,27 +70,27 @@ def said(*tokens: int) -> Verdict:
 
 
 class TestShares:
-    def test_from_the_expectation_to_what_is_heard(self) -> None:
+    def test_from_the_expectation_to_the_trials(self) -> None:
         shares = Shares(lambda kind: {"a": 0.2, "b": 0.9}[kind], 4.0)
         assert (shares.share("a"), shares.share("b")) == (0.2, 0.9)
-        shares.hear("a", True)
+        shares.count("a", True)
         assert shares.share("a") == pytest.approx((4 * 0.2 + 1) / 5)
         for _ in range(300):
-            shares.hear("a", False)
+            shares.count("a", False)
         assert shares.share("a") < 0.04
         assert shares.share("b") == 0.9
 
     def test_what_is_new_counts_more(self) -> None:
         early, late = Shares(lambda _: 0.5, 4.0), Shares(lambda _: 0.5, 4.0)
         for step in range(20):
-            early.hear(0, step < 10)
-            late.hear(0, step >= 10)
+            early.count(0, step < 10)
+            late.count(0, step >= 10)
         assert early.share(0) < 0.5 < late.share(0)
 
     def test_fading_goes_back_to_the_expectation(self) -> None:
         shares = Shares(lambda _: 0.6, 3.0)
         for _ in range(40):
-            shares.hear(1, False)
+            shares.count(1, False)
         low = shares.share(1)
         for _ in range(500):
             shares.fade()
@@ -98,7 +100,7 @@ class TestShares:
 
 class TestSource:
     def test_values_by_depth_and_rank(self) -> None:
-        source = asked(Source("s", Fixed(), 3, first=0.6, further=0.8))
+        source = asked(Source("s", Fixed(), 3, expected=(0.6, 0.8)))
         assert source.values(0) == pytest.approx([1, 0.6, 0.15, 0.48, 0.12, 0.384])
 
     def test_values_by_the_drafters_own_probability(self) -> None:
@@ -107,7 +109,7 @@ class TestSource:
         assert source.values(0) == pytest.approx(expected)
 
     def test_nothing_is_looked_at_that_is_too_unlikely(self) -> None:
-        source = asked(Source("s", Fixed(), 3, first=0.5, further=0.015))
+        source = asked(Source("s", Fixed(), 3, expected=(0.5, 0.015)))
         assert source.values(0) == pytest.approx([1, 0.5, 0.125, 0.0075, 0.5 * 0.00375, 0])
         tree = MergedTree(ROOT)
         tree.add(source, 0)
@@ -115,7 +117,7 @@ class TestSource:
 
     @pytest.mark.parametrize(("further", "depth"), [(0.001, 1), (0.2, 3), (0.9, 9)])
     def test_useful_depth(self, further: float, depth: int) -> None:
-        source = asked(Source("s", Fixed(), 9, first=0.5, further=further))
+        source = asked(Source("s", Fixed(), 9, expected=(0.5, further)))
         assert source.useful_depth(0) == depth
 
     def test_limits_reach_the_drafter_and_its_own_depth_is_one(self) -> None:
@@ -123,7 +125,7 @@ class TestSource:
         source = Source("s", drafter, 3)
         source.start(2)
         source.ask(state, {0: 9, 1: 0})
-        assert drafter.room == [4, 1]
+        assert drafter.limits == {0: 3, 1: 0}
         assert source.limits == {0: 3, 1: 0}
         assert source.size(0, 7) == 5
         assert source.size(1, 7) == 7
@@ -171,18 +173,18 @@ class TestSource:
         source = asked(Source("s", Fixed(), 3))
         for tokens, path in (((10, 12, 7), [1, 4]), ((8, 9), []), ((10, 11), [1])):
             source.observe(said(*tokens), NOTHING)
-            heard = source.drafter.heard[-1]  # type: ignore[attr-defined]
-            assert heard.tree is source.tree
+            outcome = source.drafter.outcomes[-1]  # type: ignore[attr-defined]
+            assert outcome.tree is source.tree
             # The bonus token is no accepted one, even where the own tree has it.
-            assert heard.accepted == [path]
+            assert outcome.accepted == [path]
 
     def test_a_drafter_that_reads_hidden_states_hears_of_the_tree_that_was_run(self) -> None:
         source = asked(Source("s", Fixed(hidden=True), 3))
         verdict = said(10, 12, 7)
         source.observe(verdict, NOTHING)
-        assert source.drafter.heard == [verdict]  # type: ignore[attr-defined]
+        assert source.drafter.outcomes == [verdict]  # type: ignore[attr-defined]
 
-    def test_rows_learn_apart_and_generations_begin_anew(self) -> None:
+    def test_rows_learn_apart_and_generations_begin_again(self) -> None:
         source = asked(Source("s", Fixed(), 3), rows=2)
         tree = DraftTree.from_rows([([ROOT, 10], [-1, 0]), ([ROOT], [-1])])
         source.observe(Verdict(tree, [[1], []], [11, 99]), NOTHING)
@@ -202,7 +204,7 @@ class TestMergedTree:
     def merged(self, *values: tuple[float, float]) -> MergedTree:
         tree = MergedTree(ROOT)
         for first, further in values:
-            tree.add(asked(Source("s", Fixed(), 3, first, further)), 0)
+            tree.add(asked(Source("s", Fixed(), 3, (first, further))), 0)
         return tree
 
     def test_the_same_node_stands_once_with_its_best_value(self) -> None:

@@ -14,11 +14,11 @@ from torch import Tensor
 import hf_spec
 from hf_spec import AssistantError, AutoConfig, OptionError
 from hf_spec.adapters.folder import BaseModel, SpecAdapter, save_adapter
+from hf_spec.drafting import calibration
+from hf_spec.drafting.sources import Source
 from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.tree import DraftTree
-from hf_spec.strategies.auto import costs as auto_costs
-from hf_spec.strategies.auto.sources import Source
-from hf_spec.strategies.auto.strategy import AutoDrafter
+from hf_spec.strategies.auto import AutoDrafter
 from tests.falcon_reference import random_head
 from tests.model_watch import snapshot
 from tests.refusals import refuse
@@ -87,8 +87,8 @@ def trees(monkeypatch: pytest.MonkeyPatch) -> list[DraftTree]:
     sent: list[DraftTree] = []
     draft = AutoDrafter.draft
 
-    def watch(self: AutoDrafter, state: Any) -> DraftTree:
-        sent.append(draft(self, state))
+    def watch(self: AutoDrafter, state: Any, limits: Any) -> DraftTree:
+        sent.append(draft(self, state, limits))
         return sent[-1]
 
     monkeypatch.setattr(AutoDrafter, "draft", watch)
@@ -112,13 +112,13 @@ class TestOutput:
 
     def test_calibration_leaves_everything_as_it_was(self, monkeypatch: pytest.MonkeyPatch) -> None:
         model, calls = build("olmo2"), []
-        measure = auto_costs.measure_costs
+        measure = calibration.measure_costs
 
         def watch(*arguments: Any) -> Any:
             calls.append(1)
             return measure(*arguments)
 
-        monkeypatch.setattr(auto_costs, "measure_costs", watch)
+        monkeypatch.setattr(calibration, "measure_costs", watch)
         before, outputs = snapshot(model), []
         for _ in range(2):
             torch.manual_seed(3)
@@ -147,19 +147,19 @@ class TestChoices:
         for _ in range(2):
             del trees[:]
             run("ragged", assistant=assistants("all"))
-            lengths.append([tree.host.tokens for tree in trees])
+            lengths.append([tree.tokens for tree in trees])
         assert lengths[0] == lengths[1]
 
     def test_nothing_is_drafted_where_nothing_pays(self, trees: list[DraftTree]) -> None:
         output = run("ragged", DEAR, assistants("all"))
-        assert all(tree.num_nodes == len(set(tree.row.tolist())) for tree in trees)
+        assert all(len(tree.nodes(r)) <= 1 for tree in trees for r in range(tree.num_rows))
         assert output.spec_stats.drafted_tokens == output.spec_stats.draft_forwards == 0
         counters = output.spec_stats.counters
         assert counters["idle_rounds"] == counters["rounds"] == 5 * NEW_TOKENS
 
     def test_rows_get_drafts_of_their_own(self, trees: list[DraftTree]) -> None:
         run("ragged", assistant=assistants("tree"))
-        heights = [[tree.host.height(row) for row in range(5)] for tree in trees]
+        heights = [[tree.height(row) for row in range(5)] for tree in trees]
         assert any(len({h for h in some if h}) > 1 for some in heights)
 
     def test_a_drafter_that_is_never_right_is_left_alone(self) -> None:
@@ -193,8 +193,8 @@ class TestChoices:
             assistant=draft_model("llama"),
         )
         for tree in trees:
-            assert max(tree.host.height(row) for row in range(5)) <= min(most, 2)
-            assert max(tree.host.num_drafted(row) for row in range(5)) <= 2
+            assert max(tree.height(row) for row in range(5)) <= min(most, 2)
+            assert max(tree.num_drafted(row) for row in range(5)) <= 2
 
     def test_it_is_better_than_either(self) -> None:
         """A head that knows the text, and text that repeats itself."""
@@ -235,10 +235,10 @@ class TestSilence:
             speaks = speaking == "always" or turn % 3 == 0
             ask(self, state, dict.fromkeys(limits, 4 if speaks else 0))
             if turn % 3 == 0:
-                host = self.tree.host
+                tree = self.tree
                 probs = self.tree.node_probs
                 assert probs is not None
-                proposals[speaking, turn] = host.tokens, host.parent, probs.tolist()
+                proposals[speaking, turn] = tree.tokens, tree.parent, probs
 
         monkeypatch.setattr(Source, "ask", silent)
         # Nothing is sent, so both generations go the same way, token by token.
@@ -275,7 +275,7 @@ class TestSilence:
 
 class TestAssistants:
     def made(self, assistant: Any) -> AutoDrafter:
-        drafter = hf_spec.strategies.make_drafter(AutoConfig(), build("llama"), assistant)
+        drafter = hf_spec.strategies.registry.make_drafter(AutoConfig(), build("llama"), assistant)
         assert isinstance(drafter, AutoDrafter)
         return drafter
 
@@ -296,7 +296,7 @@ class TestAssistants:
             for assistant in given:
                 assert [source.name for source in self.made(assistant).assistants] == [name]
 
-    def test_lookup_is_always_at_hand(self) -> None:
+    def test_lookup_is_always_available(self) -> None:
         assert {source.name for source in self.made(None).free} == {"lookup"}
         assert self.made(None).assistants == []
         assert self.made(None).hidden_layers == ()
@@ -327,7 +327,7 @@ class TestAssistants:
     def test_timings_must_know_the_assistants(self) -> None:
         config = AutoConfig(timings={"verify": [[1, 1.0]], "draft": {"falcon": [[1, 1.0]]}})
         with pytest.raises(OptionError, match=r"timings\['draft'\] lacks 'tree'; it has 'falcon'"):
-            hf_spec.strategies.make_drafter(config, build("llama"), draft_model("llama"))
+            hf_spec.strategies.registry.make_drafter(config, build("llama"), draft_model("llama"))
 
     def test_a_wrong_set_of_timings(self) -> None:
         with pytest.raises(OptionError, match="timings="):

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from hf_spec.strategies.published_trees import published_trees
+from hf_spec.drafting.published_trees import published_trees
 
 
 def test_every_method_sees_its_own() -> None:

@@ -11,11 +11,13 @@ import torch
 
 import hf_spec
 from hf_spec import DiscoConfig, DraftConfig, FalconConfig, GsdConfig, LookupConfig, TreeConfig
+from hf_spec.drafting import costs as round_costs
+from hf_spec.drafting import measured
+from hf_spec.drafting.costs import RoundTimes
+from hf_spec.drafting.measured import SelfTimedDrafter, resolve
 from hf_spec.errors import OptionError, UnsupportedError
 from hf_spec.execution.runner import ModelRunner
-from hf_spec.strategies import make_drafter, measured, parse_strategy, round_times
-from hf_spec.strategies.measured import SelfTimedDrafter, resolve
-from hf_spec.strategies.round_times import RoundTimes
+from hf_spec.strategies.registry import make_drafter, parse_strategy
 from tests.falcon_reference import random_head
 from tests.tiny_models import build, disco_adapter, draft_model, prompts
 
@@ -33,10 +35,10 @@ def costs(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float], None]:
     """Sets what a node and what a forward of the drafter costs, in forwards of the target."""
 
     def set_costs(node: float, forward: float) -> None:
-        monkeypatch.setattr(measured, "known_times", lambda *_: round_times.RoundTimes())
+        monkeypatch.setattr(measured, "known_times", lambda *_: round_costs.RoundTimes())
         monkeypatch.setattr(RoundTimes, "learn", lambda *_: None)
-        monkeypatch.setattr(round_times, "NODE_PRICE", node)
-        monkeypatch.setattr(round_times, "FORWARD_PRICE", forward)
+        monkeypatch.setattr(round_costs, "NODE_PRICE", node)
+        monkeypatch.setattr(round_costs, "FORWARD_PRICE", forward)
 
     return set_costs
 
@@ -129,7 +131,7 @@ class TestTimes:
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         heard: list[tuple[int, float, int, float]] = []
-        monkeypatch.setattr(measured, "known_times", lambda *_: round_times.RoundTimes())
+        monkeypatch.setattr(measured, "known_times", lambda *_: round_costs.RoundTimes())
         monkeypatch.setattr(RoundTimes, "learn", lambda _, *times: heard.append(times))
         ticks = itertools.count()
         monkeypatch.setattr(measured.time, "perf_counter", lambda: float(next(ticks)))
@@ -161,7 +163,7 @@ class TestTimes:
             clock[0] += 1.0
             return forward(self, *arguments)
 
-        monkeypatch.setattr(measured, "known_times", lambda *_: round_times.RoundTimes())
+        monkeypatch.setattr(measured, "known_times", lambda *_: round_costs.RoundTimes())
         monkeypatch.setattr(ModelRunner, "forward", slow)
         monkeypatch.setattr(measured.time, "perf_counter", lambda: clock[0])
         stats = generate("draft", build("llama"), max_new_tokens=60).spec_stats
@@ -260,8 +262,8 @@ def test_the_draft_that_runs_the_prompt_is_not_timed(
         timed.append(forwards)
 
     monkeypatch.setattr(measured, "known_times", lambda *_: RoundTimes())
-    monkeypatch.setattr(round_times, "FORWARD_PRICE", 0.01)
-    monkeypatch.setattr(round_times, "NODE_PRICE", 1e-4)
+    monkeypatch.setattr(round_costs, "FORWARD_PRICE", 0.01)
+    monkeypatch.setattr(round_costs, "NODE_PRICE", 1e-4)
     monkeypatch.setattr(SelfTimedDrafter, "observe", watch)
     monkeypatch.setattr(RoundTimes, "learn", learn)
     assistant = random_head("llama") if strategy == "falcon" else draft_model("llama")

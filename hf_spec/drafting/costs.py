@@ -1,0 +1,160 @@
+"""What a round of decoding costs: a draft, by its depth, and a forward of the target, by its nodes.
+
+Costs are curves through measured times: given or calibrated ones (`Curve`), or those of the rounds
+of the generation itself (`LearnedCurve`). Such a round is timed by its drafter, which is called
+before the target's forward and again once the target's tokens are known on the host; no forward is
+extra, and nothing waits for the device. What was learned stays with the model. Until then an
+expectation stands in, in units of one forward.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_spec.execution.cpu_linear import cpu_packing_bytes
+from hf_spec.execution.per_model import made_once
+from hf_spec.execution.placement import execution_device
+
+# What is expected before anything is timed, in forwards of the target over one node: another node,
+# and a forward of a drafter. Nodes are expected to be cheap, so that their real price is found out.
+NODE_PRICE = 0.01
+FORWARD_PRICE = 0.15
+# Sizes at which a mean is kept; others count for the nearest one.
+KNOTS = (1, 2, 3, *(base * 2**power for power in range(2, 20) for base in (1, 1.5)))
+# Weight of the newest time once there are some, and most that it counts for, in means: other work
+# on the machine makes single rounds many times slower.
+RATE = 0.1
+LARGEST = 1.5
+# A mean that so many others came after is forgotten: it may have been a bad moment.
+LIFETIME = 100
+
+
+def straight(sizes: Sequence[float], seconds: Sequence[float], size: float) -> float:
+    """Seconds for `size`, on the straight line through the two sizes around it or nearest to it."""
+    after = min(max(bisect_left(sizes, size), 1), len(sizes) - 1)
+    (x, z), (y, w) = sizes[after - 1 : after + 1], seconds[after - 1 : after + 1]
+    return y + (w - y) * (size - x) / (z - x)
+
+
+class Curve:
+    """A cost that never falls: straight between (size, seconds) points, and on after the last one.
+
+    Other work on a machine only ever adds time, so the fastest run of a size counts, and a size
+    costs no more than a larger one.
+    """
+
+    def __init__(self, points: Iterable[Sequence[float]]):
+        found = sorted((size, seconds) for size, seconds in points)
+        self.sizes = sorted({size for size, _ in found})
+        self.seconds = [min(s for other, s in found if other >= size) for size in self.sizes]
+        self._known: dict[float, float] = {}
+
+    def __call__(self, size: float) -> float:
+        """Seconds for `size`; before the first point as there."""
+        if size not in self._known:
+            flat = size <= self.sizes[0] or len(self.sizes) == 1
+            cost = self.seconds[0] if flat else straight(self.sizes, self.seconds, size)
+            self._known[size] = cost
+        return self._known[size]
+
+
+class LearnedCurve:
+    """A cost by size: means at some sizes, straight in between, in proportion elsewhere."""
+
+    def __init__(self, expected: Callable[[float], float]):
+        self._expected = expected
+        # size -> (how many times, their mean, when the last one came); sizes ascend.
+        self._means: dict[float, tuple[int, float, int]] = {}
+        self._sizes: list[float] = []
+        self._seconds: list[float] = []
+        self._count = 0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether anything was learned."""
+        return bool(self._means)
+
+    def __call__(self, size: float) -> float:
+        """Cost of `size`, in seconds once anything was learned."""
+        sizes = self._sizes
+        if not sizes:
+            return self._expected(size)
+        if sizes[0] < size <= sizes[-1]:
+            return straight(sizes, self._seconds, size)
+        nearest = 0 if size <= sizes[0] else -1
+        return self._seconds[nearest] * self._expected(size) / self._expected(sizes[nearest])
+
+    def learn(self, size: float, seconds: float) -> None:
+        """Add one measured time."""
+        above = bisect_right(KNOTS, size)
+        near = KNOTS[max(above - 1, 0) : above + 1]
+        knot = min(near, key=lambda knot: abs(math.log(knot / size)))
+        seconds *= self._expected(knot) / self._expected(size)
+        if self._sizes:
+            seconds = min(seconds, LARGEST * self(knot))
+        times, mean, _ = self._means.get(knot, (0, 0.0, 0))
+        self._count += 1
+        mean += max(1 / (times + 1), RATE) * (seconds - mean)
+        self._means[knot] = times + 1, mean, self._count
+        oldest = self._count - LIFETIME
+        self._means = {s: known for s, known in sorted(self._means.items()) if known[2] > oldest}
+        self._sizes = list(self._means)
+        self._seconds = [mean for _, mean, _ in self._means.values()]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of the target's forward by nodes, and of each drafter's draft by depth."""
+
+    verify: Callable[[float], float]
+    draft: Mapping[str, Callable[[float], float]]
+
+    @classmethod
+    def of(cls, timings: Mapping[str, Any]) -> Costs:
+        """Costs from measured points: "verify", a list, and "draft", one for each drafter."""
+        draft = {name: Curve([(0, 0.0), *points]) for name, points in timings["draft"].items()}
+        return cls(Curve(timings["verify"]), draft)
+
+
+class RoundTimes:
+    """The times of rounds with one drafter, which it may outlive: it holds nothing of it."""
+
+    def __init__(self) -> None:
+        self._verify = LearnedCurve(lambda nodes: 1.0 + NODE_PRICE * nodes)
+        self._draft = LearnedCurve(lambda count: FORWARD_PRICE * count)
+
+    def costs(self, name: str, forwards: Callable[[int], int]) -> Costs:
+        """What `hf_spec.drafting.choice` weighs, for a drafter that takes `forwards(depth)`."""
+        return Costs(
+            self._verify, {name: lambda depth: self._draft_cost(forwards(math.ceil(depth)))}
+        )
+
+    def learn(self, nodes: int, verify_seconds: float, forwards: int, draft_seconds: float) -> None:
+        """Add a round: the nodes of all rows, its seconds, the draft's own forwards."""
+        self._verify.learn(nodes, verify_seconds)
+        if forwards:
+            self._draft.learn(forwards, draft_seconds)
+
+    def _draft_cost(self, count: int) -> float:
+        if not count:
+            return 0.0
+        return self._draft(count) * (1.0 if self._draft.is_known else self._verify(1))
+
+
+def known_times(target: PreTrainedModel, key: Hashable, num_rows: int) -> RoundTimes:
+    """What earlier generations in the same situation, drafter (`key`) and rows, have learned."""
+    return made_once(target, ("rounds", num_rows, machine_of(target), key), RoundTimes)
+
+
+def machine_of(target: PreTrainedModel) -> tuple[Hashable, ...]:
+    """What the times of forwards depend on besides the model and its inputs."""
+    packed = cpu_packing_bytes() > 0
+    device = execution_device(target.get_input_embeddings())
+    return device, target.dtype, torch.get_num_threads(), packed

@@ -1,1 +1,0 @@
-"""The strategy `auto`: what to draft with, how deep, and at what cost."""
