@@ -76,7 +76,7 @@ class FakeGpu(TorchDispatchMode):
         self.restart()
 
     def restart(self) -> None:
-        """Forget what was taken down."""
+        """Forget what was recorded."""
         self.waits: Counter[str] = Counter()
         self.sends = self.fetches = 0
 

@@ -52,7 +52,7 @@ def block_ends(count: int, block_size: int, before: Sequence[int] = ()) -> list[
 def predicted(
     head: FalconHead, tokens: Sequence[int], features: Tensor, path: Sequence[int], ends: list[int]
 ) -> Tensor:
-    """(k, H): the outputs behind a text and a drafted path of whole blocks, without any cache.
+    """(k, H): the outputs after a text and a drafted path of whole blocks, without any cache.
 
     Args:
         head: of block size k and at most two layers; with more, a pair that is fed again would
@@ -84,7 +84,7 @@ def drafted(
     paths: Sequence[Sequence[int]],
     ends: list[int],
 ) -> dict[tuple[int, ...], tuple[int, float]]:
-    """Per rank path its token and probability, each list computed from the whole text anew."""
+    """Per rank path its token and probability, each list computed again from the whole text."""
     size = head.shape.block_size
     lists: dict[tuple[int, ...], Any] = {}
     found: dict[tuple[int, ...], tuple[int, float]] = {}

@@ -126,7 +126,7 @@ def test_rows_end_on_their_own_and_are_padded() -> None:
         [7, 8, 9, 10, 14, 15, 16, 12],
     ]
     masks = state.output_masks(8)
-    assert masks[0].tolist() == [False, False, *[True] * 6], "padding behind the end is run"
+    assert masks[0].tolist() == [False, False, *[True] * 6], "padding after the end is run"
     assert masks[1].tolist() == [True] * 8
 
 

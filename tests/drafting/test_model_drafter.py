@@ -44,7 +44,7 @@ def draft_once(
 
 @torch.no_grad()
 def next_probs(model: PreTrainedModel, paths: Sequence[Sequence[int]]) -> Tensor:
-    """(len(paths), V): the model's distribution behind the prompt and each path."""
+    """(len(paths), V): the model's distribution after the prompt and each path."""
     rows = [torch.cat([PROMPT[0], torch.tensor(path, dtype=torch.long)]) for path in paths]
     return model(torch.stack(rows)).logits[:, -1].softmax(dim=-1)
 

@@ -26,7 +26,7 @@ from hf_spec.execution.tree import DraftTree
 from tests import tiny_models
 
 HEADS, KV_HEADS, WIDTH, VALUE_WIDTH = 4, 2, 8, 6
-# Committed tokens per row, and the tree behind them (its root included).
+# Committed tokens per row, and the tree after them (its root included).
 COMMITTED = (11, 0, 5)
 ROWS = [
     ([0] * 7, [-1, 0, 0, 1, 1, 2, 5]),

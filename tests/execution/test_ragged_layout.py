@@ -70,7 +70,7 @@ def check(segments: list[Segment]) -> RaggedLayout:
 def test_packed_rows() -> None:
     inputs = pack(work(), DraftTree.from_rows(TREE))
     layout = check(inputs.segments)
-    # Pending tokens, then the tree behind them; every node sees the root, so no bit is spent on it.
+    # Pending tokens, then the tree after them; every node sees the root, so no bit is spent on it.
     assert layout.slot.tolist() == [0, 0, 2]
     assert layout.num_keys.tolist() == [14, 20, 7]
     assert layout.prefix.tolist() == [12, 15, 5]

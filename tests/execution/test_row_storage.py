@@ -22,7 +22,7 @@ def storage(batching: str = "padded") -> RowStorage:
 
 
 def chains(texts: list[list[int]], lengths: list[int]) -> DraftTree:
-    """A chain of so many drafts behind the last token of each text, numbered 100 and up."""
+    """A chain of so many drafts after the last token of each text, numbered 100 and up."""
     rows = []
     for text, length in zip(texts, lengths, strict=True):
         tokens = [text[-1], *range(100, 100 + length)]

@@ -43,7 +43,7 @@ def test_padding_fills_every_row_up_to_the_longest() -> None:
     assert [w.fill for w in rows] == [0, 5, 4]
     assert [len(w.tokens(TREE)) for w in rows] == [5, 5, 5]
     assert [len(w.positions(TREE)) for w in rows] == [5, 5, 5]
-    # Copies of the root behind everything that the row holds.
+    # Copies of the root after everything that the row holds.
     assert root.tokens(TREE) == [8] * 5
     assert root.positions(TREE) == [4] * 5
     assert root.places == [4, 5, 6, 7, 8]

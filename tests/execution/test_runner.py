@@ -59,7 +59,7 @@ def path_to(tree: DraftTree, node: int) -> list[int]:
 
 
 def alone(model: PreTrainedModel, tokens: list[int]) -> Tensor:
-    """(V,) logits behind the tokens, from one plain forward."""
+    """(V,) logits after the tokens, from one plain forward."""
     return model(torch.tensor([tokens])).logits[0, -1]
 
 

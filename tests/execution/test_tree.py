@@ -77,7 +77,7 @@ def test_from_rows_without_any_node() -> None:
         (([1, 2], [-1, 1]), "row 1: node 1 cannot have parent 1"),
         (([1, 2, 3], [-1, 2, 0]), "row 1: node 1 cannot have parent 2"),
     ],
-    ids=["lengths", "no root", "two roots", "own parent", "parent behind child"],
+    ids=["lengths", "no root", "two roots", "own parent", "parent after child"],
 )
 def test_from_rows_refuses_what_is_no_tree(row: tuple[list[int], list[int]], message: str) -> None:
     with pytest.raises(ValueError, match=message):

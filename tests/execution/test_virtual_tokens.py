@@ -111,7 +111,7 @@ def test_the_runner_embeds_them_and_leaves_the_rest(name: str) -> None:
     prompt = repetitive_prompt()[0].tolist()
     embedding: Any = model.get_input_embeddings()
     with torch.no_grad():
-        # A virtual token that means token 40: its node says what the model says behind 40.
+        # A virtual token that means token 40: its node says what the model says after 40.
         virtual = AnyVector(embedding(torch.tensor(40)))
     runner = ModelRunner(model, 1, virtual_tokens=virtual)
     drafted = DraftTree.from_rows([([prompt[-1], -1, -1, 20], [-1, 0, 1, 0])])

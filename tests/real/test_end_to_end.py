@@ -55,7 +55,7 @@ def model() -> Path:
 
 @pytest.fixture(scope="module")
 def plain(smollm2: tuple[Any, Any]) -> str:
-    """What the model says by itself behind the prompt."""
+    """What the model says by itself after the prompt."""
     target, tokenizer = smollm2
     inputs = tokenizer(PROMPT, return_tensors="pt")
     output = target.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)

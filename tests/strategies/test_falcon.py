@@ -53,8 +53,8 @@ def knowing_head(size: int) -> FalconHead:
     head = FalconHead(model, FalconShape(size, 1, dropout=0.0), None)
     optimizer = torch.optim.AdamW(head.trained().values(), lr=5e-3)
     for step in range(150):
-        foretold = head(tokens[:, 1:], features[:, :-1], step % size)
-        kept = foretold[0, : -size - 1]
+        predicted = head(tokens[:, 1:], features[:, :-1], step % size)
+        kept = predicted[0, : -size - 1]
         loss = F.cross_entropy(head.head.known(kept), tokens[0, 1 + size : -1])
         loss = loss + F.smooth_l1_loss(kept, features[0, size:-2])
         optimizer.zero_grad()
@@ -247,7 +247,7 @@ class TestIdentity:
         rate = stats.accepted_by_position[0] / stats.drafted_by_position[0]
         assert rate > 0.8
         assert stats.tau > 0.6 * size
-        # The second pass rests on what the first one foretold.
+        # The second pass rests on what the first one predicted.
         assert sum(stats.accepted_by_position[size:]) > 0
 
 

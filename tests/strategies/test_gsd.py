@@ -62,8 +62,8 @@ def test_a_path_through_a_merge_edge_is_accepted_and_repaired(
             assert self._runner is not None
             committed = len(self._runner_state.tokens[row])
             if any(flags):
-                behind = len(path) - flags.index(True)
-                seen["dropped"] += committed - 1 - self._runner.stored[row] >= behind
+                after = len(path) - flags.index(True)
+                seen["dropped"] += committed - 1 - self._runner.stored[row] >= after
 
     drafting = DraftModelDrafter.draft
 

@@ -68,7 +68,7 @@ def test_padding_rows_are_never_proposed(name: str) -> None:
 
 
 def test_drafts_go_on_behind_tokens_that_the_draft_model_lacks() -> None:
-    """A narrower draft is asked behind a text whose newest token it has no embedding for."""
+    """A narrower draft is asked after a text whose newest token it has no embedding for."""
     target, draft = build("llama"), padded(draft_model("llama"), VOCAB - 40)
     text = torch.tensor([[5, 6, 7, VOCAB - 1]])
     output = target.generate(

@@ -152,7 +152,7 @@ class TestTheLoops:
         assert rounds <= stats.accepted_tokens
 
     def test_drafts_are_what_the_target_says_behind_adaptive_tokens(self) -> None:
-        """Both loops draft the same behind the same text, and that is what plain forwards say."""
+        """Both loops draft the same after the same text, and that is what plain forwards say."""
         model = build("llama")
         adapter = random_adaptive_tokens(model, "embeddings", diverse=True)
         vectors = adapter.tensors["embeddings"].float()
@@ -164,12 +164,12 @@ class TestTheLoops:
                 assert first.tokens == [text[-1], -1, -2, -3, -4]
                 embeddings = torch.cat([model.get_input_embeddings()(torch.tensor(text)), vectors])
                 logits = model(inputs_embeds=embeddings[None, : len(text) + 4]).logits[0]
-                foretold = logits[len(text) - 1 :]
-                verdict = NodeDraw([], 1).verify(first, foretold, state)
+                predicted = logits[len(text) - 1 :]
+                verdict = NodeDraw([], 1).verify(first, predicted, state)
                 state.commit(verdict)
-                drafter.observe(verdict, ForwardOutput(foretold))
+                drafter.observe(verdict, ForwardOutput(predicted))
                 second = drafter.draft(state, state.draft_limits)
-            certain, *drafts = foretold.argmax(dim=-1).tolist()
+            certain, *drafts = predicted.argmax(dim=-1).tolist()
             assert second.tokens[:5] == [certain, *drafts]
             assert second.parent[:5] == [-1, 0, 1, 2, 3]
             assert len(second.tokens) == (25 if fused else 5)
@@ -178,16 +178,16 @@ class TestTheLoops:
         text = repetitive_prompt()[0].tolist()
         config = SdsatConfig(num_adaptive=3, fused=True)
         drafter, state = drafting(sdsat_adapter("llama"), config, text, eos=30)
-        foretold = torch.zeros(4, VOCAB)
-        foretold[[0, 1, 2, 3], [20, 21, 30, 22]] = 9.0
+        predicted = torch.zeros(4, VOCAB)
+        predicted[[0, 1, 2, 3], [20, 21, 30, 22]] = 9.0
         with drafter.active(state):
             first = drafter.draft(state, state.draft_limits)
-            verdict = NodeDraw([], 1).verify(first, foretold, state)
+            verdict = NodeDraw([], 1).verify(first, predicted, state)
             state.commit(verdict)
-            drafter.observe(verdict, ForwardOutput(foretold))
+            drafter.observe(verdict, ForwardOutput(predicted))
             second = drafter.draft(state, state.draft_limits)
         assert second.tokens[:3] == [20, 21, 30]
-        # Chains behind the two others alone.
+        # Chains after the two others alone.
         assert second.tokens[3:] == [-1] * 6
 
     @pytest.mark.parametrize(("room", "adaptive"), [(1, 0), (2, 0), (3, 1), (4, 2), (9, 3)])
@@ -204,14 +204,14 @@ class TestTheLoops:
         config = SdsatConfig(num_adaptive=2, fused=True, max_adaptive_nodes=3)
         drafter, state = drafting(sdsat_adapter("llama"), config, repetitive_prompt()[0].tolist())
         # The first draft is nearly certain, the second one is not: the walk ends in between.
-        foretold = torch.zeros(3, VOCAB)
-        foretold[0, 10] = foretold[1, 11] = 20.0
-        foretold[2, 12] = 0.5
+        predicted = torch.zeros(3, VOCAB)
+        predicted[0, 10] = predicted[1, 11] = 20.0
+        predicted[2, 12] = 0.5
         with drafter.active(state):
             first = drafter.draft(state, state.draft_limits)
-            verdict = NodeDraw([], 1).verify(first, foretold, state)
+            verdict = NodeDraw([], 1).verify(first, predicted, state)
             state.commit(verdict)
-            drafter.observe(verdict, ForwardOutput(foretold))
+            drafter.observe(verdict, ForwardOutput(predicted))
             second = drafter.draft(state, state.draft_limits)
         assert second.tokens == [10, 11, 12, -1, -1, -1]
         assert second.parent == [-1, 0, 1, 1, 3, 2]

@@ -72,10 +72,10 @@ def test_pairs_of_a_tree_made_by_hand() -> None:
     tree = DraftTree.from_rows([(tokens, parents)])
     # Equal tokens: node 4 is merged into 3, and what lies below it is not drafted.
     assert merged_pairs(tree, [7], 0) == [(4, 3)]
-    # Equal runs of two: only the 4 behind the second 3.
+    # Equal runs of two: only the 4 after the second 3.
     assert merged_pairs(tree, [7], 1) == [(6, 5)]
     assert merged_pairs(tree, [7], 2) == []
-    # Node 3 is merged into 2, so the graph counts the nodes behind it in another way.
+    # Node 3 is merged into 2, so the graph counts the nodes after it in another way.
     tree = DraftTree.from_rows([([7, 1, 2, 2, 5, 6, 5], [-1, 0, 0, 1, 2, 2, 5])])
     assert merged_pairs(tree, [7], 0) == [(3, 2), (6, 4)]
 
