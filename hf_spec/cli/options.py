@@ -17,7 +17,7 @@ import typer
 from hf_spec.errors import OptionError
 from hf_spec.settings import Setting, Settings, described
 
-# How a command line names a strategy; `hf_spec.bench.contenders.parse_entry` reads it.
+# How a command line names a strategy; `hf_spec.bench.entries` reads it.
 ENTRY = "NAME[:OPTION=JSON,...][@ASSISTANT]"
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
