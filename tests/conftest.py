@@ -8,6 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+# Processes that share the cores wait for each other's threads. Notebooks and programs that tests
+# start inherit this, too; it has to be said before the first import of torch.
+if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
+    os.environ.setdefault(
+        "OMP_NUM_THREADS",
+        str(max(1, (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))),
+    )
+
 import torch
 
 # Without a GPU the kernels run in Triton's interpreter, which has to be chosen before the first
