@@ -17,6 +17,9 @@ import hf_spec
 from hf_spec.data.prompts import Prompt
 from tests.tiny_models import VOCAB, build
 
+# What the tests of other rooms share.
+__all__ = ["folder", "model", "packing_as_by_default", "prompt_file", "prompts", "tokenizer"]
+
 TEXTS = {"count": "one two three one two three one", "letters": "a b c d a b"}
 
 

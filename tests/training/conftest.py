@@ -22,6 +22,9 @@ from hf_spec.training.responses import (
 from hf_spec.training.teacher import Example, teacher_examples
 from tests.tiny_models import VOCAB, build
 
+# What the tests of other rooms share.
+__all__ = ["examples", "model", "path", "prompts", "responses", "tokenizer"]
+
 SETTINGS = ResponseSettings(max_new_tokens=12, max_prompt_tokens=40)
 
 
