@@ -2,13 +2,6 @@
 
 A path (2, 0) is the best token of the second list below the third best token of the first one. The
 shape is the same in every round; only the tokens differ.
-
-A drafter that predicts k depths at once runs such a tree in *passes* (Gao et al. 2024, arXiv
-2412.12639, section 3.3). The first pass has one block, which gives the lists of depths 1 to k.
-Every node at depth k that has children becomes a block of the second pass, fed with the tokens of
-the k nodes that lead to it; it gives the lists of depths k + 1 to 2k below that node; and so on.
-Within a block a node's token depends on its own rank alone, not on the nodes above it. Which list a
-node reads is looked up by its path, so rank gaps and ragged leaves need no special care.
 """
 
 from __future__ import annotations
@@ -92,72 +85,6 @@ class RankTree:
                 and (num_ranks is None or max(path) < num_ranks)
             )
         )
-
-    def passes(self, block_size: int) -> TreePasses:
-        """Which blocks of `block_size` depths draft the tree, see the module."""
-        place = {path: index for index, path in enumerate(self.paths)}
-        # The empty path leads to the block of the newest committed tokens.
-        inner = {path[:-1] for path in self.paths if (len(path) - 1) % block_size == 0}
-        blocks = {path: index for index, path in enumerate(sorted(inner, key=_order))}
-        starts = [path[: (len(path) - 1) // block_size * block_size] for path in self.paths]
-        return TreePasses(
-            block_size,
-            tuple(len(path) // block_size for path in blocks),
-            tuple(blocks[path[:-block_size]] if path else -1 for path in blocks),
-            tuple(
-                tuple(place[path[:depth]] for depth in range(1, len(path) + 1))[-block_size:]
-                for path in blocks
-            ),
-            tuple(
-                ListEntry(blocks[start], len(path) - len(start) - 1, path[-1])
-                for path, start in zip(self.paths, starts, strict=True)
-            ),
-        )
-
-
-@dataclass(frozen=True)
-class ListEntry:
-    """Where a node's token stands: which block, which of its k lists, which place in the list."""
-
-    block: int
-    slot: int
-    rank: int
-
-
-@dataclass(frozen=True)
-class TreePasses:
-    """A rank tree as blocks; block 0 is that of the newest committed tokens.
-
-    Attributes:
-        block_size: k.
-        pass_of: per block the pass that runs it, ascending.
-        parent: per block the block before it, -1 for block 0.
-        nodes: per block the k nodes whose tokens it is fed with, () for block 0.
-        entries: per node of the tree where its token comes from.
-    """
-
-    block_size: int
-    pass_of: tuple[int, ...]
-    parent: tuple[int, ...]
-    nodes: tuple[tuple[int, ...], ...]
-    entries: tuple[ListEntry, ...]
-
-    @property
-    def num_passes(self) -> int:
-        """Passes that draft the whole tree."""
-        return self.pass_of[-1] + 1 if self.pass_of else 0
-
-    def blocks(self, index: int) -> range:
-        """The blocks of a pass."""
-        return range(self.pass_of.index(index), len(self.pass_of) - self.pass_of[::-1].index(index))
-
-    def ancestors(self, block: int) -> list[int]:
-        """The blocks that `block` descends from, block 0 left out, and itself."""
-        found = []
-        while block > 0:
-            found.append(block)
-            block = self.parent[block]
-        return found[::-1]
 
 
 def best_tree(

@@ -75,8 +75,7 @@ class AdaptiveTokens:
 
     Args:
         shape: of which kind they are.
-        embeddings: (1, hidden size), or (L, hidden size) if they are diverse; in the space of
-            `inputs_embeds`.
+        embeddings: (1, hidden size), or (L, hidden size) if they are diverse; as `inputs_embeds`.
         lora: of the gated LoRA; none by default.
         everywhere: lets the LoRA act on all positions, which is for training only.
     """
@@ -142,7 +141,6 @@ def adaptive_tokens(
     """The adaptive tokens that `assistant=` stands for, and the options they were saved with.
 
     Args:
-        model: the target.
         assistant: a folder, a Hub id or a `SpecAdapter`; None for a model that was fine-tuned with
             adaptive tokens of its own, as its config says.
 
@@ -187,7 +185,8 @@ def from_adapter(model: PreTrainedModel, adapter: SpecAdapter) -> AdaptiveTokens
         name: tuple(part.to(execution_device(layers[name]), model.dtype) for part in pair)
         for name, pair in lora.items()
     }
-    return AdaptiveTokens(shape, found[EMBEDDINGS].to(execution_device(table), model.dtype), placed)  # type: ignore[arg-type]
+    embeddings = found[EMBEDDINGS].to(execution_device(table), model.dtype)
+    return AdaptiveTokens(shape, embeddings, placed)  # type: ignore[arg-type]
 
 
 def merge_lora(model: PreTrainedModel, assistant: object) -> PreTrainedModel:

@@ -44,15 +44,11 @@ def draft_features(draft_probs: Tensor, positions: Tensor) -> Tensor:
 class DiscoClassifier(nn.Module):
     """Features of a draft distribution -> logit of the probability that its token is accepted.
 
-    Args:
-        hidden_size: width between the two layers.
-        features: which groups of `FEATURES` it looks at; the others are hidden from it.
+    There are `hidden_size` places between the two layers. `features` are the groups of `FEATURES`
+    it looks at, at least one; the others are hidden from it.
 
     Attributes:
         mean, std: (12,) float32, of the features in the training set.
-
-    Raises:
-        OptionError: for an unknown group, or none.
     """
 
     mean: Tensor
@@ -86,23 +82,17 @@ class DiscoClassifier(nn.Module):
         self.std.copy_(torch.where(std > 1e-6, std, torch.ones_like(std)))
 
     def to_adapter(self, base: BaseModel, **options: Any) -> SpecAdapter:
-        """The classifier as an adapter.
+        """The classifier as an adapter for the target that is `base`.
 
-        Args:
-            base: of the target.
-            **options: JSON values to go with it: `threshold`, `max_draft_tokens`, `draft` (Hub id,
-                folder relative to the adapter's, or {"truncated": layers}) and measured numbers.
+        `options` go with it as JSON values: `threshold`, `max_draft_tokens`, `draft` (Hub id,
+        folder relative to the adapter's, or {"truncated": layers}) and measured numbers.
         """
         shape = {"hidden_size": self.hidden_size, "features": list(self.features)}
         return SpecAdapter(METHOD, base, {**shape, **options}, dict(self.state_dict()))
 
     @classmethod
     def from_adapter(cls, adapter: SpecAdapter) -> DiscoClassifier:
-        """The classifier of an adapter, ready for use.
-
-        Raises:
-            AssistantError: if the adapter's options and tensors do not make one.
-        """
+        """The classifier of an adapter, ready for use; an `AssistantError` if it makes none."""
         what, options = "the DISCO adapter", adapter.options
         hidden_size = whole_number(what, options, "hidden_size", 1, adapter.largest)
         try:

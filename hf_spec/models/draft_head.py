@@ -27,13 +27,12 @@ class FewTokensHead(nn.Module):
     """The target's head for the tokens of `vocabulary`; every other one gets the logit -inf.
 
     Args:
-        head: (V, hidden size) head of the target. Without a vocabulary it is shared, with one its
-            rows are copied.
+        head: (V, hidden size) head of the target. Shared without a vocabulary, else its rows are
+            copied.
         vocabulary: (R,) int64 token ids, ascending; None for all.
 
     Attributes:
-        full_size: V.
-        size: R, or V.
+        full_size, size: V; and R, or V.
     """
 
     vocabulary: Tensor | None
@@ -83,11 +82,7 @@ class FewTokensHead(nn.Module):
 
 
 class DraftHead(FewTokensHead):
-    """A `FewTokensHead` after a bridge.
-
-    Attributes:
-        bridge: (hidden size, hidden size), the identity at first.
-    """
+    """A `FewTokensHead` after a (hidden size, hidden size) bridge, the identity at first."""
 
     def __init__(self, head: Any, vocabulary: Tensor | None):
         super().__init__(head, vocabulary)
@@ -104,10 +99,9 @@ class DraftHead(FewTokensHead):
 
 
 def frequent_tokens(texts: Iterable[Iterable[int]], size: int, always: Iterable[int]) -> Tensor:
-    """The most frequent tokens of `texts`, ties to the lower id, and in any case those of `always`.
+    """(size or fewer,) int64, ascending: the most frequent of `texts`, and those of `always`.
 
-    Returns:
-        (size or fewer,) int64, ascending.
+    Ties go to the lower id.
     """
     counts = Counter(token for text in texts for token in text)
     chosen = set(always)

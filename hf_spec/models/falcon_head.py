@@ -37,12 +37,9 @@ State = tuple[Tensor, Tensor]
 
 
 class FalconHead(nn.Module):
-    """Predicts the target's next k features.
+    """Predicts the next k features of `target`, which is not changed.
 
-    Args:
-        target: whose embedding, head and kind of layer are used; not changed.
-        shape: sizes.
-        vocabulary: (R,) int64 tokens it can propose, or None for all.
+    It can propose the (R,) int64 tokens of `vocabulary`, None for all.
 
     Attributes:
         head: reads tokens off features; frozen.
@@ -88,9 +85,8 @@ class FalconHead(nn.Module):
     def start_plain(self, feature_size: Tensor | float, residual_size: float = 1.0) -> None:
         """Make it begin with the sum of token embedding and feature, in sizes that suit its parts.
 
-        Args:
-            feature_size: root mean square of the target's features, (H,) or in all.
-            residual_size: the same of what enters the target's layers that were copied.
+        `feature_size` is the root mean square of the target's features, (H,) or in all,
+        `residual_size` that of what enters the target's layers that were copied.
         """
         # The LSTM wants inputs of about one and gives less than one; the attention layers, copies
         # of the target's, were made for the residual stream. A few dimensions of a feature are many
@@ -109,9 +105,7 @@ class FalconHead(nn.Module):
         """Run the LSTM over sequences of pairs: (S, L) int64 t_{i+1} and (S, L, H) h_i.
 
         `state` is what an earlier call returned for the pairs before these; None at the start.
-
-        Returns:
-            (S, L, H), and the state after the last pair; None if nothing is carried.
+        Returned are (S, L, H), and the state after the last pair; None if nothing is carried.
         """
         embedded = self.attention.get_input_embeddings()(tokens)
         pairs = torch.cat([embedded, features.to(embedded.dtype)], dim=-1)
@@ -174,8 +168,8 @@ class FalconHead(nn.Module):
     ) -> FalconHead:
         """The head that `to_adapter` described, in the dtype and on the device of `target`.
 
-        It can propose the (R,) int64 tokens of `vocabulary`, None for all; by default the
-        adapter's own.
+        It can propose the (R,) int64 tokens of `vocabulary`, None for all; by default the adapter's
+        own.
 
         Raises:
             AssistantError: if the adapter belongs to another base or is damaged.

@@ -1,4 +1,11 @@
-"""A rank tree made ready for a Falcon head: which numbers each pass picks, as index tensors."""
+"""A rank tree made ready for a Falcon head: which numbers each pass picks, as index tensors.
+
+A head that predicts k depths at once runs a tree in *passes* (Gao et al. 2024, arXiv 2412.12639,
+section 3.3). The first has one block, which gives the lists of depths 1 to k. Every node at depth k
+that has children becomes a block of the second, fed with the tokens of the k nodes that lead to it;
+it gives the lists of depths k + 1 to 2k below that node; and so on. Within a block a node's token
+depends on its own rank alone, not on the nodes above it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_spec.drafting.rank_tree import ListEntry, RankTree, TreePasses
+from hf_spec.drafting.rank_tree import Path, RankTree
 from hf_spec.models.falcon_runner import Blocks
 
 
@@ -20,10 +27,8 @@ class DraftPass:
         blocks: where they stand; of no meaning in the first pass, which runs true pairs.
         parents: (n,) int64, the block before each, among those of the pass before.
         fed: (n * k,) int64, the entry of the pass before that gives each token.
-        lines: (M,) int64, which of the n * k outputs are read as lists.
-        num_ranks: length of those lists. Entry e of a pass is rank e % num_ranks of list
-            e // num_ranks.
-        num_lists: M.
+        lines: (M,) int64, which of the n * k outputs are read as lists of `num_ranks`; entry e of
+            the pass is rank e % num_ranks of list e // num_ranks.
     """
 
     blocks: Blocks
@@ -31,23 +36,6 @@ class DraftPass:
     fed: Tensor
     lines: Tensor
     num_ranks: int
-    num_lists: int
-
-    @functools.cached_property
-    def host_parents(self) -> list[int]:
-        """`parents` as a list."""
-        return self.parents.tolist()
-
-    @functools.cached_property
-    def host_fed(self) -> list[list[int]]:
-        """`fed` as a list per block."""
-        count = max(len(self.parents), 1)
-        return self.fed.view(count, -1).tolist()
-
-    @functools.cached_property
-    def host_lines(self) -> list[int]:
-        """`lines` as a list."""
-        return self.lines.tolist()
 
 
 @dataclass(frozen=True)
@@ -75,54 +63,53 @@ class DraftPlan:
 @functools.lru_cache(maxsize=64)
 def draft_plan(tree: RankTree, block_size: int) -> DraftPlan:
     """The passes that draft `tree` with a head of `block_size`."""
-    tree_passes = tree.passes(block_size)
     passes: list[DraftPass] = []
-    entries = [0] * len(tree)
-    place_of: dict[ListEntry, int] = {}
+    entries: list[int] = []
+    # Blocks go by the path that leads to them. These rest on predicted features, those of the last
+    # pass apart; `found` has the entries of the nodes of that pass.
+    drafted: list[Path] = []
+    before: list[Path] = []
+    found: dict[Path, int] = {}
     base = 0
-    for index in range(tree_passes.num_passes):
-        blocks = tree_passes.blocks(index)
-        nodes = [n for n, entry in enumerate(tree_passes.entries) if entry.block in blocks]
-        here = [tree_passes.entries[node] for node in nodes]
-        lines = sorted({(e.block - blocks.start) * block_size + e.slot for e in here})
-        num_ranks = max(e.rank for e in here) + 1
-        above = tree_passes.blocks(index - 1).start if index else 0
-        fed = [place_of[tree_passes.entries[n]] for b in blocks for n in tree_passes.nodes[b]]
+    for depth in range(0, tree.height, block_size):
+        nodes = [path for path in tree.paths if depth < len(path) <= depth + block_size]
+        blocks = list(dict.fromkeys(path[:-1] for path in nodes if len(path) == depth + 1))
+        fed, parents = [], []
+        if depth:
+            drafted += blocks
+            ends = range(depth - block_size + 1, depth + 1)
+            fed = [found[block[:end]] for block in blocks for end in ends]
+            parents = [before.index(block[:-block_size]) for block in blocks]
+        slots = [blocks.index(path[:depth]) * block_size + len(path) - depth - 1 for path in nodes]
+        lines, num_ranks = sorted(set(slots)), max(path[-1] for path in nodes) + 1
         passes.append(
             DraftPass(
-                _blocks(tree_passes, blocks, index),
-                torch.tensor([tree_passes.parent[b] - above for b in blocks if b]),
+                _placed(blocks, drafted, depth, block_size),
+                torch.tensor(parents, dtype=torch.long),
                 torch.tensor(fed, dtype=torch.long),
                 torch.tensor(lines),
                 num_ranks,
-                len(lines),
             )
         )
-        for node, e in zip(nodes, here, strict=True):
-            line = lines.index((e.block - blocks.start) * block_size + e.slot)
-            place_of[e] = line * num_ranks + e.rank
-            entries[node] = base + place_of[e]
+        places = [lines.index(slot) * num_ranks for slot in slots]
+        found = {path: place + path[-1] for path, place in zip(nodes, places, strict=True)}
+        entries += [base + entry for entry in found.values()]
         base += len(lines) * num_ranks
+        before = blocks
     within = [sum(depth <= d for depth in tree.depths) for d in range(tree.height + 1)]
     return DraftPlan(tuple(passes), entries, [-1, *(above + 1 for above in tree.parents)], within)
 
 
-def _blocks(tree_passes: TreePasses, blocks: range, index: int) -> Blocks:
-    size = tree_passes.block_size
-    # Block 0 rests on true pairs; the others follow one after the other.
-    earlier = range(1, blocks.stop)
-    offsets = [(tree_passes.pass_of[b] - 1) * size + slot for b in earlier for slot in range(size)]
-    seen = torch.tensor(
-        [[other in tree_passes.ancestors(b) for other in earlier] for b in blocks if b],
-        dtype=torch.bool,
-    )
-    visible = seen.repeat_interleave(size, 0).repeat_interleave(size, -1) if index else None
-    if visible is not None and bool(visible.all()):
-        visible = None
+def _placed(blocks: list[Path], drafted: list[Path], depth: int, size: int) -> Blocks:
+    """Where the blocks of a pass stand among all that are `drafted` so far, themselves included."""
+    offsets = [len(block) - size + slot for block in drafted for slot in range(size)]
+    visible = None
+    if depth:
+        # A block descends from those that lie on its path.
+        seen = torch.tensor([[b[: len(other)] == other for other in drafted] for b in blocks])
+        visible = seen.repeat_interleave(size, 0).repeat_interleave(size, -1)
+        visible = None if bool(visible.all()) else visible
+    begin = len(drafted) - len(blocks)
     return Blocks(
-        blocks.start - 1,
-        len(blocks),
-        (index - 1) * size,
-        torch.tensor(offsets, dtype=torch.long),
-        visible,
+        begin, len(blocks), depth - size, torch.tensor(offsets, dtype=torch.long), visible
     )

@@ -38,8 +38,7 @@ class PairRow:
         slot: of the pool.
         features: (n, H), those of the newest pairs.
         first: position of the first pair, above 0 where a text began in a reused cache.
-        num_pairs: how many have a known feature.
-        stored: how many have keys and values.
+        num_pairs: how many have a known feature, `stored` of them keys and values.
         covered: how many the LSTM's kept state has seen.
         state: that state, (2, 1, H) each; None at the start, and where nothing is carried.
     """
@@ -88,15 +87,7 @@ class Blocks:
 
 
 class HeadRunner:
-    """A head, its key-value pool and its forward passes.
-
-    Args:
-        head: in evaluation mode.
-        num_slots: how many sequences share the pool.
-
-    Attributes:
-        forwards: passes so far.
-    """
+    """A head in evaluation mode, its key-value pool for `num_slots` sequences, and its passes."""
 
     def __init__(self, head: FalconHead, num_slots: int):
         self.head = head
@@ -160,14 +151,10 @@ class HeadRunner:
         features: Tensor,
         state: State | None,
     ) -> tuple[Tensor, State | None]:
-        """Run blocks that rest on predicted features.
+        """Run blocks that rest on predicted features, of A rows that were fed before.
 
-        Args:
-            rows: A of them, fed before.
-            blocks: where they stand.
-            tokens: (A, n, k) int64.
-            features: (A, n, k, H), what the block before each predicted.
-            state: the LSTM's state after the block before each, (2, A * n, H) each.
+        They get (A, n, k) int64 tokens, and of the block before each the (A, n, k, H) features that
+        it predicted and the LSTM's state after it, (2, A * n, H) each.
 
         Returns:
             (A, n, k, H), the features they predict, and the LSTM's state after each block.

@@ -51,9 +51,6 @@ def new_lora(
     """Weights in float32 that change nothing yet: A at random, B zero.
 
     `targets` are last parts of layer names such as "q_proj"; all linear layers by default.
-
-    Raises:
-        AssistantError: if no layer has such a name.
     """
     known, wanted = linear_layers(model), set(targets)
     short = {name: name.rpartition(".")[2] for name in known}
@@ -156,11 +153,7 @@ class GatedLora:
 
 
 def merge_lora_inplace(model: PreTrainedModel, weights: LoraWeights) -> None:
-    """Add a LoRA to the weights of `model`, for all positions and for good.
-
-    Raises:
-        UnsupportedError: if a layer is quantised.
-    """
+    """Add a LoRA to the weights of `model`, for all positions and for good."""
     layers = dict(model.named_modules())
     for name in weights:
         weight: Any = layers[name].weight

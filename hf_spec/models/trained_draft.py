@@ -24,11 +24,8 @@ LORA_PREFIX = "lora."
 class TrainableDraft:
     """A truncated model with a LoRA on copies of its layers, ready for training or decoding.
 
-    Args:
-        target: the model whose first layers are taken; not changed.
-        num_layers: how many.
-        rank: of the LoRA.
-        vocabulary: (R,) int64 tokens it can propose, or None for all.
+    The first `num_layers` of `target` are taken, which is not changed; it can propose the (R,)
+    int64 tokens of `vocabulary`, None for all.
 
     Attributes:
         model: the draft model; the LoRA, the final norm and the bridge need gradients.
@@ -105,11 +102,7 @@ class TrainableDraft:
 
 
 def draft_from_adapter(adapter: SpecAdapter, target: PreTrainedModel) -> PreTrainedModel:
-    """The trained draft model of `adapter`, in the dtype and on the device of `target`.
-
-    Raises:
-        AssistantError: if the adapter belongs to another base or is damaged.
-    """
+    """The trained draft model of `adapter`, in the dtype and on the device of `target`."""
     adapter.base.check(target)
     what, options = "the draft adapter", adapter.options
     num_layers = whole_number(what, options, "num_layers", 1, adapter.base.num_layers - 1)

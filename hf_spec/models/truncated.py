@@ -22,10 +22,7 @@ def truncated_draft(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
 
     Args:
         model: a decoder-only model, or a PEFT model around one.
-        num_layers: at least 1, fewer than the model has.
-
-    Raises:
-        OptionError: if `num_layers` is out of range or the layers cannot be found.
+        num_layers: at least 1, fewer than the model has; an `OptionError` otherwise.
     """
     unwrap = getattr(model, "get_base_model", None)
     model = unwrap() if callable(unwrap) else model

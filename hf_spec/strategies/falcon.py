@@ -284,13 +284,13 @@ class FalconDrafter(Drafter):
         """The lists of a pass, from its outputs (A, n, k, H)."""
         assert self._runner is not None, "drafting happens while active"
         lines = outputs.flatten(1, 2)
-        if step.num_lists < lines.shape[1]:
+        if len(step.lines) < lines.shape[1]:
             lines = lines[:, send([step.lines], lines.device)[0]]
         tokens, likely, probs = self._runner.lists(lines.flatten(0, 1), step.num_ranks)
         found = [tokens, likely]
         if self._asks:
             size = self.head.shape.block_size
-            depths = [index * size + line % size for line in step.host_lines]
+            depths = [index * size + line % size for line in step.lines.tolist()]
             positions = [state.generated[row] + depth for row in rows for depth in depths]
             scores = self.policy.score(probs, positions)
             found += [scores] if scores is not None else []
@@ -307,16 +307,18 @@ class FalconDrafter(Drafter):
         """Ask the policy about the likeliest path that the next pass would go on from."""
         _fetch([drawn])
         this, following = self.plan.passes[index : index + 2]
+        parents = following.parents.tolist()
+        feeding = following.fed.view(len(parents), -1).tolist()
         depth = (index + 1) * self.head.shape.block_size
         newest = []
         for row in drawn.rows:
             tokens, likely, *scores = drawn.host[row]
             reach[row] = [
                 reach[row][parent] * math.prod(likely[entry] for entry in fed)
-                for parent, fed in zip(following.host_parents, following.host_fed, strict=True)
+                for parent, fed in zip(parents, feeding, strict=True)
             ]
             best = max(range(len(reach[row])), key=reach[row].__getitem__)
-            last = following.host_fed[best][-1]
+            last = feeding[best][-1]
             newest.append(
                 DraftedToken(
                     row,

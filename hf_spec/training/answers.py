@@ -84,8 +84,7 @@ def stored(
         length: how many places of that dimension an answer takes.
 
     Yields:
-        Each answer with its own part of the tensors; on a CPU they are read from the file when
-        they are used, not before.
+        Each answer with its own part of the tensors, on a CPU read from the file when used.
 
     Raises:
         OptionError: if `folder` holds the results of other facts or answers.

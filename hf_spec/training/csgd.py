@@ -118,15 +118,9 @@ def read_pairs(
 
 
 class GlancingLoss:
-    """The loss of a head on micro-batches.
+    """The loss on micro-batches of a head in training mode, with a frozen target.
 
-    Args:
-        head: in training mode.
-        target: frozen.
-        settings: what is taught.
-        num_epochs: E.
-        sizes: (H,) root mean square of each dimension of the target's features.
-        max_context: see `read_pairs`.
+    `sizes` is the (H,) root mean square of each dimension of the target's features.
     """
 
     def __init__(
@@ -265,15 +259,8 @@ class GlancingLoss:
 def replaced_places(first: int, stop: int, count: int, block_size: int, grid: int) -> list[int]:
     """Where inputs are replaced: runs from the start of a block that leave its last place alone.
 
-    Args:
-        first: first learned place.
-        stop: the one after the last.
-        count: N. For k = 2 at most so many places, for longer blocks at most N // k runs.
-        block_size: k.
-        grid: where a block begins, below k.
-
-    Returns:
-        The places, drawn from torch's random numbers.
+    They lie in [first, stop), and blocks begin at `grid`. For k = 2 there are at most `count`
+    places, for longer blocks count // k runs, drawn from torch's random numbers.
     """
     longest = block_size - 1
     begin = first + (grid - first) % block_size

@@ -56,10 +56,9 @@ Draft = PreTrainedModel | str | dict[str, int]
 
 @dataclass(frozen=True)
 class Observed:
-    """The draft model's guess at each of the T tokens of an answer.
+    """The draft model's guess at each of the T tokens of the answer to a prompt.
 
     Attributes:
-        id, task: of the prompt.
         features: (T, 12) float32, see `draft_features`.
         matched: (T,) bool, whether the most probable draft token is the target's.
         labels: (T,) float32, what the classifier learns.
@@ -82,16 +81,10 @@ def train_disco(
 ) -> SpecAdapter:
     """Train a classifier for a target and a draft model, and write its adapter to `folder`.
 
-    What was observed is kept in `folder / "training"`; a run that was interrupted goes on there.
-
-    Args:
-        model: the target.
-        draft: the draft model; a name is written into the adapter, that of a folder as seen from
-            `folder`, beside or inside of which it must lie.
-        responses: the target's greedy answers.
-        folder: receives the adapter.
-        settings: what and how.
-        tasks: learn from answers to these alone; all by default.
+    It learns from greedy answers of the target, those of some `tasks` alone if these are given. The
+    name of a draft model is written into the adapter, that of a folder as seen from `folder`,
+    beside or inside of which it must lie. What was observed is kept in `folder / "training"`; a run
+    that was interrupted goes on there.
 
     Raises:
         OptionError: if too few answers are left, or `folder` holds those of another run.
@@ -138,12 +131,7 @@ def observe(
 ) -> list[Observed]:
     """What the draft model would have proposed at every position of `responses`.
 
-    Args:
-        model: the target; runs only for soft labels.
-        draft: the draft model.
-        responses: in a fixed order, none of them empty.
-        folder: keeps what was observed; what is there is read.
-        labels: "hard" or "soft".
+    The target runs only for the `labels` "soft". What `folder` holds already is read.
 
     Raises:
         OptionError: if `folder` holds what was made of other models, labels or responses.
@@ -159,11 +147,7 @@ def observe(
 def fit(
     learned: Sequence[Observed], held: Sequence[Observed], settings: DiscoTrainSettings
 ) -> tuple[DiscoClassifier, list[float]]:
-    """Train until the loss on `held` rises; the best epoch is kept.
-
-    Returns:
-        The classifier and its loss on `held` after every epoch.
-    """
+    """Train until the loss on `held` rises; the best epoch, and that loss after every epoch."""
     features, labels = _together(learned)
     held_features, held_labels = _together(held)
     accepted = float(labels.sum())
@@ -205,11 +189,6 @@ def evaluate(
     static length k predicts "accepted" for j = 0 .. k - 1 and "rejected" from j = k on; the
     confidence rule "accepted" where the largest draft probability is at least 0.4; the classifier
     where it gives acceptance at least `threshold`. What came true is the match with the target.
-
-    Args:
-        classifier: trained on other prompts.
-        observed: at least one answer.
-        threshold: on the probability of acceptance.
 
     Returns:
         Rule ("disco", "confidence", "static 1", ...) -> class ("accepted", "rejected") -> figures;

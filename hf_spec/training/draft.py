@@ -36,14 +36,9 @@ def train_draft(
     settings: DraftTrainSettings,
     run: TrainSettings = DRAFT_RUN,
 ) -> SpecAdapter:
-    """Train a draft model and write its adapter to `folder`.
+    """Train a draft model on a frozen target's answers and write its adapter to `folder`.
 
-    Args:
-        model: the target; frozen.
-        examples: its answers with its opinions.
-        folder: receives the adapter; checkpoint and metrics go into its `training` folder.
-        settings: what is trained.
-        run: how.
+    Checkpoint and metrics go into the `training` folder in it.
 
     Raises:
         UnsupportedError: if the target changes its logits after the head.
@@ -116,11 +111,8 @@ class _Distillation:
 def acceptance(matches: Sequence[Tensor]) -> dict[str, float]:
     """Share of agreeing tokens, and tau of greedy chains of some lengths.
 
-    A drafted token is accepted if it and all before it agree, in which case their contexts were
-    the target's own; so agreement under the target's text gives the exact tau of a greedy chain.
-
-    Args:
-        matches: per answer (T,) bool.
+    A drafted token is accepted if it and all before it agree, in which case their contexts were the
+    target's own; so `matches` under the target's text, (T,) bool per answer, give the exact tau.
     """
     figures = {"agreement": float(torch.cat(list(matches)).float().mean())}
     for length in TAU_LENGTHS:

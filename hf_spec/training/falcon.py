@@ -40,16 +40,11 @@ def train_falcon(
     run: TrainSettings = FALCON_RUN,
     start: SpecAdapter | None = None,
 ) -> SpecAdapter:
-    """Train a head and write its adapter to `folder`.
+    """Train a head on a frozen target's answers and write its adapter to `folder`.
 
-    Args:
-        model: the target; frozen.
-        texts: its answers with its features; several answers to one prompt share an id.
-        folder: receives the adapter; checkpoint and metrics go into its `training` folder.
-        settings: what is trained.
-        run: how.
-        start: a head to go on from, by default the target's last layers. Its vocabulary, which is
-            not learned, is chosen again.
+    Several answers to one prompt share an id. Checkpoint and metrics go into the `training` folder.
+    `start` is a head to go on from, by default the target's last layers; its vocabulary, which is
+    not learned, is chosen again.
 
     Raises:
         UnsupportedError: if the target changes its logits after the head.
@@ -144,10 +139,7 @@ def first_choices(head: FalconHead, model: PreTrainedModel, texts: Sequence[Text
 
 
 def acceptance(matches: Sequence[Tensor]) -> dict[str, float]:
-    """Acceptance by slot, and tau of chains drafted in one pass.
-
-    Args:
-        matches: per text (answer tokens, k) bool, as `first_choices` gives them.
+    """Acceptance by slot, and tau of chains drafted in one pass, from `first_choices`.
 
     Returns:
         "slot_j", the share of drafts whose token j is right; "slot_j_given", among those whose

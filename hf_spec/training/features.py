@@ -28,12 +28,12 @@ BYTES = 2  # of a bfloat16
 
 @dataclass(frozen=True)
 class Text:
-    """A prompt with its answer, and what the target thought of them.
+    """A prompt with its answer, T tokens together, and what the target thought of them.
 
     Attributes:
-        response: prompt and answer, T tokens together.
+        response: prompt and answer.
         features: (T - 1, H) bfloat16 on the host, h_0 to h_{T-2}; None if they are computed when
-            they are needed. The feature of the last token predicts nothing that is known.
+            needed. The feature of the last token predicts nothing that is known.
     """
 
     response: Response
@@ -55,10 +55,7 @@ def disk_need(model: PreTrainedModel, responses: Sequence[Response]) -> int:
 def text_features(
     model: PreTrainedModel, batch: Sequence[Response], layer: int = -1
 ) -> list[Tensor]:
-    """(T - 1, H) of every text, on the model's device, by one packed forward.
-
-    They are the hidden states of `layer`, by default the features.
-    """
+    """(T - 1, H) hidden states of `layer` of every text, on the model's device, by one forward."""
     lines = [[*response.prompt, *response.response[:-1]] for response in batch]
     # All tokens but the last are pending, so the head is run for one token a text.
     tree = DraftTree.from_rows([(line[-1:], [-1]) for line in lines])
@@ -72,10 +69,8 @@ def text_features(
 def stored_texts(model: PreTrainedModel, responses: Sequence[Response], folder: Path) -> list[Text]:
     """Texts with their features, computed where `folder` does not hold them yet.
 
-    Args:
-        model: the target.
-        responses: in a fixed order; more may be appended between calls.
-        folder: takes `disk_need` bytes; the features stay there and are read when they are used.
+    The answers are in a fixed order, more may be appended between calls. The features take
+    `disk_need` bytes of `folder`, stay there and are read when they are used.
 
     Raises:
         OptionError: if the disk is too small, or `folder` was made from another model or other

@@ -39,7 +39,7 @@ def split_by_hash(
 def learned_and_held(
     items: Sequence[Answered], share: float, kind: str
 ) -> tuple[list[Answered], list[Answered]]:
-    """`split_by_hash` of answers by their prompts, neither side empty; `kind` says what they are.
+    """`split_by_hash` of answers by their prompts; `kind` says what they are.
 
     Raises:
         OptionError: if nothing is left to train on or to evaluate with.
@@ -53,10 +53,8 @@ def learned_and_held(
 def split_by_seed(ids: Sequence[str], share: float, seed: int) -> tuple[set[str], set[str]]:
     """Prompt ids to learn from and, a `share` rounded to a whole number, ids held back.
 
-    There is at least one of each, whatever the order and number of `ids`.
-
-    Raises:
-        OptionError: for fewer than two prompts.
+    There is at least one of each, whatever the order and number of `ids`; fewer than two are an
+    `OptionError`.
     """
     known = sorted(set(ids))
     if len(known) < 2:
@@ -70,11 +68,11 @@ def split_by_seed(ids: Sequence[str], share: float, seed: int) -> tuple[set[str]
 
 
 def by_slot(right: Sequence[Sequence[bool]], length: int | None = None) -> dict[str, float]:
-    """How often each token of a draft is right.
+    """How often each token of a draft of `length` (by default the longest there is) is right.
 
     Args:
         right: per draft whether its tokens are, in order; drafts may be cut short.
-        length: of a whole draft; the longest there is by default.
+        length: of a whole draft.
 
     Returns:
         "slot_j", the share of right tokens among those at place j, from 1; "slot_j_given", among

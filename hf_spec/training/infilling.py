@@ -28,12 +28,7 @@ MARKERS = (
 
 @dataclass(frozen=True)
 class Infilling:
-    """Cuts texts for one tokenizer; `Infilling.of` finds its markers.
-
-    Attributes:
-        tokenizer: of the target.
-        prefix, suffix, middle: ids of the markers.
-    """
+    """Cuts texts for one tokenizer, by the ids of its markers; `Infilling.of` finds these."""
 
     tokenizer: Any
     prefix: int
@@ -42,11 +37,7 @@ class Infilling:
 
     @classmethod
     def of(cls, tokenizer: Any) -> Infilling:
-        """The infilling format of a tokenizer.
-
-        Raises:
-            OptionError: if it has no infilling tokens.
-        """
+        """The infilling format of a tokenizer; an `OptionError` if it has no infilling tokens."""
         known = tokenizer.get_vocab()
         for names in MARKERS:
             if all(name in known for name in names):

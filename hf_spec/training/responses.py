@@ -33,12 +33,10 @@ FORMAT = "hf_spec.responses"
 
 @dataclass(frozen=True)
 class Response:
-    """A prompt and what the target answered, as token ids.
+    """A prompt, of which `id` and `task` are, and what the target answered, as token ids.
 
-    Attributes:
-        id, task: of the prompt.
-        prompt: with the chat template.
-        response: with the end-of-sequence token, unless the length limit came first.
+    The prompt is with the chat template, the answer with the end-of-sequence token, unless the
+    length limit came first.
     """
 
     id: str
@@ -61,16 +59,11 @@ def generate_responses(  # noqa: PLR0913 - what is answered, where, how, and who
     batch_size: int = BATCH_SIZE,
     progress: Callable[[int, int], None] = lambda done, tokens: None,
 ) -> int:
-    """Write the answers of `model`, going on from what `path` holds already.
+    """Write the answers of `model` to JSON lines in `path`, going on from what it holds already.
 
-    Args:
-        model: the target; its dtype is recorded.
-        tokenizer: with a chat template, or plain.
-        prompts: what to answer.
-        path: JSON lines; created or continued.
-        settings: lengths, and how tokens are chosen.
-        batch_size: prompts per batch; on a CPU about 128 gives the most tokens per second.
-        progress: called after each batch with the prompts and the new tokens in it.
+    The tokenizer may have a chat template, or be plain. On a CPU about 128 prompts a batch give the
+    most tokens per second; `progress` is called after each with the prompts and the new tokens in
+    it.
 
     Returns:
         How many prompts were left out because they are too long.
@@ -103,11 +96,7 @@ def generate_responses(  # noqa: PLR0913 - what is answered, where, how, and who
 
 
 def read_responses(path: Path) -> Iterator[Response]:
-    """The answers in a file that `generate_responses` wrote.
-
-    Raises:
-        OptionError: if the file is of another kind.
-    """
+    """The answers in a file of `generate_responses`; another one is an `OptionError`."""
     with path.open(encoding="utf-8") as file:
         if json.loads(file.readline() or "{}").get("format") != FORMAT:
             raise OptionError(f"{path} is no file of responses; make one: hf-spec train responses")

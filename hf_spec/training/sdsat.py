@@ -63,13 +63,9 @@ def train_sdsat(
 ) -> SpecAdapter | None:
     """Train adaptive tokens and write their adapter, or the fine-tuned model, to `folder`.
 
-    Args:
-        model: the target. Frozen, but in mode "full" it is what learns, in place.
-        examples: its answers; the target's opinions are read if `soft_weight` is not 0.
-        folder: receives the result; checkpoint and metrics go into its `training` folder.
-        settings: what is trained.
-        run: how.
-        tokenizer: of the target; needed for infilling, saved with a fine-tuned model.
+    The target is frozen, but in mode "full" it is what learns, in place. Its opinions are read if
+    `soft_weight` is not 0, the tokenizer for infilling and to be saved with a fine-tuned model.
+    Checkpoint and metrics go into the `training` folder.
 
     Returns:
         The adapter; None in mode "full".
@@ -116,12 +112,7 @@ def train_sdsat(
 
 
 class Student:
-    """What learns, and its losses.
-
-    Args:
-        model: the target.
-        settings: what is trained.
-        infilling: arranges code, if that is wanted.
+    """What learns of a target, and its losses; `infilling` arranges code, if that is wanted.
 
     Attributes:
         tokens: the adaptive tokens; in mode "full" a view of the model's own table.

@@ -122,14 +122,9 @@ def run_chains(
 ) -> tuple[Tensor, list[tuple[int, int]]]:
     """Run adaptive chains after many prefixes of clean texts, as decoding does.
 
-    The texts are run first and without gradients: their keys and values then lie where those of a
-    chain of tree nodes would, so the adaptive tokens alone are run as a tree after them.
-
-    Args:
-        model: the target.
-        tokens: its adaptive tokens.
-        texts: of any lengths.
-        chains: per text (start, length): adaptive tokens at positions start to start + length - 1.
+    The texts, of any lengths, are run first and without gradients: their keys and values then lie
+    where those of a chain of tree nodes would, so the adaptive tokens alone are run as a tree after
+    them. `chains` has per text (start, length): adaptive tokens from position start on.
 
     Returns:
         (M, V) logits at the adaptive tokens, and the (text, position) of each.
@@ -169,14 +164,9 @@ def agreement(
     length: int,
     num_positions: int,
 ) -> dict[str, float]:
-    """How often chains after clean text predict what the target said.
+    """How often chains of `length` after clean text predict what the target said.
 
-    Args:
-        model: the target.
-        tokens: its adaptive tokens.
-        texts: answers that were not learned from.
-        length: of the chains.
-        num_positions: per text, evenly spread; positions near the end have shorter chains.
+    They begin at `num_positions` of each text, evenly spread; those near its end are shorter.
 
     Returns:
         "slot_j", the share of right tokens at the j-th adaptive token; "slot_j_given", among those

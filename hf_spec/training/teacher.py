@@ -22,10 +22,9 @@ from hf_spec.training.responses import Response
 
 @dataclass(frozen=True)
 class Example:
-    """An answer with the target's opinion at each of its T tokens.
+    """An answer of T tokens with the target's opinion at each of them.
 
     Attributes:
-        response: prompt and answer.
         top_tokens: (T, K) int64, the target's K most probable tokens, given what precedes.
         top_probs: (T, K) float32, their probabilities over the whole vocabulary.
     """
@@ -44,13 +43,10 @@ class Example:
 def teacher_examples(
     model: PreTrainedModel, responses: Sequence[Response], folder: Path, top: int = 32
 ) -> list[Example]:
-    """Examples for all `responses`, computed where `folder` does not hold them yet.
+    """Examples for `responses` with the `top` K tokens, computed where `folder` lacks them.
 
-    Args:
-        model: the target.
-        responses: answers in a fixed order; more may be appended between calls.
-        folder: holds about 6 x K bytes per answer token.
-        top: K.
+    The answers are in a fixed order, more may be appended between calls. `folder` holds about 6 x K
+    bytes per answer token.
 
     Raises:
         OptionError: if `folder` was made from another model, K or other answers.

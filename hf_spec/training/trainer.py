@@ -41,12 +41,9 @@ Loss = tuple[Tensor, int]
 
 @dataclass(frozen=True)
 class MicroBatch(Generic[Item]):
-    """Items of a pass.
+    """Items of a pass, in an `epoch` counted from 0.
 
-    Attributes:
-        items: what is learned from.
-        epoch: counted from 0.
-        seed: of every random number that they meet, so that it does not matter who runs them.
+    `seed` is that of every random number that they meet, so it does not matter who runs them.
     """
 
     items: Sequence[Item]
@@ -71,11 +68,8 @@ def train(  # noqa: PLR0913 - what learns, from what, how, and what is told
         epochs: epoch -> its micro-batches in order, the same whenever it is asked.
         settings: rates, lengths and seed.
         folder: receives `metrics.jsonl` (one JSON object a line), `run.json` and the checkpoint.
-        evaluate: figures on held-back data.
+        evaluate: figures on held-back data, which are returned for the trained parameters.
         facts: what a checkpoint must agree with beside `settings`.
-
-    Returns:
-        What `evaluate` says of the trained parameters.
 
     Raises:
         OptionError: if the checkpoint comes from a run with other settings.

@@ -1,4 +1,4 @@
-"""Rank trees: what is refused, and the compiler against a drafter that looks at whole paths."""
+"""Rank trees: what is refused, how they are cut, and which is best."""
 
 from __future__ import annotations
 
@@ -25,11 +25,6 @@ def random_paths(seed: int, num_nodes: int = 25, num_ranks: int = 6) -> list[Pat
             paths.append(path)
     generator.shuffle(paths)
     return paths
-
-
-def token(lists_below: Path, slot: int, rank: int) -> tuple[Path, int, int]:
-    """What a made-up head answers: the list is known by the tokens that led to its block."""
-    return lists_below, slot, rank
 
 
 class TestTree:
@@ -81,62 +76,6 @@ class TestTree:
     def test_refusals(self, paths: Any, match: str) -> None:
         with pytest.raises(OptionError, match=match):
             RankTree.of(paths)
-
-
-class TestPasses:
-    @pytest.mark.parametrize("block_size", [1, 2, 3, 4, 9])
-    @pytest.mark.parametrize("seed", range(12))
-    def test_against_brute_force(self, seed: int, block_size: int) -> None:
-        """Every node has the token that a drafter would give that follows its path by itself."""
-        tree = RankTree.of(random_paths(seed))
-        passes = tree.passes(block_size)
-        # What each block was fed with, from the first pass on.
-        texts: list[tuple[Any, ...]] = []
-        tokens: list[Any] = []
-        for block, nodes in enumerate(passes.nodes):
-            fed = [passes.entries[node] for node in nodes]
-            assert all(entry.block == passes.parent[block] for entry in fed)
-            assert [entry.slot for entry in fed] == list(range(len(fed)))
-            assert len(fed) == (block_size if block else 0)
-            above = texts[passes.parent[block]] if block else ()
-            texts.append(above + tuple(token(above, e.slot, e.rank) for e in fed))
-        for entry in passes.entries:
-            tokens.append(token(texts[entry.block], entry.slot, entry.rank))
-        for path, found in zip(tree.paths, tokens, strict=True):
-            text: tuple[Any, ...] = ()
-            block: list[Any] = []
-            for rank in path:
-                if len(block) == block_size:
-                    text, block = text + tuple(block), []
-                block.append(token(text, len(block), rank))
-            assert found == block[-1]
-
-    @pytest.mark.parametrize("block_size", [1, 2, 3, 4])
-    def test_only_nodes_with_children_become_blocks(self, block_size: int) -> None:
-        for seed in range(12):
-            tree = RankTree.of(random_paths(seed))
-            passes = tree.passes(block_size)
-            inner = {p[:-1] for p in tree.paths if (len(p) - 1) % block_size == 0}
-            assert len(passes.nodes) == len(inner)
-            assert passes.num_passes == -(-tree.height // block_size)
-            runs = [list(passes.blocks(index)) for index in range(passes.num_passes)]
-            assert list(itertools.chain(*runs)) == list(range(len(inner)))
-            for block in range(1, len(inner)):
-                assert passes.pass_of[passes.parent[block]] == passes.pass_of[block] - 1
-
-    def test_one_pass_over_parallel_positions(self) -> None:
-        passes = RankTree.of(RAGGED).passes(4)
-        assert passes.num_passes == 1
-        assert [(e.block, e.slot, e.rank) for e in passes.entries] == [
-            (0, len(path) - 1, path[-1]) for path in RAGGED
-        ]
-
-    def test_ancestors(self) -> None:
-        passes = RankTree.of(RAGGED).passes(1)
-        paths = sorted({path[:-1] for path in RAGGED}, key=lambda path: (len(path), path))
-        for block, path in enumerate(paths):
-            names = [path[:depth] for depth in range(1, len(path) + 1)]
-            assert [paths[b] for b in passes.ancestors(block)] == names
 
 
 SHARES = ([0.6, 0.2, 0.05], [0.5, 0.1, 0.0], [0.4, 0.2, 0.1], [0.3, 0.05, 0.01])
