@@ -41,8 +41,7 @@ class AdapterMethod:
     """A method that has a trained part; the module of that part registers it.
 
     Attributes:
-        name: as adapters name it.
-        strategy: that its adapters are for where none is named.
+        name, strategy: as adapters name it, and what they are for where none is named.
         title: of model cards, with {} for the base.
         build: makes what the strategy works with from a `SpecAdapter` and the target.
     """
@@ -57,11 +56,7 @@ _METHODS: dict[str, AdapterMethod] = {}
 
 
 def register_method(method: AdapterMethod) -> None:
-    """Make adapters of a method known, whose name must not be taken.
-
-    Raises:
-        ValueError: if it is.
-    """
+    """Make adapters of a method known, whose name must not be taken (`ValueError`)."""
     if method.name in _METHODS:
         raise ValueError(f"there is an adapter method {method.name!r} already")
     _METHODS[method.name] = method
@@ -92,8 +87,7 @@ class BaseModel:
     def read(cls, values: Any, path: Path) -> BaseModel:
         """The identity that the config at `path` holds.
 
-        Raises:
-            AssistantError: if it is incomplete, or a value cannot be used.
+        Incomplete ones, and values that cannot be used, are an `AssistantError`.
         """
         try:
             base = cls(**{**values, "fingerprint": tuple(values["fingerprint"])})
@@ -128,11 +122,7 @@ class BaseModel:
         )
 
     def check(self, model: PreTrainedModel) -> None:
-        """Refuse a model that is not this one.
-
-        Raises:
-            AssistantError: names what differs, on both sides.
-        """
+        """Refuse a model that is not this one (`AssistantError`), with what differs."""
         other = BaseModel.of(model)
         for name in ("hidden_size", "num_layers", "vocab_size"):
             mine, theirs = getattr(self, name), getattr(other, name)
@@ -164,11 +154,7 @@ class Adapter:
 
     @property
     def record(self) -> AdapterMethod:
-        """Its method.
-
-        Raises:
-            AssistantError: if this version does not know it.
-        """
+        """Its method; an `AssistantError` if this version does not know it."""
         if self.method not in _METHODS:
             raise AssistantError(
                 f"adapter {str(self.folder)!r} is one of method {self.method!r}; known methods: "
@@ -188,11 +174,7 @@ class Adapter:
 
     @property
     def own_folder(self) -> Path:
-        """The folder it was loaded from, which is not one of the Hub's cache.
-
-        Raises:
-            AssistantError: if there is none.
-        """
+        """The folder it was loaded from, none of the Hub's cache; or an `AssistantError`."""
         if self.folder is None or self.repo_id is not None:
             raise AssistantError("the adapter has no folder of its own; save it to one first")
         return self.folder
@@ -201,9 +183,7 @@ class Adapter:
 def save_adapter(folder: str | os.PathLike[str], adapter: Adapter) -> None:
     """Write `adapter` to `folder`, each file in one rename, the config last.
 
-    Args:
-        folder: created if need be; a model card in it stays.
-        adapter: its tensors are stored in their own dtypes.
+    The folder is created if need be, and a model card in it stays; tensors keep their dtypes.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

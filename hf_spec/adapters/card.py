@@ -107,7 +107,7 @@ def write_card(
     datasets: Sequence[str] = (),
     overwrite: bool = False,
 ) -> Path:
-    """Write the model card of an adapter into its folder.
+    """Write the model card of an adapter into its folder; the card's path.
 
     Where a card that was written here is replaced, the base, the licence and the data sets that it
     states are kept unless others are given.
@@ -119,9 +119,6 @@ def write_card(
         license: of the weights, such as "apache-2.0"; not stated by default.
         datasets: Hub ids of the texts it was trained on.
         overwrite: whether a card that was written by hand may be replaced.
-
-    Returns:
-        The path of the card.
 
     Raises:
         AssistantError: if the adapter has no folder, a card is there already, or the results have

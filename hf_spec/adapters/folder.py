@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from torch import nn
+
 from hf_spec.adapters.adapter import (
     CONFIG_NAME,
     PEFT_TYPE,
@@ -25,17 +27,20 @@ from hf_spec.adapters.hub import Place, push_adapter
 from hf_spec.adapters.reading import read_json, read_tensors, regular_file
 from hf_spec.errors import AssistantError
 
+# The module on a model that holds its adapters. PEFT looks over names with its prefix of the type
+# in them, "hf_spec_", for the weights of an adapter, which this is not.
+LAYER_NAME = "spec_adapters"
+
 
 class SpecAdapter(Adapter):
     """A trained part of a method.
 
     Attributes:
-        method: "draft", "disco", "falcon", "sdsat" or another that was registered.
-        base: the model it belongs to.
+        method, base: "draft", "disco", "falcon", "sdsat" or another that was registered, and the
+            model it belongs to.
         options: JSON values; what the method needs to rebuild its module, and measured numbers.
         tensors: the weights.
-        folder: where it was loaded from.
-        repo_id: its name on the Hub, if it comes from there.
+        folder, repo_id: where it was loaded from, and its name if that is the Hub.
     """
 
     @classmethod
@@ -70,10 +75,7 @@ class SpecAdapter(Adapter):
             revision: branch; made if need be. The main one by default.
 
         Returns:
-            The address of the commit.
-
-        Raises:
-            AssistantError: if the Hub refuses.
+            The address of the commit. If the Hub refuses, an `AssistantError` says why.
         """
         place = Place(repo_id, revision, token)
         place.check()
@@ -125,12 +127,9 @@ def load_adapter(
 
 
 def is_adapter(name: object, revision: str | None = None, token: str | bool | None = None) -> bool:
-    """Whether `name` is a folder or a Hub id of an adapter of this library.
+    """Whether `name`, of any type, is a folder or a Hub id of an adapter of this library.
 
-    Args:
-        name: of any type; a Hub id that is not available is none.
-        revision: branch, tag or commit on the Hub.
-        token: of the Hub; by default the stored one.
+    A Hub id that is not available is none; `revision` and `token` as in `load_adapter`.
     """
     if not isinstance(name, (str, os.PathLike)):
         return False
@@ -143,16 +142,19 @@ def is_adapter(name: object, revision: str | None = None, token: str | bool | No
         return False
 
 
+def active_adapters(model: nn.Module) -> list[SpecAdapter]:
+    """The adapters of this library that are attached to `model` and switched on."""
+    # PEFT is not imported for a model that has none; a module of somebody else's may have the name.
+    found = getattr(getattr(model, LAYER_NAME, None), "active", ())
+    known = found if isinstance(found, (list, tuple)) else ()
+    return [adapter for adapter in known if isinstance(adapter, SpecAdapter)]
+
+
 def beside(adapter: SpecAdapter, name: str) -> str:
     """What an adapter means by the name of another folder or repository.
 
-    Args:
-        adapter: which says so.
-        name: "../name", a folder beside its own or a repository of the same owner; "name", a
-            folder inside its own; or a Hub id.
-
-    Raises:
-        AssistantError: if the name leads anywhere else.
+    "../name" is a folder beside its own or a repository of the same owner, "name" a folder inside
+    its own or a Hub id. What leads anywhere else is an `AssistantError`.
     """
     parts = PurePosixPath(name).parts
     inner = parts[1:] if parts[:1] == ("..",) else parts

@@ -28,13 +28,7 @@ PUSHED = (
 
 @dataclass(frozen=True)
 class Place:
-    """A repository of the Hub at a revision.
-
-    Attributes:
-        repo_id: "owner/name".
-        revision: branch, tag or commit; None for the main branch.
-        token: None for the stored one.
-    """
+    """A repository "owner/name" of the Hub; None is its main branch, and the stored token."""
 
     repo_id: str
     revision: str | None = None
@@ -44,10 +38,7 @@ class Place:
     def of(cls, name: str, revision: str | None = None, token: str | bool | None = None) -> Place:
         """The place that "owner/name" or "owner/name@revision" stands for.
 
-        No Hub id has an "@" in it, so there is no doubt about what it means.
-
-        Raises:
-            AssistantError: if two revisions are given.
+        No Hub id has an "@" in it; a second revision is an `AssistantError`.
         """
         repo_id, separator, named = name.partition("@")
         if separator and revision is not None:
@@ -57,11 +48,7 @@ class Place:
         return cls(repo_id, named if separator else revision, token)
 
     def check(self) -> None:
-        """Refuse a name that no repository can have.
-
-        Raises:
-            AssistantError: says why.
-        """
+        """Refuse a name that no repository can have (`AssistantError`)."""
         try:
             validate_repo_id(self.repo_id)
         except HFValidationError as error:
@@ -102,10 +89,8 @@ class Place:
 def push_adapter(adapter: Adapter, place: Place, private: bool = False) -> str:
     """Put the folder that an adapter was loaded from on the Hub, in one commit.
 
-    Args:
-        adapter: its card and its `custom_generate/` go along, other files of the folder do not.
-        place: the repository, made if need be, and the branch, made too.
-        private: whether a repository that is made is private.
+    Its card and its `custom_generate/` go along, other files of the folder do not. Repository
+    (maybe `private`) and branch are made if need be.
 
     Returns:
         The address of the commit.

@@ -113,8 +113,7 @@ def check_tensors(
 def read_vocabulary(what: str, tensors: Mapping[str, Tensor], size: int) -> Tensor | None:
     """The tokens that an adapter can propose, listed in the tensor `VOCABULARY`.
 
-    Returns:
-        (R,) int64 below `size`, ascending, or None if there is no list and all are meant.
+    (R,) int64 below `size`, ascending, or None if there is no list and all are meant.
     """
     found = tensors.get(VOCABULARY)
     if found is None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
+from functools import partial
 from itertools import cycle
 
 import torch
@@ -40,10 +41,10 @@ CONTEXT = 16
 
 def check_timings(timings: object) -> None:
     """Refuse what is no set of timings, and show what is expected (`OptionError`)."""
-    known = isinstance(timings, dict) and set(timings) == {"verify", "draft"}
     curves: list[object] = []
-    if isinstance(timings, dict) and known and isinstance(timings["draft"], dict):
-        curves = [timings["verify"], *timings["draft"].values()]
+    if isinstance(timings, dict) and set(timings) == {"verify", "draft"}:
+        draft = timings["draft"]
+        curves = [timings["verify"], *draft.values()] if isinstance(draft, dict) else []
     if not curves or not all(_is_curve(points) for points in curves):
         raise OptionError(
             f"timings={timings!r:.80} must be like {{'verify': [[1, 0.030], [16, 0.040]], 'draft': "
@@ -78,10 +79,7 @@ def known_costs(
     """
     kinds = tuple((name, drafter.timing_key) for name, drafter in drafters.items())
     text = (state.tokens[0][:CONTEXT] * CONTEXT)[:CONTEXT]
-
-    def measure() -> Costs:
-        return measure_costs(target, drafters, [text] * state.num_rows, batching)
-
+    measure = partial(measure_costs, target, drafters, [text] * state.num_rows, batching)
     return made_once(target, ("auto", state.num_rows, batching, machine_of(target), kinds), measure)
 
 
@@ -95,7 +93,8 @@ def measure_costs(
     rounds = _Rounds(target, drafters, text, batching)
     verify: list[tuple[float, float]] = []
     draft: dict[str, list[tuple[float, float]]] = {name: [] for name in drafters}
-    with rounds.active():
+    with ExitStack() as stack:
+        rounds.enter(stack)
         for timed, width, depth in _schedule(len(text)):
             seconds, drafting = rounds.run(width, depth)
             if timed:
@@ -122,14 +121,11 @@ class _Rounds:
         layers = {layer for drafter in drafters.values() for layer in drafter.hidden_layers}
         self._runner = ModelRunner(target, len(text), sorted(layers), batching=batching)
 
-    @contextmanager
-    def active(self) -> Iterator[None]:
+    def enter(self, stack: ExitStack) -> None:
         """Make target and drafters ready."""
-        with ExitStack() as stack:
-            stack.enter_context(self._runner.active())
-            for drafter in self._drafters.values():
-                stack.enter_context(drafter.active(self._state))
-            yield
+        stack.enter_context(self._runner.active())
+        for drafter in self._drafters.values():
+            stack.enter_context(drafter.active(self._state))
 
     def run(self, width: int, depth: int) -> tuple[float, dict[str, float]]:
         """Seconds of a forward of `width` nodes per row, and of every drafter's draft."""

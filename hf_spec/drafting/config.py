@@ -70,9 +70,14 @@ class StrategyConfig:
                 raise OptionError(f"{name}={getattr(self, name)!r} must be True or False")
 
     def check(self, name: str, low: float, high: float = math.inf) -> None:
-        """Refuse a number outside [low, high] or of another type than declared (`OptionError`)."""
-        value = getattr(self, name)
-        whole = "float" not in str(type(self).__dataclass_fields__[name].type)
+        """Refuse a number outside [low, high] or of another type than declared (`OptionError`).
+
+        None passes where the type allows it.
+        """
+        value, declared = getattr(self, name), str(type(self).__dataclass_fields__[name].type)
+        if value is None and "None" in declared:
+            return
+        whole = "float" not in declared
         numeric = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
         if not numeric or not low <= value <= high:
             kind = "a whole number" if whole else "a number"
@@ -118,19 +123,15 @@ class PolicyConfig(StrategyConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in self.usual:
-            if getattr(self, name) is not None:
-                self.check(name, 1)
+            self.check(name, 1)
         if self.length_policy is not None:
             check_policy(self.length_policy)
         self.check("min_draft_tokens", 1)
         self.check("confidence_threshold", 0, 1)
-        if self.acceptance_threshold is not None:
-            self.check("acceptance_threshold", 0, 1)
-        if self.adapter is None:
-            return
-        if not isinstance(self.adapter, str):
+        self.check("acceptance_threshold", 0, 1)
+        if not isinstance(self.adapter, (str, type(None))):
             raise OptionError(f"adapter={self.adapter!r} must be a string: a folder or a Hub id")
-        if self.length_policy != "disco":
+        if self.adapter is not None and self.length_policy != "disco":
             raise OptionError(
                 f"adapter={self.adapter!r} is not used by length_policy={self.length_policy!r}; "
                 "leave it out, or choose length_policy='disco'"

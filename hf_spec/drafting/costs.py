@@ -132,20 +132,19 @@ class RoundTimes:
 
     def costs(self, name: str, forwards: Callable[[int], int]) -> Costs:
         """What `hf_spec.drafting.choice` weighs, for a drafter that takes `forwards(depth)`."""
-        return Costs(
-            self._verify, {name: lambda depth: self._draft_cost(forwards(math.ceil(depth)))}
-        )
+
+        def draft(depth: float) -> float:
+            count = forwards(math.ceil(depth))
+            unit = 1.0 if self._draft.is_known else self._verify(1)
+            return self._draft(count) * unit if count else 0.0
+
+        return Costs(self._verify, {name: draft})
 
     def learn(self, nodes: int, verify_seconds: float, forwards: int, draft_seconds: float) -> None:
         """Add a round: the nodes of all rows, its seconds, the draft's own forwards."""
         self._verify.learn(nodes, verify_seconds)
         if forwards:
             self._draft.learn(forwards, draft_seconds)
-
-    def _draft_cost(self, count: int) -> float:
-        if not count:
-            return 0.0
-        return self._draft(count) * (1.0 if self._draft.is_known else self._verify(1))
 
 
 def known_times(target: PreTrainedModel, key: Hashable, num_rows: int) -> RoundTimes:

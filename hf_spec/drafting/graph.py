@@ -39,18 +39,17 @@ class Unmerged:
 
 
 class TokenGraph:
-    """A draft of one row under construction; node 0 is the root.
+    """A draft of one row under construction; node 0 is the root, the last token of `context`.
 
     Args:
-        context: the committed tokens; the last one becomes the root.
+        context: the committed tokens.
         merge_length: tokens before a node that must agree for a merge; None never merges.
 
     Attributes:
         tokens: per node.
-        parents: per node the node it was drafted under, -1 for the root.
-        depth: per node, along parents.
-        probs: per node its draft probability given the path to its parent, 1 for the root.
-        reach: per node the draft probability of its path along parents.
+        parents, depth: per node the one it was drafted under, -1 for the root; along parents.
+        probs, reach: per node its draft probability given the path to its parent, and that of the
+            path along parents, 1 for the root.
         edges: per node (node, probability) in order of rank; merge edges included.
         num_merges: how many merge edges there are.
     """
@@ -73,8 +72,7 @@ class TokenGraph:
     def add(self, parent: int, token: int, probability: float) -> int | None:
         """Draft `token`, which is no child of `parent` yet, with the draft model's probability.
 
-        Returns:
-            The new node, or None if the token was merged into an existing one.
+        The new node, or None if the token was merged into an existing one.
         """
         run = None
         if self.merge_length is not None:
@@ -84,6 +82,13 @@ class TokenGraph:
                     self.edges[parent].append((node, probability))
                     self.num_merges += 1
                     return None
+        node = self.hang(parent, token, probability)
+        if run is not None:
+            self._index[run].append(node)
+        return node
+
+    def hang(self, parent: int, token: int, probability: float = 1.0) -> int:
+        """Draft `token` as a node of its own, which is returned."""
         node = len(self.tokens)
         self.tokens.append(token)
         self.parents.append(parent)
@@ -92,8 +97,6 @@ class TokenGraph:
         self.reach.append(self.reach[parent] * probability)
         self.edges.append([])
         self.edges[parent].append((node, probability))
-        if run is not None:
-            self._index[run].append(node)
         return node
 
     def path(self, node: int) -> list[int]:

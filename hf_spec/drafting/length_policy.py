@@ -6,13 +6,13 @@
                 (transformers' rule; the dynHeur baseline of Mamou et al. 2024, arXiv 2405.04304)
 `confidence`    stop after the first token whose draft probability is below the threshold
                 (transformers' dynamic speculation)
+`measured`      stop where the next level is not worth its time (`hf_spec.drafting.measured`)
 ==============  ================================================================================
 
-Others are added from outside with `register_policy`: DISCO's classifier, and "measured", which
-weighs what a token is worth against what it costs (`hf_spec.drafting.measured`). A policy is
-asked after every drafted token, the first one included; the token it stops after is still sent to
-the target. It knows what was drafted so far, past rounds and times, and nothing else, so a draft
-that was drawn at random stays one that residual rejection can judge.
+Others are added from outside with `register_policy`, as is DISCO's classifier. A policy is asked
+after every drafted token, the first one included; the token it stops after is still sent to the
+target. It knows what was drafted so far, past rounds and times, and nothing else, so a draft that
+was drawn at random stays one that residual rejection can judge.
 """
 
 from __future__ import annotations
@@ -24,6 +24,12 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_spec.drafting.sources import (
+    EXPECTATION_WEIGHT,
+    PROBABILITY_KINDS,
+    Shares,
+    shares_of_levels,
+)
 from hf_spec.errors import OptionError, choices
 
 # The policy that decides by the time that rounds take.
@@ -35,8 +41,7 @@ class DraftedToken:
     """The newest draft token of a row; in a tree, the end of the likeliest path.
 
     Attributes:
-        row: the sequence.
-        token: its id.
+        row, token: the sequence, and the token's id.
         position: counted from the beginning of the generation, 0 for the first generated token.
         probability: the draft model's, after its own prefix.
         score: what `LengthPolicy.score` made of the distribution it was taken from.
@@ -118,11 +123,76 @@ class ConfidencePolicy(LengthPolicy):
         return [token.probability >= self.threshold for token in newest]
 
 
+def free(level: int) -> float:
+    """The price of another level where none is known."""
+    return 0.0
+
+
+class MeasuredPolicy(LengthPolicy):
+    """Drafts on where another level is worth its time.
+
+    A level is worth the probability that the target goes there. The drafter says how likely its
+    newest level is; how often levels of that likelihood came true corrects it, and how often one
+    level followed another leads on to the next. `price` says, by the levels there are, what another
+    one costs, in tokens that its time would bring elsewhere.
+    """
+
+    def __init__(self, max_draft_tokens: int):
+        super().__init__(max_draft_tokens)
+        self.price: Callable[[int], float] = free
+
+    def start(self, num_rows: int) -> None:
+        """Nothing is known of any row."""
+        self._came_true = [_shares_of_tenths() for _ in range(num_rows)]
+        self._went_on = [shares_of_levels() for _ in range(num_rows)]
+        self._reach: list[list[float]] = [[] for _ in range(num_rows)]
+
+    def restart(self, row: int) -> None:
+        """Nothing is known of one row."""
+        self._came_true[row], self._went_on[row] = _shares_of_tenths(), shares_of_levels()
+
+    def limit(self, row: int) -> int:
+        """The most; asked at the beginning of a round."""
+        self._reach[row] = []
+        return self.max_draft_tokens
+
+    def goes_on(self, newest: Sequence[DraftedToken]) -> list[bool]:
+        """Whether each row's next level is worth its price."""
+        worth = []
+        for token in newest:
+            self._reach[token.row].append(token.reach)
+            likely = self._came_true[token.row].share(_tenth(token.reach))
+            likely *= self._went_on[token.row].share(None)
+            worth.append(likely > self.price(len(self._reach[token.row])))
+        return worth
+
+    def learn(self, row: int, drafted: int, reached: int, known: int) -> None:
+        """Add the outcome of a round: levels drafted, levels gone through, tokens gained."""
+        for level, reach in enumerate(self._reach[row], start=1):
+            if level > known and reached == known:
+                break
+            self._came_true[row].count(_tenth(reach), level <= reached)
+        for level in range(1, min(drafted, known, reached + 1) + 1):
+            self._went_on[row].count(None, level <= reached)
+
+
+def _shares_of_tenths() -> Shares:
+    return Shares(lambda kind: (kind + 0.5) / PROBABILITY_KINDS, EXPECTATION_WEIGHT)
+
+
+def _tenth(probability: float) -> int:
+    # Processors may leave nothing possible: NaN is no likelihood.
+    if not probability > 0:
+        return 0
+    return min(int(probability * PROBABILITY_KINDS), PROBABILITY_KINDS - 1)
+
+
 MakePolicy = Callable[[Any, PreTrainedModel], LengthPolicy]
 
 _MAKERS: dict[str, MakePolicy] = {
     "static": lambda options, _: LengthPolicy(options.max_draft_tokens),
     "heuristic": lambda options, _: HeuristicPolicy(options.max_draft_tokens),
+    MEASURED: lambda options, _: MeasuredPolicy(options.max_draft_tokens),
     "confidence": lambda options, _: ConfidencePolicy(
         options.max_draft_tokens, options.confidence_threshold
     ),

@@ -28,8 +28,7 @@ from hf_spec.decoding.verification import Verifier
 from hf_spec.drafting.choice import Round, choose_nodes, choose_sources
 from hf_spec.drafting.config import PolicyConfig
 from hf_spec.drafting.costs import Costs, RoundTimes, known_times
-from hf_spec.drafting.length_policy import MEASURED, LengthPolicy
-from hf_spec.drafting.measured_policy import MeasuredPolicy, free
+from hf_spec.drafting.length_policy import MEASURED, LengthPolicy, MeasuredPolicy, free
 from hf_spec.drafting.sources import MergedTree, Source
 from hf_spec.errors import UnsupportedError
 from hf_spec.execution.distributed_checks import tensor_parallel_size

@@ -15,7 +15,7 @@ from __future__ import annotations
 import heapq
 import sys
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import compress
 
 import torch
@@ -39,11 +39,11 @@ COUNTERS = ("draft_nodes", "merges", "rounds", "rounds_with_merged_accepted")
 
 @dataclass(frozen=True)
 class TreeShape:
-    """What bounds the growth of a draft tree; the names are those of `TreeConfig`."""
+    """What bounds the growth of a draft, by the names of the options; a chain by default."""
 
-    children: int
-    expanded: int
-    max_nodes: int
+    children: int = 1
+    expanded_per_level: int = 1
+    max_nodes: int = sys.maxsize
     min_probability: float = 0.0
     min_sibling_ratio: float = 0.0
     merge_length: int | None = None
@@ -66,8 +66,9 @@ class DraftModelConfig(PolicyConfig):
 
     @property
     def shape(self) -> TreeShape:
-        """A chain: one child per node."""
-        return TreeShape(children=1, expanded=1, max_nodes=sys.maxsize)
+        """The configured one."""
+        given = {option.name: getattr(self, option.name, None) for option in fields(TreeShape)}
+        return TreeShape(**{name: value for name, value in given.items() if value is not None})
 
     @property
     def sampling_rule(self) -> type[Verifier] | None:
@@ -239,7 +240,7 @@ class DraftModelDrafter(Drafter):
             if len(graph) > self.shape.max_draft_nodes:
                 growth.frontier = []
             alive = [n for n in growth.frontier if not state.stop.ends_sequence(graph.tokens[n])]
-            best = heapq.nsmallest(self.shape.expanded, alive, key=lambda n: -reach[n])
+            best = heapq.nsmallest(self.shape.expanded_per_level, alive, key=lambda n: -reach[n])
             growth.frontier = sorted(best)
 
     def _probabilities(

@@ -61,6 +61,11 @@ class Shares:
         self._trials = {kind: (kept * h, kept * t) for kind, (h, t) in self._trials.items()}
 
 
+def shares_of_levels() -> Shares:
+    """How often the target went on by a level, which is to be learned fast."""
+    return Shares(lambda _: LEVEL_EXPECTATION, LEVEL_WEIGHT)
+
+
 class Source:
     """A drafter, what it proposed last, and how its proposals fare.
 
@@ -74,8 +79,7 @@ class Source:
         fade: share of what is known that stays in a round in which it is not asked.
 
     Attributes:
-        tree: proposed last.
-        limits: per row how deep it was asked to go.
+        tree, limits: proposed last, and per row how deep it was asked to go.
         reached: per row how many of its levels the target went through, sent or not.
     """
 
@@ -104,13 +108,12 @@ class Source:
     def start(self, num_rows: int) -> None:
         """Forget how it fared; the drafter forgets when it is made active."""
         self._nodes = [self._new_nodes() for _ in range(num_rows)]
-        self._levels = [self._new_levels() for _ in range(num_rows)]
+        self._levels = [shares_of_levels() for _ in range(num_rows)]
         self._sizes = {}
 
     def restart(self, row: int) -> None:
         """Forget the sequence before, and let the drafter do so."""
-        self._nodes[row] = self._new_nodes()
-        self._levels[row] = self._new_levels()
+        self._nodes[row], self._levels[row] = self._new_nodes(), shares_of_levels()
         self._sizes.pop(row, None)
         self.drafter.restart(row)
 
@@ -201,10 +204,6 @@ class Source:
         # Not a method of this object, which would wait for the cycle collector with its drafter.
         return Shares(partial(_expected_share, self._expected), EXPECTATION_WEIGHT)
 
-    @staticmethod
-    def _new_levels() -> Shares:
-        return Shares(lambda _: LEVEL_EXPECTATION, LEVEL_WEIGHT)
-
 
 def _expected_share(expected: tuple[float, float], kind: int | tuple[int, int]) -> float:
     """What nodes of a kind are expected to be worth before any was seen."""
@@ -230,11 +229,18 @@ class MergedTree:
         start = tree.row_start[row]
         place = {start: 0}
         for node, value in zip(tree.nodes(row)[1:], source.values(row)[1:], strict=True):
-            if value >= MIN_VALUE:
-                here = self._child(place[tree.parent[node]], tree.tokens[node])
-                # No node is worth more than its parent, by any source that has both.
-                self.values[here] = max(self.values[here], value)
-                place[node] = here
+            if value < MIN_VALUE:
+                continue
+            parent, token = place[tree.parent[node]], tree.tokens[node]
+            here = self._children.setdefault((parent, token), len(self.tokens))
+            if here == len(self.tokens):
+                self.tokens.append(token)
+                self.parents.append(parent)
+                self.depths.append(self.depths[parent] + 1)
+                self.values.append(0.0)
+            # No node is worth more than its parent, by any source that has both.
+            self.values[here] = max(self.values[here], value)
+            place[node] = here
 
     def masses(self) -> list[float]:
         """Per depth from 1 the probability that the target goes to any of its nodes."""
@@ -249,13 +255,3 @@ class MergedTree:
         place = {node: index for index, node in enumerate(kept)}
         parents = [place.get(self.parents[node], -1) for node in kept]
         return [self.tokens[node] for node in kept], parents
-
-    def _child(self, parent: int, token: int) -> int:
-        key = parent, token
-        if key not in self._children:
-            self._children[key] = len(self.tokens)
-            self.tokens.append(token)
-            self.parents.append(parent)
-            self.depths.append(self.depths[parent] + 1)
-            self.values.append(0.0)
-        return self._children[key]

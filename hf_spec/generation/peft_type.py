@@ -22,8 +22,7 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils import register_peft_method
 from torch import Tensor, nn
 
-from hf_spec.adapters.attached import LAYER_NAME
-from hf_spec.adapters.folder import PEFT_TYPE, SpecAdapter, load_adapter
+from hf_spec.adapters.folder import LAYER_NAME, PEFT_TYPE, SpecAdapter, load_adapter
 from hf_spec.errors import AssistantError, SpecError
 from hf_spec.strategies.assistants import build
 

@@ -140,15 +140,18 @@ def adaptive_tokens(
 ) -> tuple[AdaptiveTokens, dict[str, Any]]:
     """The adaptive tokens that `assistant=` stands for, and the options they were saved with.
 
-    Args:
-        assistant: a folder, a Hub id or a `SpecAdapter`; None for a model that was fine-tuned with
-            adaptive tokens of its own, as its config says.
+    That is a folder, a Hub id or a `SpecAdapter`; None for a model that was fine-tuned with
+    adaptive tokens of its own, as its config says.
 
     Raises:
         AssistantError: if there are none, or they belong to another model.
         UnsupportedError: if the model cannot be given embeddings.
     """
-    _check_embeddable(model)
+    if getattr(model.config.get_text_config(), "hidden_size_per_layer_input", 0):
+        raise UnsupportedError(
+            f"{type(model).__name__} gives every layer an embedding of its own for each token, "
+            "which an adaptive token does not have; use another spec_strategy"
+        )
     if assistant is None:
         return _own_tokens(model)
     adapter = _adapter_of(assistant)
@@ -173,7 +176,12 @@ def from_adapter(model: PreTrainedModel, adapter: SpecAdapter) -> AdaptiveTokens
         raise AssistantError("the SDSAT adapter is damaged: mode 'embeddings' with a LoRA")
     GatedLora(lora).check(model)
     if shape.mode == "lora":
-        _check_merged(model, lora)
+        if getattr(model.config, MERGED_ENTRY, None) != _digest(lora):
+            raise AssistantError(
+                "the SDSAT adapter has a LoRA for all positions, which changes the model's output: "
+                "merge it first, hf_spec.models.adaptive_tokens.merge_lora(model, adapter), or "
+                "train one of mode 'gated'"
+            )
         lora = {}
     if lora and tensor_parallel_size(model) > 1:
         raise UnsupportedError(
@@ -192,10 +200,8 @@ def from_adapter(model: PreTrainedModel, adapter: SpecAdapter) -> AdaptiveTokens
 def merge_lora(model: PreTrainedModel, assistant: object) -> PreTrainedModel:
     """Merge the LoRA of a mode "lora" adapter into `model`, in place, which changes its output.
 
-    The model remembers it in its config; `assistant=` then takes the adapter.
-
-    Raises:
-        AssistantError: if the adapter is of another mode, or one has been merged already.
+    The model remembers it in its config; `assistant=` then takes the adapter. An adapter of another
+    mode, or a second one, is an `AssistantError`.
     """
     adapter = _adapter_of(assistant)
     adapter.base.check(model)
@@ -269,31 +275,12 @@ def _read_lora(adapter: SpecAdapter) -> dict[str, tuple[Tensor, Tensor]]:
     return {name: (tensors[name + DOWN], tensors[name + UP]) for name in names}
 
 
-def _check_merged(model: PreTrainedModel, lora: LoraWeights) -> None:
-    if getattr(model.config, MERGED_ENTRY, None) != _digest(lora):
-        raise AssistantError(
-            "the SDSAT adapter has a LoRA for all positions, which changes the model's output: "
-            "merge it first, hf_spec.models.adaptive_tokens.merge_lora(model, adapter), or train "
-            "one of mode 'gated'"
-        )
-
-
 def _digest(lora: LoraWeights) -> str:
     found = hashlib.sha256()
     for name in sorted(lora):
         for part in lora[name]:
             found.update(part.detach().float().cpu().contiguous().numpy().tobytes())
     return found.hexdigest()[:16]
-
-
-def _check_embeddable(model: PreTrainedModel) -> None:
-    """Refuse models that read more of a token than its embedding."""
-    config = model.config.get_text_config()
-    if getattr(config, "hidden_size_per_layer_input", 0):
-        raise UnsupportedError(
-            f"{type(model).__name__} gives every layer an embedding of its own for each token, "
-            "which an adaptive token does not have; use another spec_strategy"
-        )
 
 
 def _as_rows(rows: Tensor, places: Tensor) -> Rows:

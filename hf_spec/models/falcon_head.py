@@ -49,6 +49,9 @@ class FalconHead(nn.Module):
             paper's.
     """
 
+    # What `assistant=` is for where no strategy is named, as in adapters.
+    strategy = METHOD
+
     def __init__(self, target: PreTrainedModel, shape: FalconShape, vocabulary: Tensor | None):
         super().__init__()
         config: Any = target.config.get_text_config()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_spec.execution.segment import Segment
 from hf_spec.models.falcon_head import FalconHead, State
-from hf_spec.models.falcon_runner import HeadRunner, PairRow
+from hf_spec.models.falcon_runner import HeadRunner, PairRow, joined
 
 # Drafts that run at once; bounds their masks.
 STARTS_AT_ONCE = 128
@@ -52,9 +52,8 @@ def ranks_along(
         mixed, states = _mix_all(head, tokens, features[: max(starts, default=0)])
         for remainder in range(size):
             # Drafts whose newest pairs end a block of the same grid share the pairs before them.
-            mine = [
-                i for i, start in enumerate(starts) if start >= size and start % size == remainder
-            ]
+            grid = range(size + remainder, max(starts, default=0) + 1, size)
+            mine = [i for i, start in enumerate(starts) if start in grid]
             if not mine:
                 continue
             end = max(starts[i] for i in mine)
@@ -82,8 +81,7 @@ def _mix_all(
         assert state is not None, "a recurrent head carries its state"
         mixed.append(out[0])
         states.append(state)
-    hidden, cell = (torch.cat(kind, dim=1) for kind in zip(*states, strict=True))
-    return torch.cat(mixed), (hidden, cell)
+    return torch.cat(mixed), joined(states)
 
 
 def _follow(

@@ -119,23 +119,20 @@ class HeadRunner:
     ) -> tuple[Tensor, State | None]:
         """Run the pairs that are new, and at least the newest k, of rows that have as many.
 
-        `texts` are the tokens of each slot; pair i of a row has the token `first + i + 1`.
-
-        Returns:
-            (A, k, H), per row what its newest k pairs predict, and the LSTM's state after them,
-            (2, A, H) each.
+        `texts` are the tokens of each slot; pair i of a row has the token `first + i + 1`. Returned
+        are (A, k, H), what the newest k pairs of each row predict, and the LSTM's state after them.
         """
         size = self._size
 
-        def begin(row: PairRow) -> int:
-            return min(row.stored, row.num_pairs - size)
+        def span(row: PairRow) -> Span:
+            begin = min(row.stored, row.num_pairs - size)
+            # The grid of blocks is counted from the newest pair, also where a prompt is cut.
+            left = -(-max(0, row.num_pairs - begin - FEED_CHUNK) // size) * size
+            return row, begin, row.num_pairs - left
 
-        while long := [row for row in rows if row.num_pairs - begin(row) > FEED_CHUNK]:
-            # The grid of blocks is counted from the newest pair, here too.
-            left = [-(-(row.num_pairs - begin(row) - FEED_CHUNK) // size) * size for row in long]
-            ends = [row.num_pairs - more for row, more in zip(long, left, strict=True)]
-            self._stretch(list(zip(long, map(begin, long), ends, strict=True)), texts)
-        spans = [(row, begin(row), row.num_pairs) for row in rows]
+        while long := [one for one in map(span, rows) if one[2] < one[0].num_pairs]:
+            self._stretch(long, texts)
+        spans = [span(row) for row in rows]
         outputs, state = self._stretch(spans, texts)
         for row in rows:
             row.features = row.features[len(row.features) - size + 1 :]
@@ -181,11 +178,10 @@ class HeadRunner:
 
     @fast_products()
     def lists(self, outputs: Tensor, num_ranks: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The likeliest tokens of (M, H) predicted features.
+        """The likeliest tokens of (M, H) predicted features: (M, ranks) int64, best first.
 
-        Returns:
-            (M, ranks) int64 tokens, best first, (M, ranks) float32 their probabilities among the
-            tokens that the head knows, and (M, R) float32 all of those.
+        Also (M, ranks) float32 their probabilities among the tokens that the head knows, and all
+        of those, (M, R).
         """
         probs = distribution(self.head.head.known(outputs).float())
         likely, places = probs.topk(num_ranks, dim=-1)
@@ -256,9 +252,7 @@ class HeadRunner:
                 states.append(state)
                 if last == middle:
                     row.state, row.covered = state, middle
-        both = zip(*states, strict=True)
-        hidden, cell = (torch.cat(kind, dim=1) for kind in both)
-        return torch.cat(parts), (hidden, cell)
+        return torch.cat(parts), joined(states)
 
     def pair_segment(self, row: PairRow, begin: int, end: int, start: int) -> Segment:
         """Pairs see everything before them and their block, blocks counted from the last pair."""
@@ -299,6 +293,12 @@ class HeadRunner:
             visible=visible,
             prefix=pairs,
         )
+
+
+def joined(states: Sequence[State]) -> State:
+    """LSTM states of several pairs as one, in their order."""
+    hidden, cell = (torch.cat(kind, dim=1) for kind in zip(*states, strict=True))
+    return hidden, cell
 
 
 def _tokens(texts: Sequence[Sequence[int]], row: PairRow, begin: int, end: int) -> list[int]:

@@ -89,9 +89,10 @@ class GatedLora:
         """Refuse a model that lacks a layer or has one of another size."""
         layers = dict(model.named_modules())
         for name, (down, up) in self.weights.items():
-            if not _is_linear(layers.get(name)):
+            layer = layers.get(name)
+            if not (isinstance(layer, Conv1D) or hasattr(layer, "in_features")):
                 raise AssistantError(f"the adapter changes the layer {name}, which the model lacks")
-            inputs, outputs = layer_sizes(layers[name])
+            inputs, outputs = layer_sizes(layer)
             rank = down.shape[0] if down.ndim == 2 else 0
             whole = not (down.is_floating_point() and up.is_floating_point())
             if whole or down.shape != (rank, inputs) or up.shape != (outputs, rank):
@@ -168,10 +169,6 @@ def merge_lora_inplace(model: PreTrainedModel, weights: LoraWeights) -> None:
             change = up.float() @ down.float()
             change = change.T if isinstance(layer, Conv1D) else change
             layer.weight += change.to(layer.weight)
-
-
-def _is_linear(layer: Any) -> bool:
-    return isinstance(layer, Conv1D) or hasattr(layer, "in_features")
 
 
 def _is_routed(name: str) -> bool:

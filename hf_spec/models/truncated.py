@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_spec.adapters.attached import LAYER_NAME
+from hf_spec.adapters.folder import LAYER_NAME
 from hf_spec.errors import OptionError, UnsupportedError
 from hf_spec.execution.placement import dense_copy
 

@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_spec.models.methods  # noqa: F401 - the methods become known
 from hf_spec.adapters.adapter import PEFT_TYPE, WEIGHTS_NAME
-from hf_spec.adapters.attached import active_adapters
-from hf_spec.adapters.folder import SpecAdapter, is_adapter, load_adapter
+from hf_spec.adapters.folder import SpecAdapter, active_adapters, is_adapter, load_adapter
 from hf_spec.adapters.hub import Place
 from hf_spec.data.hub import load_named
 from hf_spec.errors import AssistantError, HubError, OptionError, SpecError, UnsupportedError
@@ -34,11 +33,8 @@ def resolve_draft_model(
 ) -> PreTrainedModel:
     """The draft model that `assistant` stands for, checked against the target.
 
-    Args:
-        strategy: name used in messages.
-        assistant: a model, a PEFT model, a `SpecAdapter`, or a folder or Hub id of a model or of a
-            draft adapter.
-        target: the model that generates.
+    That is a model, a PEFT model, a `SpecAdapter`, or a folder or Hub id of a model or of a draft
+    adapter. Messages name the `strategy`.
 
     Raises:
         AssistantError: if it is missing, cannot be loaded, or has another vocabulary.
@@ -75,11 +71,7 @@ def resolve_draft_model(
 
 
 def resolve_falcon_head(assistant: object, target: PreTrainedModel) -> FalconHead:
-    """The head that `assistant` is, or that of a Falcon adapter, its folder or Hub id.
-
-    Raises:
-        AssistantError: if it is none, cannot be loaded, or belongs to another model.
-    """
+    """The head that `assistant` is, or that of a Falcon adapter, its folder or Hub id."""
     if isinstance(assistant, (str, os.PathLike, SpecAdapter)):
         head: FalconHead = adapter_module(assistant, FALCON, target)
         return head
@@ -112,11 +104,7 @@ def read_once(target: PreTrainedModel, method: str, name: str, read: Callable[[]
 def adapter_module(
     assistant: str | os.PathLike[str] | SpecAdapter, method: str, target: PreTrainedModel
 ) -> Any:
-    """What an adapter of `method`, or the one in a folder or repository, adds to `target`.
-
-    Raises:
-        AssistantError: if it is of another method, is damaged, or belongs to another model.
-    """
+    """What an adapter of `method`, or the one in a folder or repository, adds to `target`."""
     if isinstance(assistant, SpecAdapter):
         return build(_of_method(assistant, method), target)
     name = os.fspath(assistant)
@@ -126,23 +114,15 @@ def adapter_module(
 def build(adapter: SpecAdapter, target: PreTrainedModel) -> Any:
     """What `adapter` adds to `target`: a draft model, a classifier, a head or adaptive tokens.
 
-    Made once, and again where the target has another device or dtype.
-
-    Raises:
-        AssistantError: if the adapter is damaged, or belongs to another model.
-        UnsupportedError: if the method cannot serve such a target.
+    Made once, and again where the target has another device or dtype. An adapter that is damaged
+    or belongs to another model is an `AssistantError`.
     """
     key = (adapter, target.device, target.dtype)
     return made_once(target, key, lambda: _build(adapter, target))
 
 
 def find_assistant(assistant: Any, target: PreTrainedModel, methods: Collection[str] | None) -> Any:
-    """What a strategy is given for `assistant=`.
-
-    Args:
-        assistant: as it stands in the call.
-        target: the model that generates.
-        methods: of the adapters that the strategy can use; None for all.
+    """What a strategy that can use adapters of `methods`, None for all, is given for `assistant=`.
 
     Returns:
         The adapter of a PEFT model that carries one; for None the one attached to the target,

@@ -19,7 +19,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from hf_spec.adapters.folder import SpecAdapter, is_adapter, load_adapter
+from hf_spec.adapters.folder import is_adapter, load_adapter
 from hf_spec.decoding.state import GenerationState
 from hf_spec.drafting.calibration import check_timings, known_costs
 from hf_spec.drafting.config import StrategyConfig
@@ -28,7 +28,6 @@ from hf_spec.drafting.measured import MeasuredDrafter
 from hf_spec.drafting.sources import Source
 from hf_spec.errors import AssistantError, OptionError, UnsupportedError
 from hf_spec.execution.distributed_checks import tensor_parallel_size
-from hf_spec.models.falcon_head import FalconHead
 from hf_spec.strategies.assistants import read_once
 from hf_spec.strategies.lookup import LookupConfig, lookup_sources
 from hf_spec.strategies.registry import make_for_auto, register
@@ -119,29 +118,22 @@ register("auto", _make)(AutoConfig)
 
 
 def _as_list(assistant: object) -> list[Any]:
-    if assistant is None:
-        return []
-    if isinstance(assistant, (list, tuple)):
-        if not assistant:
-            raise AssistantError(
-                f"assistant={assistant!r} names nothing; leave it out for lookup alone"
-            )
-        return list(assistant)
-    return [assistant]
+    if not isinstance(assistant, (list, tuple)):
+        return [] if assistant is None else [assistant]
+    if not assistant:
+        raise AssistantError(
+            f"assistant={assistant!r} names nothing; leave it out for lookup alone"
+        )
+    return list(assistant)
 
 
 def _strategy_of(assistant: Any, target: PreTrainedModel) -> str:
-    """The strategy that an assistant is for."""
-    if isinstance(assistant, FalconHead):
-        return "falcon"
-    if isinstance(assistant, SpecAdapter):
-        return assistant.strategy
+    """The strategy that an assistant is for: adapters and heads name one, a model's is "tree"."""
     if not isinstance(assistant, (str, os.PathLike)):
-        return "tree"
+        return getattr(assistant, "strategy", "tree")
     name = os.fspath(assistant)
-    return read_once(target, "auto", name, lambda: _strategy_in(name))
 
+    def read() -> str:
+        return load_adapter(name).strategy if is_adapter(name) else "tree"
 
-def _strategy_in(name: str) -> str:
-    """The strategy that a folder or a repository of the Hub is for; a model's is "tree"."""
-    return load_adapter(name).strategy if is_adapter(name) else "tree"
+    return read_once(target, "auto", name, read)

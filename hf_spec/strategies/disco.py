@@ -25,9 +25,13 @@ from transformers import PreTrainedModel
 from hf_spec.adapters.folder import SpecAdapter, beside, load_adapter
 from hf_spec.adapters.reading import whole_number
 from hf_spec.decoding.drafter import Drafter
-from hf_spec.drafting.length_policy import DraftedToken, LengthPolicy, register_policy
+from hf_spec.drafting.length_policy import (
+    DraftedToken,
+    LengthPolicy,
+    MeasuredPolicy,
+    register_policy,
+)
 from hf_spec.drafting.measured import can_measure, measured
-from hf_spec.drafting.measured_policy import MeasuredPolicy
 from hf_spec.drafting.model_drafter import DraftModelConfig, DraftModelDrafter
 from hf_spec.errors import AssistantError, OptionError
 from hf_spec.execution.per_model import made_once
@@ -76,13 +80,9 @@ class MeasuredDiscoPolicy(MeasuredPolicy):
 
     def goes_on(self, newest: Sequence[DraftedToken]) -> list[bool]:
         """Whether each row's next token is worth its price; all before it have to be accepted."""
-        so_far = [([1.0, *self._reach[token.row]])[-1] for token in newest]
-        return super().goes_on(
-            [
-                replace(token, reach=reach * token.score)
-                for token, reach in zip(newest, so_far, strict=True)
-            ]
-        )
+        so_far = ([1.0, *self._reach[token.row]][-1] for token in newest)
+        pairs = zip(newest, so_far, strict=True)
+        return super().goes_on([replace(one, reach=reach * one.score) for one, reach in pairs])
 
 
 def make_policy(config: DraftModelConfig, target: PreTrainedModel) -> DiscoPolicy:
@@ -173,15 +173,13 @@ class DiscoConfig(DraftConfig):
             )
 
 
+_from_hub = functools.cache(functools.partial(load_adapter, method=METHOD))
+
+
 def read_adapter(name: str) -> SpecAdapter:
     """The DISCO adapter in a folder or on the Hub (`AssistantError` if there is none)."""
     # A folder may be calibrated again between two calls; the Hub is asked once.
     return load_adapter(name, METHOD) if Path(name).is_dir() else _from_hub(name)
-
-
-@functools.cache
-def _from_hub(name: str) -> SpecAdapter:
-    return load_adapter(name, METHOD)
 
 
 def find_draft_model(adapter: SpecAdapter, target: PreTrainedModel) -> PreTrainedModel:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.drafting.length_policy import MEASURED, make_policy
 from hf_spec.drafting.measured import measured, resolve
-from hf_spec.drafting.model_drafter import DraftModelConfig, DraftModelDrafter, TreeShape
+from hf_spec.drafting.model_drafter import DraftModelConfig, DraftModelDrafter
 from hf_spec.drafting.sources import NODES_PER_LEVEL
 from hf_spec.execution.vocabulary import num_embeddings
 from hf_spec.strategies.assistants import resolve_draft_model
@@ -80,14 +80,3 @@ class TreeConfig(DraftConfig):
             self.check(name, 1)
         for name in ("min_probability", "min_sibling_ratio"):
             self.check(name, 0, 1)
-
-    @property
-    def shape(self) -> TreeShape:
-        """The configured tree."""
-        return TreeShape(
-            self.children,
-            self.expanded_per_level,
-            self.max_nodes or self.usual["max_nodes"],
-            self.min_probability,
-            self.min_sibling_ratio,
-        )

@@ -99,8 +99,7 @@ class FalconConfig(PolicyConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("max_draft_tokens", "max_nodes"):
-            if getattr(self, name) is not None:
-                self.check(name, 1)
+            self.check(name, 1)
         object.__setattr__(self, "tree", checked_tree(self.tree, METHOD, ("auto", "chain")))
 
 
@@ -118,10 +117,10 @@ class _Drawn:
 
 
 class FalconDrafter(Drafter):
-    """Drafts a fixed rank tree with a Falcon head.
+    """Drafts a fixed rank tree with a Falcon head in evaluation mode.
 
     Args:
-        head: in evaluation mode; shares the target's embedding and head.
+        head: shares the target's embedding and head.
         tree: what to draft.
         policy: when a row stops, asked between passes; never by default.
         min_draft_tokens: so many depths are drafted before the policy is asked.

@@ -26,24 +26,22 @@ def choose_tree(named: Any, max_draft_tokens: int | None, head: FalconHead) -> R
 
 
 def max_sent(named: Any, max_nodes: int | None, head: FalconHead) -> int | None:
-    """How many nodes of a drafted tree are sent to the target, None for all.
-
-    Where options leave it open, the adapter may say how many of its own tree's nodes are worth it.
-    """
+    """How many nodes of a tree are sent, None for all; the adapter may say so of its own tree."""
     if max_nodes is not None or named != "auto":
         return max_nodes
-    own = head.options.get("max_nodes")
-    if own is not None and (type(own) is not int or own < 1):
-        raise AssistantError(f"the Falcon adapter has max_nodes={own!r}; calibrate it again")
-    return own
+    return _stored(head, "max_nodes", "calibrate")
 
 
 def max_depth(head: FalconHead) -> int | None:
     """The depth that a head was trained for, None if its adapter does not say."""
-    longest = head.options.get("max_depth")
-    if longest is not None and (type(longest) is not int or longest < 1):
-        raise AssistantError(f"the Falcon adapter has max_depth={longest!r}; train it again")
-    return longest
+    return _stored(head, "max_depth", "train")
+
+
+def _stored(head: FalconHead, name: str, remedy: str) -> int | None:
+    value = head.options.get(name)
+    if value is not None and (type(value) is not int or value < 1):
+        raise AssistantError(f"the Falcon adapter has {name}={value!r}; {remedy} it again")
+    return value
 
 
 def _whole_tree(named: Any, max_draft_tokens: int | None, head: FalconHead) -> RankTree:

@@ -9,12 +9,11 @@ sampling rule changes the distribution; it is there as `GsdConfig(lossy=True)`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from hf_spec.decoding.verification import Verifier
 from hf_spec.drafting.lossy_rules import IndependentAcceptance
-from hf_spec.drafting.model_drafter import TreeShape
 from hf_spec.errors import OptionError
 from hf_spec.strategies.draft_model import TreeConfig, make_drafter
 from hf_spec.strategies.registry import register
@@ -51,8 +50,7 @@ class GsdConfig(TreeConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.merge_length is not None:
-            self.check("merge_length", 0)
+        self.check("merge_length", 0)
         self.check("max_draft_nodes", 1)
         self.check_flags("lossy")
         if self.sample_drafts:
@@ -60,13 +58,6 @@ class GsdConfig(TreeConfig):
                 "GsdConfig(sample_drafts=True): merged nodes are drafts of several paths at once, "
                 "which a random draft cannot be; leave it False (sampling stays exact)"
             )
-
-    @property
-    def shape(self) -> TreeShape:
-        """The configured graph."""
-        return replace(
-            super().shape, merge_length=self.merge_length, max_draft_nodes=self.max_draft_nodes
-        )
 
     @property
     def sampling_rule(self) -> type[Verifier] | None:

@@ -77,8 +77,7 @@ class LookupConfig(StrategyConfig):
         for name in ("match_length", "min_match_length", "max_matches"):
             self.check(name, 1, 64)
         for name in ("copy_length", "max_draft_tokens"):
-            if getattr(self, name) is not None:
-                self.check(name, 1)
+            self.check(name, 1)
         if self.min_match_length > self.match_length:
             raise OptionError(
                 f"LookupConfig(min_match_length={self.min_match_length}) is larger than "

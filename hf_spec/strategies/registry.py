@@ -37,14 +37,11 @@ def register(
     """Class decorator: make a config known as `spec_strategy=name`.
 
     Args:
-        name: lower case, letters, digits and underscores.
+        name: lower case, letters, digits and underscores, and not taken (`ValueError`).
         make_drafter: called with (config, target model, assistant) for every generation.
         make_for_auto: called with (target model, assistant, batching) where `auto` uses the
             strategy beside others: a drafter that draws nothing at random and proposes all that it
             can. By default it is that of the config without options.
-
-    Raises:
-        ValueError: if the name is badly formed or taken.
     """
 
     def add(config_class: Config) -> Config:

@@ -18,8 +18,9 @@ by changes the distribution; it is there as `SdsatConfig(lossy=True)`.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from hf_spec.decoding.processors import NodeProcessors
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.token_sampling import distribution
 from hf_spec.drafting.config import StrategyConfig
+from hf_spec.drafting.graph import TokenGraph
 from hf_spec.drafting.lossy_rules import PathSampling
 from hf_spec.drafting.published_trees import checked_tree, published_trees
 from hf_spec.drafting.rank_tree import RankTree
@@ -84,8 +86,7 @@ class SdsatConfig(StrategyConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("num_adaptive", "max_adaptive_nodes"):
-            if getattr(self, name) is not None:
-                self.check(name, 1)
+            self.check(name, 1)
         self.check("min_probability", 0, 1)
         self.check_flags("fused", "lossy")
         if self.tree is not None:
@@ -121,30 +122,12 @@ def chain_length(config: SdsatConfig, tokens: AdaptiveTokens, usual: object) -> 
     return length
 
 
-@dataclass
-class _Plan:
-    """A tree under construction for one row.
+class _Plan(TokenGraph):
+    """A tree under construction for one row; `chains` has adaptive nodes by the node before."""
 
-    Attributes:
-        tokens, parents: as `DraftTree.from_rows` takes them.
-        depths: of each node.
-        reach: of each node, how probable its path is by what was predicted.
-        chains: node -> the adaptive nodes after it, all counted from the row's root.
-    """
-
-    tokens: list[int]
-    parents: list[int] = field(default_factory=lambda: [-1])
-    depths: list[int] = field(default_factory=lambda: [0])
-    reach: list[float] = field(default_factory=lambda: [1.0])
-    chains: dict[int, list[int]] = field(default_factory=dict)
-
-    def add(self, parent: int, token: int, chance: float = 1.0) -> int:
-        """Hang a node below `parent`; its index."""
-        self.tokens.append(token)
-        self.parents.append(parent)
-        self.depths.append(self.depths[parent] + 1)
-        self.reach.append(self.reach[parent] * chance)
-        return len(self.tokens) - 1
+    def __init__(self, root: int):
+        super().__init__([root])
+        self.chains: dict[int, list[int]] = {}
 
     def ends(self) -> list[float]:
         """Per node the probability that the walk goes there and no further."""
@@ -159,12 +142,9 @@ Predicted = Sequence[tuple[Sequence[int], Sequence[float]]]
 
 
 class SdsatDrafter(Drafter):
-    """Drafts what the target predicts at adaptive tokens.
+    """Drafts what the target predicts at its adaptive tokens.
 
-    Args:
-        config: k, shape and loop.
-        tokens: the target's adaptive tokens.
-        usual_length: k where the config leaves it open.
+    `usual_length` is k where the config leaves it open.
 
     Attributes:
         counters: per row and forward of the target, "adaptive_rounds" are those that draft only
@@ -203,7 +183,7 @@ class SdsatDrafter(Drafter):
         predicted = self._predicted(state)
         self._plans = {}
         for row, limit in limits.items():
-            plan = _Plan([state.tokens[row][-1]])
+            plan = _Plan(state.tokens[row][-1])
             self._add_drafts(plan, predicted.get(row, ()), limit, state)
             drafted = len(plan.tokens) > 1
             if self.config.fused:
@@ -253,21 +233,18 @@ class SdsatDrafter(Drafter):
             if parent is None or depth > min(longest, len(predicted)):
                 continue
             tokens, likely = predicted[depth - 1]
-            if rank >= len(tokens) or likely[rank] <= 0:
+            chance = likely[rank] if rank < len(likely) else 0.0
+            if chance <= 0 or plan.reach[parent] * chance < self.config.min_probability:
                 continue
-            if plan.reach[parent] * likely[rank] < self.config.min_probability:
-                continue
-            if parent and state.stop.ends_sequence(plan.tokens[parent]):
-                continue
-            node_of[path] = plan.add(parent, tokens[rank], likely[rank])
+            if not (parent and state.stop.ends_sequence(plan.tokens[parent])):
+                node_of[path] = plan.hang(parent, tokens[rank], chance)
 
     def _add_chain(self, plan: _Plan, node: int, length: int) -> None:
-        chain, last = [], node
+        chain = [node]
         for token in self._adaptive_ids[: max(length, 0)]:
-            last = plan.add(last, token)
-            chain.append(last)
-        if chain:
-            plan.chains[node] = chain
+            chain.append(plan.hang(chain[-1], token))
+        if len(chain) > 1:
+            plan.chains[node] = chain[1:]
 
     def _add_chains(
         self, plan: _Plan, predicted: Predicted, limit: int, state: GenerationState
@@ -286,24 +263,18 @@ class SdsatDrafter(Drafter):
             if node and state.stop.ends_sequence(plan.tokens[node]):
                 continue
             # After this node there are its bonus token and then the next draft.
-            longest = min(self.length, limit - plan.depths[node] - 1)
+            longest = min(self.length, limit - plan.depth[node] - 1)
             cells += [(-chance * going_on[place], place, node) for place in range(longest)]
-        budget = self.config.max_adaptive_nodes
-        lengths: dict[int, int] = {}
-        for _, _, node in sorted(cells)[:budget]:
-            lengths[node] = lengths.get(node, 0) + 1
-        for node, length in lengths.items():
+        best = sorted(cells)[: self.config.max_adaptive_nodes]
+        for node, length in Counter(node for _, _, node in best).items():
             self._add_chain(plan, node, length)
 
     def _count(self, plan: _Plan, drafted: bool) -> None:
-        adaptive = sum(len(chain) for chain in plan.chains.values())
+        adaptive = sum(map(len, plan.chains.values()))
         self.counters["adaptive_nodes"] += adaptive
-        if drafted and adaptive:
-            self.counters["fused_rounds"] += 1
-        elif drafted:
-            self.counters["verify_rounds"] += 1
-        elif adaptive:
-            self.counters["adaptive_rounds"] += 1
+        if drafted or adaptive:
+            kind = ("fused" if adaptive else "verify") if drafted else "adaptive"
+            self.counters[f"{kind}_rounds"] += 1
 
 
 def _resolve(target: PreTrainedModel, assistant: object) -> tuple[AdaptiveTokens, dict[str, Any]]:

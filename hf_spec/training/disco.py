@@ -153,6 +153,7 @@ def fit(
     accepted = float(labels.sum())
     balance = (len(labels) - accepted) / max(accepted, 1.0)
     weight = torch.tensor(max(balance, 1e-3) if settings.class_weights else 1.0)
+    loss_of = partial(F.binary_cross_entropy_with_logits, pos_weight=weight)
     generator = torch.Generator().manual_seed(settings.seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
@@ -164,12 +165,12 @@ def fit(
     best, history = copy.deepcopy(classifier.state_dict()), []
     for _ in tqdm(range(settings.max_epochs), desc="epochs", disable=None):
         for batch in torch.randperm(len(labels), generator=generator).split(settings.batch_size):
-            loss = _loss(classifier, features[batch], labels[batch], weight)
+            loss = loss_of(classifier(features[batch]), labels[batch])
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
         with torch.no_grad():
-            history.append(float(_loss(classifier, held_features, held_labels, weight)))
+            history.append(float(loss_of(classifier(held_features), held_labels)))
         if history[-1] == min(history):
             best = copy.deepcopy(classifier.state_dict())
         elif len(history) - history.index(min(history)) > settings.patience:
@@ -226,10 +227,6 @@ def _figures(predicted: Tensor, came_true: Tensor) -> dict[str, float]:
         "recall": right / true if true else 0.0,
         "f1": 2 * right / (said + true) if said + true else 0.0,
     }
-
-
-def _loss(classifier: DiscoClassifier, features: Tensor, labels: Tensor, weight: Tensor) -> Tensor:
-    return F.binary_cross_entropy_with_logits(classifier(features), labels, pos_weight=weight)
 
 
 def _together(observed: Sequence[Observed]) -> tuple[Tensor, Tensor]:

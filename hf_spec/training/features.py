@@ -76,7 +76,16 @@ def stored_texts(model: PreTrainedModel, responses: Sequence[Response], folder: 
         OptionError: if the disk is too small, or `folder` was made from another model or other
             answers.
     """
-    _check_room(folder, disk_need(model, responses))
+    need = disk_need(model, responses)
+    there = sum(file.stat().st_size for file in folder.glob("*"))
+    place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(place).free
+    if need > free + there:
+        raise OptionError(
+            f"the features need {in_words(need)} in {folder}, where {in_words(free)} are free: "
+            "choose a folder on another disk, fewer answers, or compute them as they are needed "
+            "(--no-store)"
+        )
 
     def compute(shard: Sequence[Response]) -> dict[str, Tensor]:
         batches = answer_batches(shard, num_features)
@@ -88,19 +97,6 @@ def stored_texts(model: PreTrainedModel, responses: Sequence[Response], folder: 
     facts = {"target": local_name(model)}
     passes = stored(folder, "features", responses, facts, compute, num_features)
     return [Text(response, found["features"]) for response, found in passes]
-
-
-def _check_room(folder: Path, need: int) -> None:
-    """Refuse a disk that does not hold `need` bytes beside what `folder` has already."""
-    there = sum(file.stat().st_size for file in folder.glob("*"))
-    place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    free = shutil.disk_usage(place).free
-    if need > free + there:
-        raise OptionError(
-            f"the features need {in_words(need)} in {folder}, where {in_words(free)} are free: "
-            "choose a folder on another disk, fewer answers, or compute them as they are needed "
-            "(--no-store)"
-        )
 
 
 def in_words(size: int) -> str:

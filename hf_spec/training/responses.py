@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -130,9 +131,7 @@ def end_tokens(model: PreTrainedModel) -> set[int]:
     """The end-of-sequence tokens of a model; none if it has none."""
     config: Any = model.generation_config
     ends = config.eos_token_id
-    if ends is None:
-        return set()
-    return set(ends) if isinstance(ends, list) else {ends}
+    return set(ends) if isinstance(ends, list) else {ends} - {None}
 
 
 def answer_vocabulary(
@@ -148,10 +147,8 @@ def _answer(
     model: PreTrainedModel, prompts: Sequence[Tensor], settings: ResponseSettings, ends: set[int]
 ) -> list[list[int]]:
     """Answers to prompts of any lengths, cut after their end-of-sequence token."""
-    rows = pad_sequence(list(prompts), batch_first=True, padding_side="left")
-    mask = pad_sequence(
-        [torch.ones_like(p) for p in prompts], batch_first=True, padding_side="left"
-    )
+    padded = partial(pad_sequence, batch_first=True, padding_side="left")
+    rows, mask = padded(list(prompts)), padded([torch.ones_like(ids) for ids in prompts])
     sampling: dict[str, Any] = {"do_sample": False}
     if settings.temperature:
         sampling = {"do_sample": True, "temperature": settings.temperature, "top_k": 0}

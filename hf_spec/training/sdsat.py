@@ -37,7 +37,7 @@ from hf_spec.models.draft_head import check_plain_head
 from hf_spec.models.gated_lora import new_lora
 from hf_spec.training.held_back import learned_and_held
 from hf_spec.training.infilling import Infilling
-from hf_spec.training.sdsat_chains import Text, agreement, draw_windows, run_chains
+from hf_spec.training.sdsat_chains import Text, Windows, agreement, draw_windows, run_chains
 from hf_spec.training.settings import SDSAT_RUN, SdsatTrainSettings, TrainSettings
 from hf_spec.training.teacher import Example
 from hf_spec.training.trainer import (
@@ -93,9 +93,11 @@ def train_sdsat(
         figures = train(student.parameters, student.loss, epochs, run, own, evaluate, facts)
     finally:
         student.release()
-    num_adaptive = settings.num_adaptive or settings.window
-    told = {"training": {**facts, **asdict(run)}, "held_back": figures}
-    options = {"num_adaptive": num_adaptive, **told}
+    options = {
+        "num_adaptive": settings.num_adaptive or settings.window,
+        "training": {**facts, **asdict(run)},
+        "held_back": figures,
+    }
     if settings.mode != "full":
         return save_trained(folder, student.tokens.to_adapter(base, options))
     if processes().is_main_process:
@@ -139,9 +141,8 @@ class Student:
             return
         model.requires_grad_(False)
         embeddings = nn.Parameter(_mean_embedding(model).repeat(settings.num_kinds, 1))
-        lora = {}
-        if settings.mode != "embeddings":
-            lora = new_lora(model, settings.rank, settings.targets)
+        learns = settings.mode != "embeddings"
+        lora = new_lora(model, settings.rank, settings.targets) if learns else {}
         self.tokens = AdaptiveTokens(shape, embeddings, lora, everywhere=settings.mode == "lora")
         self.parameters = {"embeddings": embeddings}
         for name, (down, up) in lora.items():
@@ -180,12 +181,12 @@ class Student:
         # belong to another order.
         return Text(tokens, 1, frozenset(self.infilling.markers))
 
+    def _windows(self, texts: Sequence[Text], generator: torch.Generator) -> list[Windows]:
+        length, share = self.settings.window, self.settings.start_share
+        return [draw_windows(text.free(), length, generator, share) for text in texts]
+
     def _branched(self, texts: Sequence[Text], generator: torch.Generator) -> Loss:
-        window, share = self.settings.window, self.settings.start_share
-        chains = []
-        for text in texts:
-            free = text.free()
-            chains.append(draw_windows(free, window, generator, share).chains(free))
+        chains = [windows.chains for windows in self._windows(texts, generator)]
         if not any(length for mine in chains for _, length in mine):
             # Answers of a token or two have no place for a window.
             nothing = torch.stack([parameter.sum() for parameter in self.parameters.values()])
@@ -195,11 +196,7 @@ class Student:
         return self._cross_entropy(logits, texts, places), len(places)
 
     def _replaced(self, texts: Sequence[Text], generator: torch.Generator) -> Loss:
-        window, share = self.settings.window, self.settings.start_share
-        slots = []
-        for text in texts:
-            free = text.free()
-            slots.append(draw_windows(free, window, generator, share).slots(free))
+        slots = [windows.slots for windows in self._windows(texts, generator)]
         # Positions whose next token is one of the answer.
         everywhere = [
             (row, place)
@@ -273,9 +270,8 @@ def _mean_embedding(model: PreTrainedModel) -> Tensor:
     """(H,) float32: the mean of what the model's embedding says of its tokens."""
     table: Any = model.get_input_embeddings()
     ids = torch.arange(table.weight.shape[0], device=table.weight.device)
-    return torch.stack([table(part).float().sum(dim=0) for part in ids.split(8192)]).sum(0) / len(
-        ids
-    )
+    sums = [table(part).float().sum(dim=0) for part in ids.split(8192)]
+    return torch.stack(sums).sum(0) / len(ids)
 
 
 def _own_rows(model: PreTrainedModel, settings: SdsatTrainSettings) -> list[int]:

@@ -58,8 +58,9 @@ class Text:
 
     def free(self) -> Tensor:
         """(n,) bool, positions that an adaptive token may take."""
-        kept = [token in self.fixed for token in self.tokens] if self.fixed else None
-        return free_positions(len(self.tokens), self.first, kept)
+        free = torch.tensor([token not in self.fixed for token in self.tokens])
+        free[: max(self.first, 1)] = free[-1:] = False
+        return free
 
 
 @dataclass(frozen=True)
@@ -67,26 +68,30 @@ class Windows:
     """Windows of one text.
 
     Attributes:
+        free: (n,) bool, positions that adaptive tokens may take.
         starts: (W,) int64, ascending positions.
         lengths: (W,) int64, 1..L, as drawn, whatever they meet.
     """
 
+    free: Tensor
     starts: Tensor
     lengths: Tensor
 
-    def chains(self, free: Tensor) -> list[tuple[int, int]]:
-        """Start and length of each, as far as it lies on positions that are `free`, (n,) bool."""
+    @property
+    def chains(self) -> list[tuple[int, int]]:
+        """Start and length of each, as far as it lies on free positions."""
         drawn = zip(self.starts.tolist(), self.lengths.tolist(), strict=True)
-        return [(start, window_length(free, start, length)) for start, length in drawn]
+        return [(start, window_length(self.free, start, length)) for start, length in drawn]
 
-    def slots(self, free: Tensor) -> Tensor:
+    @property
+    def slots(self) -> Tensor:
         """(n,) int64: the slot, 0..L-1, of the adaptive token that replaces each token, or -1."""
-        taken = torch.zeros_like(free)
-        newest = torch.zeros(free.shape, dtype=torch.long)
+        taken = torch.zeros_like(self.free)
+        newest = torch.zeros(taken.shape, dtype=torch.long)
         newest[self.starts] = self.starts
-        for start, length in self.chains(free):
+        for start, length in self.chains:
             taken[start : start + length] = True
-        slots = torch.arange(len(free)) - newest.cummax(dim=0).values
+        slots = torch.arange(len(taken)) - newest.cummax(dim=0).values
         return slots.masked_fill(~taken, -1)
 
 
@@ -96,16 +101,7 @@ def draw_windows(free: Tensor, window: int, generator: torch.Generator, share: f
     count = min(len(places), max(1, round(share * len(places))))
     chosen = places[torch.randperm(len(places), generator=generator)[:count]]
     lengths = torch.randint(1, window + 1, (count,), generator=generator)
-    return Windows(chosen.sort().values, lengths)
-
-
-def free_positions(length: int, first: int, kept: Sequence[bool] | None = None) -> Tensor:
-    """(length,) bool: positions from `first` that an adaptive token may take, but those `kept`."""
-    free = torch.zeros(length, dtype=torch.bool)
-    free[max(first, 1) : length - 1] = True
-    if kept is not None:
-        free &= ~torch.tensor(list(kept))
-    return free
+    return Windows(free, chosen.sort().values, lengths)
 
 
 def window_length(free: Tensor, start: int, length: int) -> int:
@@ -176,7 +172,12 @@ def agreement(
     right: list[list[bool]] = []
     for begin in range(0, len(texts), EVALUATED):
         batch = texts[begin : begin + EVALUATED]
-        chains = [_spread(text.free(), length, num_positions) for text in batch]
+        chains = []
+        for free in (text.free() for text in batch):
+            places = free.nonzero()[:, 0]
+            picked = torch.linspace(0, len(places) - 1, min(num_positions, len(places)))
+            starts = places[picked.round().long()].tolist()
+            chains.append([(start, window_length(free, start, length)) for start in starts])
         if not any(chains):
             continue
         logits, places = run_chains(model, tokens, batch, chains)
@@ -190,9 +191,3 @@ def agreement(
     figures["accepted"] = sum(runs) / max(len(runs), 1)
     figures["tokens_per_forward"] = 1 + figures["accepted"] / 2
     return figures
-
-
-def _spread(free: Tensor, length: int, count: int) -> list[tuple[int, int]]:
-    places = free.nonzero()[:, 0]
-    picked = torch.linspace(0, len(places) - 1, min(count, len(places))).round().long()
-    return [(p, window_length(free, p, length)) for p in places[picked].tolist()]

@@ -94,10 +94,12 @@ def train(  # noqa: PLR0913 - what learns, from what, how, and what is told
         for start in range(0, len(batches), settings.accumulate)
     ]
     num_steps = len(steps)
-    log = _Metrics(folder / METRICS, done) if accelerator.is_main_process else None
-    if log and done < num_steps:
+    main = accelerator.is_main_process
+    if main:
+        _cut_metrics(folder / METRICS, done)
+    if main and done < num_steps:
         record_start(folder, resolved, done, accelerator.device)
-    bar = tqdm(total=num_steps, initial=done, desc="steps", disable=None if log else True)
+    bar = tqdm(total=num_steps, initial=done, desc="steps", disable=None if main else True)
     figures: dict[str, float] = {}
     for step, batches in enumerate(steps[done:], start=done):
         torch.manual_seed(settings.seed * 1_000_003 + step)
@@ -111,9 +113,11 @@ def train(  # noqa: PLR0913 - what learns, from what, how, and what is told
         if last or (step + 1) % settings.evaluate_every == 0:
             figures = evaluate()
             row |= figures
-        if log:
+        if main:
             row["seconds"] = round(time.perf_counter() - start, 3)
-            log.write({**row, "tokens": tokens, "rate": settings.rate(step, num_steps)})
+            told = {**row, "tokens": tokens, "rate": settings.rate(step, num_steps)}
+            with (folder / METRICS).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(told) + "\n")
             if last or (step + 1) % settings.save_every == 0:
                 _save(folder, parameters, optimizer, {**run, "step": str(step + 1)})
         bar.set_postfix({k: f"{v:.3f}" for k, v in row.items() if k != "step"}, refresh=False)
@@ -215,18 +219,11 @@ def micro_batches(
     return epochs
 
 
-class _Metrics:
-    """A file of JSON lines, cut back to the step that a checkpoint holds."""
-
-    def __init__(self, path: Path, done: int):
-        kept = path.read_text().splitlines() if path.exists() and done else []
-        kept = [line for line in kept if line.endswith("}") and json.loads(line)["step"] <= done]
-        path.write_text("".join(line + "\n" for line in kept))
-        self._path = path
-
-    def write(self, row: dict[str, float]) -> None:
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+def _cut_metrics(path: Path, done: int) -> None:
+    """Cut a file of JSON lines back to the step that a checkpoint holds."""
+    kept = path.read_text().splitlines() if path.exists() and done else []
+    kept = [line for line in kept if line.endswith("}") and json.loads(line)["step"] <= done]
+    path.write_text("".join(line + "\n" for line in kept))
 
 
 def _save(

@@ -17,11 +17,7 @@ def check_tensor(
 ) -> None:
     """Refuse a tensor that a kernel would misread: its last dimension must have stride 1, too.
 
-    In `shape`, None stands for any size.
-
-    Raises:
-        TypeError: for another dtype.
-        ValueError: for another shape, device or stride.
+    In `shape`, None stands for any size. Another dtype is a TypeError, all else a ValueError.
     """
     allowed = (dtypes,) if isinstance(dtypes, torch.dtype) else tuple(dtypes)
     if tensor.dtype not in allowed:

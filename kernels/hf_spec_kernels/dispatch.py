@@ -29,11 +29,7 @@ def has_triton() -> bool:
 
 @contextmanager
 def using(impl: str) -> Iterator[None]:
-    """Let "auto" mean `impl` inside the block, for tests and comparisons.
-
-    Raises:
-        ValueError: for an unknown implementation.
-    """
+    """Let "auto" mean `impl` inside the block, for tests and comparisons."""
     global _preferred  # noqa: PLW0603 - one switch of the process, restored below
     _check(impl)
     before, _preferred = _preferred, impl
@@ -46,10 +42,8 @@ def using(impl: str) -> Iterator[None]:
 def serves(tensor: Tensor, impl: str = "auto") -> bool:
     """Whether an op called with `impl` on tensors like this one runs its kernel.
 
-    Device and dtype decide; the kernels know float32, float16 and bfloat16.
-
-    Raises:
-        ValueError: for an unknown implementation, or a kernel asked for where none can run.
+    Device and dtype decide; the kernels know float32, float16 and bfloat16. An unknown `impl`, or a
+    kernel asked for where none can run, is a ValueError.
     """
     _check(impl)
     if impl == "auto":

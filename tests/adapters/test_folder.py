@@ -9,10 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from hf_spec import AssistantError
 from hf_spec.adapters.adapter import CONFIG_NAME, WEIGHTS_NAME, BaseModel, save_adapter
-from hf_spec.adapters.folder import SpecAdapter, beside, is_adapter, load_adapter
+from hf_spec.adapters.folder import (
+    LAYER_NAME,
+    SpecAdapter,
+    active_adapters,
+    beside,
+    is_adapter,
+    load_adapter,
+)
+from hf_spec.generation.peft_type import SpecLayer, spec_layer
+from tests.adapters.samples import sample
 from tests.tiny_models import build
 
 
@@ -157,3 +167,57 @@ class TestBeside:
 def test_the_class_reads_and_writes(tmp_path: Path, adapter: SpecAdapter) -> None:
     adapter.save_pretrained(tmp_path)
     assert SpecAdapter.from_pretrained(tmp_path).options == adapter.options
+
+
+@pytest.fixture
+def layer() -> SpecLayer:
+    layer = SpecLayer()
+    layer.adapters = {"a": sample("falcon"), "b": sample("disco")}
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ("a", ["a"]),
+        (["b", "a"], ["b", "a"]),
+        # Names of other adapters, for instance of a LoRA, say nothing here.
+        ("lora", ["b"]),
+        (["lora", "a"], ["a"]),
+        ([], []),
+    ],
+)
+def test_choosing(layer: SpecLayer, names: Any, expected: list[str]) -> None:
+    layer.set_adapter("b")
+    layer.set_adapter(names)
+    assert layer.active == [layer.adapters[name] for name in expected]
+
+
+def test_switching_off_and_deleting(layer: SpecLayer) -> None:
+    layer.set_adapter("a")
+    layer.enable_adapters(False)
+    assert layer.active == []
+    layer.enable_adapters(True)
+    assert layer.active == [sample("falcon")]
+    with pytest.warns(UserWarning, match="is now deleted"):
+        layer.delete_adapter("a")
+    assert layer.active == [sample("disco")]
+    layer.delete_adapter("b")
+    assert layer.active == []
+
+
+def test_it_has_no_weights(layer: SpecLayer) -> None:
+    assert layer.state_dict() == {}
+    assert list(layer.parameters()) == []
+    assert layer.weight is None
+    assert repr(layer) == "SpecLayer(a: falcon, b: disco)"
+
+
+def test_models_with_and_without(layer: SpecLayer) -> None:
+    model = nn.Linear(2, 2)
+    assert spec_layer(model) is None
+    assert active_adapters(model) == []
+    setattr(model, LAYER_NAME, layer)
+    layer.set_adapter("a")
+    assert spec_layer(model) is layer
+    assert active_adapters(model) == [sample("falcon")]

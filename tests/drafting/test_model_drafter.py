@@ -384,7 +384,7 @@ class TestSampling:
         probs = tree.draft_probs
         assert probs is not None
         assert probs.shape == (tree.num_nodes, VOCAB)
-        assert len(tree.tokens) - 1 <= config.shape.max_nodes
+        assert len(tree.tokens) - 1 <= config.resolve(measures=False).shape.max_nodes
         for node, path in enumerate([(), *paths(tree)]):
             if tree.children[node]:
                 expected = next_probs(draft_model("llama"), [path])[0]

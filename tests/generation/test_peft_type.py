@@ -12,8 +12,14 @@ from peft import AutoPeftModelForCausalLM, LoraConfig, PeftConfig, PeftModel, ge
 
 import hf_spec
 from hf_spec import AssistantError
-from hf_spec.adapters.attached import LAYER_NAME, active_adapters
-from hf_spec.adapters.folder import CONFIG_NAME, WEIGHTS_NAME, load_adapter, save_adapter
+from hf_spec.adapters.folder import (
+    CONFIG_NAME,
+    LAYER_NAME,
+    WEIGHTS_NAME,
+    active_adapters,
+    load_adapter,
+    save_adapter,
+)
 from hf_spec.generation.peft_type import SpecPeftConfig
 from tests.adapters.samples import (
     METHODS,

@@ -201,7 +201,7 @@ class TestLoss:
         student.parameters["embeddings"].grad = None
         # The same windows, with other tokens after the last adaptive one.
         generator = torch.Generator().manual_seed(5)
-        slots = draw_windows(text.free(), 3, generator, 0.2).slots(text.free())
+        slots = draw_windows(text.free(), 3, generator, 0.2).slots
         last = int((slots >= 0).nonzero()[-1])
         tokens = list(text.tokens)
         for place in range(last + 2, len(tokens)):

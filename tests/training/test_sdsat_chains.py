@@ -12,7 +12,6 @@ from hf_spec.training.sdsat_chains import (
     Windows,
     agreement,
     draw_windows,
-    free_positions,
     run_chains,
 )
 from tests.tiny_models import build, random_adaptive_tokens, repetitive_prompt
@@ -71,10 +70,14 @@ class TestAgreement:
 LENGTH = 10_002
 
 
+def free_positions(length: int, first: int) -> torch.Tensor:
+    return Text([5] * length, first).free()
+
+
 def drawn(window: int, seed: int = 0, share: float = 0.1) -> tuple[Windows, torch.Tensor]:
     free = free_positions(LENGTH, 1)
     windows = draw_windows(free, window, torch.Generator().manual_seed(seed), share)
-    return windows, windows.slots(free)
+    return windows, windows.slots
 
 
 def replaced_share(window: int, share: float = 0.1) -> float:
@@ -136,17 +139,14 @@ def test_windows_meet_and_runs_grow_longer_than_one(window: int) -> None:
 
 
 def test_slots_count_from_the_newest_start() -> None:
-    windows = Windows(torch.tensor([2, 4, 9]), torch.tensor([5, 1, 5]))
-    free = free_positions(12, 1)
-    assert windows.slots(free).tolist() == [-1, -1, 0, 1, 0, 1, 2, -1, -1, 0, 1, -1]
+    windows = Windows(free_positions(12, 1), torch.tensor([2, 4, 9]), torch.tensor([5, 1, 5]))
+    assert windows.slots.tolist() == [-1, -1, 0, 1, 0, 1, 2, -1, -1, 0, 1, -1]
 
 
 def test_a_window_ends_before_what_must_stay() -> None:
-    windows = Windows(torch.tensor([2, 6]), torch.tensor([4, 1]))
-    kept = [False] * 9
-    kept[4] = True
-    free = free_positions(9, 1, kept)
-    assert windows.slots(free).tolist() == [-1, -1, 0, 1, -1, -1, 0, -1, -1]
+    free = Text([5, 5, 5, 5, 9, 5, 5, 5, 5], 1, frozenset({9})).free()
+    windows = Windows(free, torch.tensor([2, 6]), torch.tensor([4, 1]))
+    assert windows.slots.tolist() == [-1, -1, 0, 1, -1, -1, 0, -1, -1]
 
 
 @pytest.mark.parametrize(("length", "first"), [(20, 1), (20, 7), (20, 0), (3, 1), (2, 1), (9, 9)])
@@ -155,7 +155,7 @@ def test_prompt_first_and_last_token_stay(length: int, first: int) -> None:
     expected = [max(first, 1) <= place < length - 1 for place in range(length)]
     assert free.tolist() == expected
     windows = draw_windows(free, 5, torch.Generator().manual_seed(0), share=1.0)
-    assert torch.equal(windows.slots(free) >= 0, free)
+    assert torch.equal(windows.slots >= 0, free)
 
 
 def test_a_short_text_has_one_window() -> None:

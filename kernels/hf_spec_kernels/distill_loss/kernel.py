@@ -139,33 +139,28 @@ def backward_kernel(
     tl.store(place, grad.to(grad_ptr.dtype.element_ty), mask=mask)
 
 
+def _numbers(logits: Tensor, teacher_logits: Tensor, weights: DistillWeights) -> tuple[Any, ...]:
+    """What both kernels are told after their pointers."""
+    scales = (float(weights.soft), float(weights.hard), 1.0 / weights.temperature)
+    return logits.stride(0), teacher_logits.stride(0), logits.shape[1], *scales
+
+
 class _DistillLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, teacher_logits: Tensor, labels: Tensor, weights: DistillWeights
     ) -> Tensor:
-        num_rows, vocab_size = logits.shape
+        num_rows = logits.shape[0]
         loss = logits.new_empty(num_rows, dtype=torch.float32)
         sums = logits.new_empty(num_rows, 3, dtype=torch.float32)
         ctx.save_for_backward(logits, teacher_logits, labels, sums)
         ctx.weights = weights
         if num_rows:
             launches[OP] += 1
-            forward_kernel[(num_rows,)](
-                logits,
-                teacher_logits,
-                labels,
-                loss,
-                sums,
-                logits.stride(0),
-                teacher_logits.stride(0),
-                vocab_size,
-                float(weights.soft),
-                float(weights.hard),
-                1.0 / weights.temperature,
-                KL=weights.divergence == "kl",
-                **vocabulary_config(OP, logits),
-            )
+            places = (logits, teacher_logits, labels, loss, sums)
+            numbers = _numbers(logits, teacher_logits, weights)
+            tile = vocabulary_config(OP, logits)
+            forward_kernel[(num_rows,)](*places, *numbers, KL=weights.divergence == "kl", **tile)
         return loss.sum()
 
     @staticmethod
@@ -175,21 +170,10 @@ class _DistillLoss(torch.autograd.Function):
         grad = logits.new_empty(num_rows, vocab_size)
         tile = vocabulary_config(OP, logits)
         if num_rows:
-            backward_kernel[(num_rows, triton.cdiv(vocab_size, tile["BLOCK_V"]))](
-                logits,
-                teacher_logits,
-                labels,
-                sums,
-                upstream,
-                grad,
-                logits.stride(0),
-                teacher_logits.stride(0),
-                vocab_size,
-                float(ctx.weights.soft),
-                float(ctx.weights.hard),
-                1.0 / ctx.weights.temperature,
-                **tile,
-            )
+            places = (logits, teacher_logits, labels, sums, upstream, grad)
+            numbers = _numbers(logits, teacher_logits, ctx.weights)
+            grid = (num_rows, triton.cdiv(vocab_size, tile["BLOCK_V"]))
+            backward_kernel[grid](*places, *numbers, **tile)
         return grad, None, None, None
 
 

@@ -66,12 +66,8 @@ def kv_keep(buffers: Sequence[Tensor], moves: Moves) -> None:
     """Launch the kernel once per kind of buffer; see the package's function."""
     device = buffers[0].device
     num_moves = moves.slot.shape[0]
-    for name, size in {
-        "slot": num_moves,
-        "target": num_moves,
-        "source": None,
-        "source_start": num_moves + 1,
-    }.items():
+    sizes = {"slot": num_moves, "target": num_moves, "source": None, "source_start": num_moves + 1}
+    for name, size in sizes.items():
         check_tensor(f"moves.{name}", getattr(moves, name), (size,), torch.int32, device)
     if not 0 <= moves.max_sources <= TILE:
         raise ValueError(f"a move of {moves.max_sources} places; the kernel takes up to {TILE}")

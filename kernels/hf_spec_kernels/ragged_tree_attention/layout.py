@@ -52,8 +52,7 @@ class RaggedLayout:
     def check(self, query: Tensor, keys: Tensor, values: Tensor) -> None:
         """Refuse arguments of `ragged_tree_attention` that the kernel would misread.
 
-        Raises:
-            TypeError, ValueError: name the argument and what it should be.
+        The TypeError or ValueError names the argument and what it should be.
         """
         device, dtype = query.device, query.dtype
         check_tensor("query", query, (None, None, None), DTYPES, device)
@@ -68,16 +67,9 @@ class RaggedLayout:
                 f"{MAX_HEAD_SIZE}; use impl='torch'"
             )
         size = self.slot.shape[0]
-        for name, shape in {
-            "slot": (size,),
-            "query_start": (size + 1,),
-            "num_keys": (size,),
-            "prefix": (size,),
-            "first_position": (size,),
-            "key_start": (size,),
-            "position": (num_tokens,),
-            "key_position": (None,),
-        }.items():
+        others = {"query_start": size + 1, "position": num_tokens, "key_position": None}
+        for name in ("slot", "num_keys", "prefix", "first_position", "key_start", *others):
+            shape = (others.get(name, size),)
             check_tensor(f"layout.{name}", getattr(self, name), shape, torch.int32, device)
         check_tensor("layout.bits", self.bits, (num_tokens, None), torch.uint8, device)
         if not self.bits.is_contiguous():
@@ -105,11 +97,7 @@ class Scoring:
     sinks: Tensor | None = None
 
     def check(self, query: Tensor) -> None:
-        """Refuse values that no query (T, H, D) can be scored with.
-
-        Raises:
-            TypeError, ValueError: name the value and what it should be.
-        """
+        """Refuse values that no query (T, H, D) can be scored with: TypeError or ValueError."""
         for name, per_head in (("slopes", self.slopes), ("sinks", self.sinks)):
             if per_head is not None:
                 shape = (query.shape[1],)
