@@ -174,9 +174,9 @@ def agreement(
         batch = texts[begin : begin + EVALUATED]
         chains = []
         for free in (text.free() for text in batch):
-            places = free.nonzero()[:, 0]
-            picked = torch.linspace(0, len(places) - 1, min(num_positions, len(places)))
-            starts = places[picked.round().long()].tolist()
+            able = free.nonzero()[:, 0]
+            picked = torch.linspace(0, len(able) - 1, min(num_positions, len(able)))
+            starts = able[picked.round().long()].tolist()
             chains.append([(start, window_length(free, start, length)) for start in starts])
         if not any(chains):
             continue
