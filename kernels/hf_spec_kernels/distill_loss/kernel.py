@@ -41,20 +41,10 @@ def _raise_top(values, top):
 
 @triton.jit
 def forward_kernel(
-    student_ptr,
-    teacher_ptr,
-    label_ptr,
-    loss_ptr,
-    sums_ptr,
-    stride_student,
-    stride_teacher,
-    vocab_size,
-    soft,
-    hard,
-    inverse_temperature,
-    BLOCK_V: tl.constexpr,
-    KL: tl.constexpr,
-):
+    student_ptr, teacher_ptr, label_ptr, loss_ptr, sums_ptr,
+    stride_student, stride_teacher, vocab_size, soft, hard, inverse_temperature,
+    BLOCK_V: tl.constexpr, KL: tl.constexpr,
+):  # fmt: skip
     """Loss (T,) float32; sums (T, 3) float32: logsumexp of z / s, of z and of y."""
     row = tl.program_id(0).to(tl.int64)
     student_ptr += row * stride_student
@@ -106,20 +96,10 @@ def forward_kernel(
 
 @triton.jit
 def backward_kernel(
-    student_ptr,
-    teacher_ptr,
-    label_ptr,
-    sums_ptr,
-    upstream_ptr,
-    grad_ptr,
-    stride_student,
-    stride_teacher,
-    vocab_size,
-    soft,
-    hard,
-    inverse_temperature,
+    student_ptr, teacher_ptr, label_ptr, sums_ptr, upstream_ptr, grad_ptr,
+    stride_student, stride_teacher, vocab_size, soft, hard, inverse_temperature,
     BLOCK_V: tl.constexpr,
-):
+):  # fmt: skip
     """Grid (T, blocks): grad (T, V) in the student's dtype."""
     row = tl.program_id(0).to(tl.int64)
     index = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)

@@ -22,14 +22,9 @@ OP = "draft_features"
 
 @triton.jit
 def draft_features_kernel(
-    probs_ptr,
-    out_ptr,
-    stride_probs,
-    vocab_size,
-    NUM_TOP: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
+    probs_ptr, out_ptr, stride_probs, vocab_size,
+    NUM_TOP: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
     """Out: (M, NUM_TOP + 1) float32."""
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK_K)
@@ -70,12 +65,8 @@ def draft_features(draft_probs: Tensor, num_top: int) -> Tensor:
         return out
     launches[OP] += 1
     draft_features_kernel[(num_rows,)](
-        draft_probs,
-        out,
-        draft_probs.stride(0),
-        vocab_size,
-        NUM_TOP=num_top,
-        BLOCK_K=triton.next_power_of_2(num_top),
+        draft_probs, out, draft_probs.stride(0), vocab_size,
+        NUM_TOP=num_top, BLOCK_K=triton.next_power_of_2(num_top),
         **vocabulary_config(OP, draft_probs),
-    )
+    )  # fmt: skip
     return out

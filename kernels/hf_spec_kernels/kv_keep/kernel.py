@@ -30,19 +30,10 @@ TILE = 4096
     do_not_specialize_on_alignment=["slot_ptr", "target_ptr", "source_ptr", "source_start_ptr"]
 )
 def kv_keep_kernel(
-    buffers_ptr,
-    slot_ptr,
-    target_ptr,
-    source_ptr,
-    source_start_ptr,
-    stride_s,
-    stride_h,
-    stride_c,
-    head_size,
-    ELEMENT: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    buffers_ptr, slot_ptr, target_ptr, source_ptr, source_start_ptr,
+    stride_s, stride_h, stride_c, head_size,
+    ELEMENT: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """Grid: (moves * parts of a head, heads, buffers)."""
     parts = tl.cdiv(head_size, BLOCK_D)
     move = tl.program_id(0) // parts

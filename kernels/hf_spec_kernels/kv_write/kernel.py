@@ -27,29 +27,14 @@ def _copy(source, target, mask, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def kv_write_kernel(
-    key_ptr,
-    value_ptr,
-    keys_ptr,
-    values_ptr,
-    place_ptr,
-    stride_key_t,
-    stride_key_h,
-    stride_value_t,
-    stride_value_h,
-    stride_keys_s,
-    stride_keys_h,
-    stride_keys_c,
-    stride_values_s,
-    stride_values_h,
-    stride_values_c,
-    num_tokens,
-    num_heads,
-    HEAD: tl.constexpr,
-    VALUE_HEAD: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
+    key_ptr, value_ptr, keys_ptr, values_ptr, place_ptr,
+    stride_key_t, stride_key_h, stride_value_t, stride_value_h,
+    stride_keys_s, stride_keys_h, stride_keys_c,
+    stride_values_s, stride_values_h, stride_values_c,
+    num_tokens, num_heads,
+    HEAD: tl.constexpr, VALUE_HEAD: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
     """A row is one head of one token."""
     row = (tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
     token, head = row // num_heads, row % num_heads
@@ -83,20 +68,9 @@ def kv_write(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, place: Te
     block_r = max(1, TILE // max(block_d, block_v))
     launches[OP] += 1
     kv_write_kernel[(triton.cdiv(num_tokens * num_heads, block_r),)](
-        key,
-        value,
-        keys,
-        values,
-        place,
-        *key.stride()[:2],
-        *value.stride()[:2],
-        *keys.stride()[:3],
-        *values.stride()[:3],
-        num_tokens,
-        num_heads,
-        HEAD=head_size,
-        VALUE_HEAD=value.shape[2],
-        BLOCK_R=block_r,
-        BLOCK_D=block_d,
-        BLOCK_V=block_v,
-    )
+        key, value, keys, values, place,
+        *key.stride()[:2], *value.stride()[:2], *keys.stride()[:3], *values.stride()[:3],
+        num_tokens, num_heads,
+        HEAD=head_size, VALUE_HEAD=value.shape[2],
+        BLOCK_R=block_r, BLOCK_D=block_d, BLOCK_V=block_v,
+    )  # fmt: skip

@@ -30,49 +30,17 @@ import triton.language as tl
     ],
 )
 def ragged_tree_attention_kernel(
-    query_ptr,
-    key_ptr,
-    value_ptr,
-    out_ptr,
-    weight_ptr,
-    slot_ptr,
-    query_start_ptr,
-    num_keys_ptr,
-    prefix_ptr,
-    bits_ptr,
-    position_ptr,
-    first_position_ptr,
-    key_position_ptr,
-    key_start_ptr,
-    slopes_ptr,
-    sinks_ptr,
-    stride_query_t,
-    stride_query_h,
-    stride_key_s,
-    stride_key_h,
-    stride_key_c,
-    stride_value_s,
-    stride_value_h,
-    stride_value_c,
-    num_tokens,
-    num_bytes,
-    tiles_per_segment,
-    scale,
-    softcap,
-    window,
-    GROUPS: tl.constexpr,
-    HEAD: tl.constexpr,
-    VALUE_HEAD: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_SLOPES: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    SPLIT: tl.constexpr,
-):
+    query_ptr, key_ptr, value_ptr, out_ptr, weight_ptr,
+    slot_ptr, query_start_ptr, num_keys_ptr, prefix_ptr, bits_ptr,
+    position_ptr, first_position_ptr, key_position_ptr, key_start_ptr, slopes_ptr, sinks_ptr,
+    stride_query_t, stride_query_h, stride_key_s, stride_key_h, stride_key_c,
+    stride_value_s, stride_value_h, stride_value_c,
+    num_tokens, num_bytes, tiles_per_segment, scale, softcap, window,
+    GROUPS: tl.constexpr, HEAD: tl.constexpr, VALUE_HEAD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SLOPES: tl.constexpr,
+    HAS_SINKS: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
     """Out: (T, H, VALUE_HEAD), or with SPLIT (splits, T, H, VALUE_HEAD) float32 and weights."""
     pid = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -200,18 +168,10 @@ def ragged_tree_attention_kernel(
 
 @triton.jit(do_not_specialize=["num_rows", "num_splits"])
 def add_splits_kernel(
-    partial_ptr,
-    weight_ptr,
-    sinks_ptr,
-    out_ptr,
-    num_rows,
-    num_heads,
-    num_splits,
-    VALUE_HEAD: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    partial_ptr, weight_ptr, sinks_ptr, out_ptr, num_rows, num_heads, num_splits,
+    VALUE_HEAD: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_V: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-):
+):  # fmt: skip
     """Partial (splits, T * H, VALUE_HEAD), weights (splits, T * H) -> out (T * H, VALUE_HEAD)."""
     row = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, BLOCK_S)

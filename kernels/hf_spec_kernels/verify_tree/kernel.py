@@ -40,15 +40,9 @@ def _largest(logits, index, SENTINEL: tl.constexpr):
 
 @triton.jit
 def chunk_kernel(
-    logits_ptr,
-    top_ptr,
-    where_ptr,
-    stride_logits,
-    vocab_size,
-    BLOCK_V: tl.constexpr,
-    SENTINEL: tl.constexpr,
-    DRAW: tl.constexpr,
-):
+    logits_ptr, top_ptr, where_ptr, stride_logits, vocab_size,
+    BLOCK_V: tl.constexpr, SENTINEL: tl.constexpr, DRAW: tl.constexpr,
+):  # fmt: skip
     """Grid (N, chunks): maxima (N, chunks) float32 with their places int32, or sums float32."""
     node, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     index = chunk * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -83,26 +77,12 @@ def _first_beyond(weights, goal, index, SENTINEL: tl.constexpr):
 
 @triton.jit(do_not_specialize=["max_accepted"])
 def walk_kernel(
-    logits_ptr,
-    top_ptr,
-    where_ptr,
-    token_ptr,
-    parent_ptr,
-    row_start_ptr,
-    uniforms_ptr,
-    accepted_ptr,
-    num_accepted_ptr,
-    bonus_ptr,
-    stride_logits,
-    max_accepted,
-    vocab_size,
-    num_chunks,
-    BLOCK_V: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SENTINEL: tl.constexpr,
-    DRAW: tl.constexpr,
-):
+    logits_ptr, top_ptr, where_ptr, token_ptr, parent_ptr, row_start_ptr, uniforms_ptr,
+    accepted_ptr, num_accepted_ptr, bonus_ptr,
+    stride_logits, max_accepted, vocab_size, num_chunks,
+    BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr,
+    SENTINEL: tl.constexpr, DRAW: tl.constexpr,
+):  # fmt: skip
     """One program per row."""
     row = tl.program_id(0).to(tl.int64)
     node = tl.load(row_start_ptr + row)
@@ -182,35 +162,16 @@ def verify_tree(
     sentinel = 2**31 - 1
     if num_nodes:
         chunk_kernel[(num_nodes, num_chunks)](
-            logits,
-            top,
-            where,
-            logits.stride(0),
-            vocab_size,
-            SENTINEL=sentinel,
-            DRAW=draw,
-            **chosen,
-        )
+            logits, top, where, logits.stride(0), vocab_size,
+            SENTINEL=sentinel, DRAW=draw, **chosen,
+        )  # fmt: skip
     launches[OP] += 1
     walk_kernel[(num_rows,)](
-        logits,
-        top,
-        where,
-        token_ids,
-        parent,
-        row_start,
-        top if uniforms is None else uniforms,
-        accepted,
-        num_accepted,
-        bonus,
-        logits.stride(0),
-        accepted.shape[1],
-        vocab_size,
-        num_chunks,
-        BLOCK_V=chunk_size,
-        BLOCK_C=triton.next_power_of_2(num_chunks),
+        logits, top, where, token_ids, parent, row_start, top if uniforms is None else uniforms,
+        accepted, num_accepted, bonus,
+        logits.stride(0), accepted.shape[1], vocab_size, num_chunks,
+        BLOCK_V=chunk_size, BLOCK_C=triton.next_power_of_2(num_chunks),
         BLOCK_N=triton.next_power_of_2(max(max_nodes, 16)),
-        SENTINEL=sentinel,
-        DRAW=draw,
-    )
+        SENTINEL=sentinel, DRAW=draw,
+    )  # fmt: skip
     return accepted, num_accepted, bonus
