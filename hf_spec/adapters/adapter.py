@@ -95,12 +95,13 @@ class BaseModel:
             raise AssistantError(f"{path} is incomplete: {error!r}") from error
         sizes = (base.hidden_size, base.num_layers, base.vocab_size)
         known = isinstance(base.name, str) and all(type(s) is int and s > 0 for s in sizes)
-        if not known or not all(_is_finite(value) for value in base.fingerprint):
+        weights = base.fingerprint
+        if not known or not all(isinstance(w, (int, float)) and math.isfinite(w) for w in weights):
             raise AssistantError(f"{path} does not say what its base model is: {base}"[:500])
-        if len(base.fingerprint) != FINGERPRINT_SIZE:
+        if len(weights) != FINGERPRINT_SIZE:
             raise AssistantError(
-                f"{path} knows its base model by {len(base.fingerprint)} weights, not "
-                f"{FINGERPRINT_SIZE}: get the file again, or train the adapter again"
+                f"{path} knows its base model by {len(weights)} weights, not {FINGERPRINT_SIZE}: "
+                "get the file again, or train the adapter again"
             )
         return base
 
@@ -200,7 +201,3 @@ def save_adapter(folder: str | os.PathLike[str], adapter: Adapter) -> None:
         save_file(tensors, part, metadata={"format": "pt"})
     with written_whole(folder / CONFIG_NAME) as part:
         part.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def _is_finite(value: object) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)

@@ -68,11 +68,8 @@ class SpecAdapter(Adapter):
     ) -> str:
         """Put it on the Hub, with the card and the licence of its folder, or a new card.
 
-        Args:
-            repo_id: "owner/name"; made if need be.
-            private: whether a repository that is made is private.
-            token: of the Hub; by default the stored one.
-            revision: branch; made if need be. The main one by default.
+        Repository "owner/name" (maybe `private`) and branch are made if need be; by default the
+        branch is the main one and the token the stored one.
 
         Returns:
             The address of the commit. If the Hub refuses, an `AssistantError` says why.
@@ -99,11 +96,8 @@ def load_adapter(
 ) -> SpecAdapter:
     """Read an adapter. Nothing in it is executed, `custom_generate/` not even looked at.
 
-    Args:
-        name: a folder, or a Hub id such as "org/name" or "org/name@revision".
-        method: what it must be an adapter of; any by default.
-        revision: branch, tag or commit on the Hub.
-        token: of the Hub; by default the stored one.
+    It is in a folder, or on the Hub as "org/name" or "org/name@revision", where `revision` is a
+    branch, tag or commit and the stored token the default. It must be one of `method`, if given.
 
     Raises:
         AssistantError: if it is missing, damaged, or of another method.

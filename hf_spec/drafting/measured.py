@@ -27,7 +27,7 @@ from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.verification import Verifier
 from hf_spec.drafting.choice import Round, choose_nodes, choose_sources
 from hf_spec.drafting.config import PolicyConfig
-from hf_spec.drafting.costs import Costs, RoundTimes, known_times
+from hf_spec.drafting.costs import Costs, known_times
 from hf_spec.drafting.length_policy import MEASURED, LengthPolicy, MeasuredPolicy, free
 from hf_spec.drafting.sources import MergedTree, Source
 from hf_spec.errors import UnsupportedError
@@ -43,13 +43,10 @@ FADE = 0.9
 
 
 class MeasuredDrafter(Drafter):
-    """Asks drafters, joins their trees and sends the best nodes.
+    """Asks drafters, joins their trees and sends the best nodes, `max_nodes` of a row at most.
 
-    Args:
-        free: sources that cost no time worth counting; always asked.
-        assistants: the others, with names of their own.
-        max_draft_tokens: depth of the deepest draft.
-        max_nodes: most nodes of a row sent in a round, root excluded.
+    Sources that are `free` cost no time worth counting and are always asked; `assistants` are the
+    others, with names of their own. The deepest draft has `max_draft_tokens`.
 
     Attributes:
         counters: "rounds", one per row and draft; "idle_rounds", those that drafted nothing;
@@ -73,7 +70,6 @@ class MeasuredDrafter(Drafter):
         self.max_depth = max_draft_tokens
         self.max_nodes = max_nodes
         self._sources = [*free, *assistants]
-        self._costs: Costs | None = None
         self._counted: Counter[str] = Counter()
         layers = {layer for source in self._sources for layer in source.drafter.hidden_layers}
         self.hidden_layers = tuple(sorted(layers))
@@ -115,7 +111,6 @@ class MeasuredDrafter(Drafter):
     def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
         """The best nodes of all that is proposed, or a tree that must stay whole."""
         costs = self._costs
-        assert costs is not None, "drafting happens while active"
         room = {row: min(limit, self.max_depth) for row, limit in limits.items()}
         trees = {row: MergedTree(state.tokens[row][-1]) for row in room}
         for source in self.free:
@@ -177,7 +172,6 @@ class SelfTimedDrafter(MeasuredDrafter):
         self._key = key
         self._main = sources[0]
         self._policy = policy if isinstance(policy, MeasuredPolicy) else None
-        self._times: RoundTimes | None = None
         # A forward that runs a prompt tells nothing of the others; a head that reads the target's
         # features has its own a round later than the target.
         self._is_first = self._is_first_draft = True
@@ -224,7 +218,6 @@ class SelfTimedDrafter(MeasuredDrafter):
 
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
         """Learn what the round took and brought."""
-        assert self._times is not None, "observe comes after draft"
         forwards, draft_seconds, sent = self._drafted
         if not self._is_first:
             verify_seconds = time.perf_counter() - sent

@@ -91,13 +91,10 @@ class _Growth:
 
 
 class DraftModelDrafter(Drafter):
-    """Grows a chain, a tree or a graph per row with a draft model.
+    """Grows a chain, a tree or a graph per row with a draft model of the target's vocabulary.
 
-    Args:
-        config: shape, length policy and sampling.
-        model: the draft model; shares the target's vocabulary.
-        policy: when a row stops drafting; the configured one by default, if it needs no adapter.
-        vocab_size: V of the target, where the draft model's own differs by padding.
+    By default the policy is the configured one, if it needs no adapter. `vocab_size` is V of the
+    target, where the draft model's own differs by padding.
 
     Attributes:
         counters: "draft_nodes", drafted whether or not the target saw them; "merges", edges made
@@ -105,6 +102,9 @@ class DraftModelDrafter(Drafter):
             whose accepted path has a merge edge.
         graphs: per row the graph of the newest draft.
     """
+
+    # From `start` on.
+    _runner: ModelRunner
 
     def __init__(
         self,
@@ -119,7 +119,6 @@ class DraftModelDrafter(Drafter):
         self.policy = policy or make_policy(config, model)
         self.max_depth = self.policy.max_draft_tokens
         self.vocab_size = vocab_size
-        self._runner: ModelRunner | None = None
         self._sent: dict[int, Unmerged] = {}
         self.counters: dict[str, int] = {}
         self.graphs: dict[int, TokenGraph] = {}
@@ -141,7 +140,6 @@ class DraftModelDrafter(Drafter):
 
     def restart(self, row: int) -> None:
         """Empty keys and values for one row, and a policy that knows nothing of it."""
-        assert self._runner is not None, "a row restarts after the generation has begun"
         self._runner.restart(row)
         self.policy.restart(row)
 
@@ -182,7 +180,6 @@ class DraftModelDrafter(Drafter):
 
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
         """Keep the accepted part of the draft model's keys and values; tell the policy."""
-        assert self._runner is not None, "observe comes after draft"
         kept: list[list[int]] = [[] for _ in verdict.accepted]
         paths = verdict.paths
         for row, sent in self._sent.items():
@@ -251,7 +248,6 @@ class DraftModelDrafter(Drafter):
         owners: Sequence[tuple[int, int]],
     ) -> Tensor:
         """(nodes, V) float32: the draft model's distribution after each (row, node)."""
-        assert self._runner is not None, "drafting happens while active"
         starts = tree.row_start
         nodes = [starts[row] + node for row, node in owners]
         output = self._runner.forward(tree, state.tokens, nodes)

@@ -33,7 +33,11 @@ class RankTree:
             raise OptionError(f"tree={paths!r:.60} must be a list of rank paths such as [0, 1]")
         known: set[Path] = set()
         for given in paths:
-            path = _as_path(given)
+            path = tuple(given) if isinstance(given, (list, tuple)) else ()
+            if not path or not all(type(rank) is int and rank >= 0 for rank in path):
+                raise OptionError(
+                    f"tree: {given!r:.60} is no rank path: whole numbers from 0, one a depth"
+                )
             if path in known:
                 raise OptionError(f"tree: the path {list(path)} is given twice")
             known.add(path)
@@ -77,14 +81,9 @@ class RankTree:
 
     def cut(self, depth: int | None = None, num_ranks: int | None = None) -> RankTree:
         """The part of the tree down to a depth, over lists of a length; may have no nodes."""
-        return RankTree(
-            tuple(
-                path
-                for path in self.paths
-                if (depth is None or len(path) <= depth)
-                and (num_ranks is None or max(path) < num_ranks)
-            )
-        )
+        deepest = self.height if depth is None else depth
+        most = self.num_ranks if num_ranks is None else num_ranks
+        return RankTree(tuple(p for p in self.paths if len(p) <= deepest and max(p) < most))
 
 
 def best_tree(
@@ -122,13 +121,6 @@ def likeliest_paths(accepted: Mapping[Path, float], depth: int | None = None) ->
     """The paths that are ever accepted, the most accepted first, down to a depth."""
     found = [p for p in accepted if accepted[p] > 0 and (depth is None or len(p) <= depth)]
     return sorted(found, key=lambda path: (-accepted[path], _order(path)))
-
-
-def _as_path(given: object) -> Path:
-    path = tuple(given) if isinstance(given, (list, tuple)) else ()
-    if not path or not all(type(rank) is int and rank >= 0 for rank in path):
-        raise OptionError(f"tree: {given!r:.60} is no rank path: whole numbers from 0, one a depth")
-    return path
 
 
 def _order(path: Path) -> tuple[int, Path]:

@@ -9,10 +9,12 @@ or, where it has none, depth and rank. Shares decay, and begin with an expectati
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.state import GenerationState
+from hf_spec.drafting.graph import TokenGraph
 from hf_spec.execution.runner import ForwardOutput
 from hf_spec.execution.tree import DraftTree, Verdict
 
@@ -66,6 +68,7 @@ def shares_of_levels() -> Shares:
     return Shares(lambda _: LEVEL_EXPECTATION, LEVEL_WEIGHT)
 
 
+@dataclass(eq=False)
 class Source:
     """A drafter, what it proposed last, and how its proposals fare.
 
@@ -83,33 +86,25 @@ class Source:
         reached: per row how many of its levels the target went through, sent or not.
     """
 
-    def __init__(
-        self,
-        name: str,
-        drafter: Drafter,
-        depth: int,
-        expected: tuple[float, float] = (0.5, 0.7),
-        nodes_per_level: int = NODES_PER_LEVEL,
-        fade: float = FADE,
-    ):
-        self.name = name
-        self.drafter = drafter
-        self.depth = min(depth, drafter.max_depth)
-        self.nodes_per_level = nodes_per_level
-        self.fade = fade
-        self._expected = expected
+    name: str
+    drafter: Drafter
+    depth: int
+    expected: tuple[float, float] = (0.5, 0.7)
+    nodes_per_level: int = NODES_PER_LEVEL
+    fade: float = FADE
+
+    def __post_init__(self) -> None:
+        self.depth = min(self.depth, self.drafter.max_depth)
         self.tree: DraftTree
         self.limits: Mapping[int, int] = {}
         self.reached: dict[int, int] = {}
-        self._nodes: list[Shares] = []
-        self._levels: list[Shares] = []
-        self._sizes: dict[int, int] = {}
+        self.start(0)
 
     def start(self, num_rows: int) -> None:
         """Forget how it fared; the drafter forgets when it is made active."""
         self._nodes = [self._new_nodes() for _ in range(num_rows)]
         self._levels = [shares_of_levels() for _ in range(num_rows)]
-        self._sizes = {}
+        self._sizes: dict[int, int] = {}
 
     def restart(self, row: int) -> None:
         """Forget the sequence before, and let the drafter do so."""
@@ -159,7 +154,7 @@ class Source:
     def join(self, trees: Mapping[int, MergedTree]) -> None:
         """Add what it proposed to the tree of every row."""
         for row, tree in trees.items():
-            tree.add(self, row)
+            tree.take(self, row)
 
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
         """Learn how its own tree fared, and let the drafter know.
@@ -202,7 +197,7 @@ class Source:
 
     def _new_nodes(self) -> Shares:
         # Not a method of this object, which would wait for the cycle collector with its drafter.
-        return Shares(partial(_expected_share, self._expected), EXPECTATION_WEIGHT)
+        return Shares(partial(_expected_share, self.expected), EXPECTATION_WEIGHT)
 
 
 def _expected_share(expected: tuple[float, float], kind: int | tuple[int, int]) -> float:
@@ -213,17 +208,15 @@ def _expected_share(expected: tuple[float, float], kind: int | tuple[int, int]) 
     return expected[depth > 1] / (1 if rank == 0 else 4)
 
 
-class MergedTree:
+class MergedTree(TokenGraph):
     """The trees of several sources for one row as one; every node has its best value."""
 
     def __init__(self, root: int):
-        self.tokens = [root]
-        self.parents = [-1]
-        self.depths = [0]
+        super().__init__([root])
         self.values = [1.0]
         self._children: dict[tuple[int, int], int] = {}
 
-    def add(self, source: Source, row: int) -> None:
+    def take(self, source: Source, row: int) -> None:
         """Take in the tree that a source proposes for `row`."""
         tree = source.tree
         start = tree.row_start[row]
@@ -234,9 +227,7 @@ class MergedTree:
             parent, token = place[tree.parent[node]], tree.tokens[node]
             here = self._children.setdefault((parent, token), len(self.tokens))
             if here == len(self.tokens):
-                self.tokens.append(token)
-                self.parents.append(parent)
-                self.depths.append(self.depths[parent] + 1)
+                self.hang(parent, token)
                 self.values.append(0.0)
             # No node is worth more than its parent, by any source that has both.
             self.values[here] = max(self.values[here], value)
@@ -244,8 +235,8 @@ class MergedTree:
 
     def masses(self) -> list[float]:
         """Per depth from 1 the probability that the target goes to any of its nodes."""
-        masses = [0.0] * max(self.depths)
-        for depth, value in zip(self.depths[1:], self.values[1:], strict=True):
+        masses = [0.0] * max(self.depth)
+        for depth, value in zip(self.depth[1:], self.values[1:], strict=True):
             masses[depth - 1] = min(1.0, masses[depth - 1] + value)
         return masses
 

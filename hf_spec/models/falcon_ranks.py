@@ -25,15 +25,9 @@ def ranks_along(
 ) -> Tensor:
     """Rank of the true token in the list that drafting would have made, along the true path.
 
-    A draft from place p of the text knows its tokens down to p and the features before p. Its
-    deeper passes are fed with the true tokens and with the features that it predicted itself.
-
-    Args:
-        head: in evaluation mode.
-        tokens: the text.
-        features: (at least max(starts), H), the target's, from the first token on.
-        starts: places of the tokens that are the roots of drafts.
-        depth: how far each draft goes.
+    A draft from place p of the text `tokens` knows these down to p and the target's features, of
+    which there are (max(starts), H) or more, before p. Its deeper passes, down to `depth`, are fed
+    with the true tokens and with the features that it predicted itself.
 
     Returns:
         (len(starts), depth) int64; -1 where the head does not know the token, and in drafts that

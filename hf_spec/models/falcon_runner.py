@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from hf_spec.decoding.token_sampling import distribution
 from hf_spec.errors import UnsupportedError
@@ -94,19 +95,13 @@ class HeadRunner:
         self.pool = KVPool(num_slots)
         self.forwards = 0
         self._size = head.shape.block_size
-        self._attention: PackedAttention | None = None
-        self._graphs: StepGraphs | None = None
         self._mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=head.attention.device)
 
     @contextmanager
     def active(self) -> Iterator[HeadRunner]:
         """Prepare the head for packed passes; it is as it was found when the block ends."""
         with ExitStack() as stack:
-            if not takes_packed(self.head.attention):
-                raise UnsupportedError(
-                    f"{type(self.head.attention).__name__} takes no attention function, which the "
-                    "blocks of a Falcon head need; use spec_strategy='draft' or 'tree'"
-                )
+            check_packed(self.head.attention)
             self._attention = PackedAttention(self.head.attention)
             stack.enter_context(fast_cpu_linears(self.head))
             self._graphs = StepGraphs(self.head.attention, self.pool, self._mask.device)
@@ -172,7 +167,6 @@ class HeadRunner:
         The pairs of a segment are stored as the last of the places that it looks at.
         """
         step, positions = self._begin(segments)
-        assert self._graphs is not None, "passes happen while active"
         (positions,) = self._graphs.put([positions], step)
         return self._attend(mixed, positions, step)
 
@@ -198,7 +192,6 @@ class HeadRunner:
         return PackedStep(self.pool, writes, segments), positions
 
     def _attend(self, mixed: Tensor, positions: Tensor, step: PackedStep) -> Tensor:
-        assert self._attention is not None, "passes happen while active"
         with self._attention.chosen():
             outputs = self.head.attend(
                 mixed[None], attention_mask=self._mask, position_ids=positions[None], spec_step=step
@@ -209,7 +202,6 @@ class HeadRunner:
     def _run(self, tokens: Tensor, features: Tensor, segments: Sequence[Segment]) -> Tensor:
         """One packed pass over pairs that carry no state: (T,) and (T, H) -> (T, H)."""
         step, positions = self._begin(segments)
-        assert self._graphs is not None, "passes happen while active"
         (outputs,) = self._graphs.run(self._compute, [tokens, positions, features], step)
         return outputs[: len(tokens)]
 
@@ -292,6 +284,15 @@ class HeadRunner:
             key_position=key_position,
             visible=visible,
             prefix=pairs,
+        )
+
+
+def check_packed(model: PreTrainedModel) -> None:
+    """Refuse a model whose layers cannot run the blocks of a Falcon head."""
+    if not takes_packed(model):
+        raise UnsupportedError(
+            f"{type(model).__name__} takes no attention function, which the blocks of a Falcon "
+            "head need; use spec_strategy='draft' or 'tree'"
         )
 
 

@@ -47,6 +47,7 @@ from hf_spec.strategies.registry import register
 LONGEST = 1024
 
 
+@dataclass
 class DiscoPolicy(LengthPolicy):
     """Stop after a token that the classifier thinks will be rejected.
 
@@ -54,10 +55,8 @@ class DiscoPolicy(LengthPolicy):
     acceptance at which a row drafts on.
     """
 
-    def __init__(self, max_draft_tokens: int, threshold: float, classifier: DiscoClassifier):
-        super().__init__(max_draft_tokens)
-        self.threshold = threshold
-        self.classifier = classifier
+    threshold: float
+    classifier: DiscoClassifier
 
     @torch.no_grad()
     def score(self, draft_probs: Tensor, positions: Sequence[int]) -> Tensor:

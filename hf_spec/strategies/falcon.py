@@ -30,14 +30,12 @@ from hf_spec.drafting.measured import measured, resolve
 from hf_spec.drafting.published_trees import checked_tree
 from hf_spec.drafting.rank_tree import RankTree
 from hf_spec.drafting.sources import NODES_PER_LEVEL
-from hf_spec.errors import UnsupportedError
-from hf_spec.execution.attention import takes_packed
 from hf_spec.execution.runner import ForwardOutput
 from hf_spec.execution.transfer import fetch_all, send
 from hf_spec.execution.tree import DraftTree, Verdict, likeliest
 from hf_spec.models.falcon_head import METHOD, FalconHead, State
 from hf_spec.models.falcon_plan import DraftPass, DraftPlan, draft_plan
-from hf_spec.models.falcon_runner import HeadRunner, PairRow
+from hf_spec.models.falcon_runner import HeadRunner, PairRow, check_packed
 from hf_spec.strategies.assistants import resolve_falcon_head
 from hf_spec.strategies.falcon_tree import choose_tree, max_sent
 from hf_spec.strategies.registry import register
@@ -46,11 +44,7 @@ COUNTERS = ("draft_nodes", "rounds")
 
 
 def _make(config: FalconConfig, target: PreTrainedModel, assistant: object) -> Drafter:
-    if not takes_packed(target):
-        raise UnsupportedError(
-            f"{type(target).__name__} takes no attention function, which the blocks of a Falcon "
-            "head need; use spec_strategy='draft' or 'tree'"
-        )
+    check_packed(target)
     head = resolve_falcon_head(assistant, target)
     config = resolve(config, target)
     tree = choose_tree(config.tree, config.max_draft_tokens, head)
@@ -119,16 +113,15 @@ class _Drawn:
 class FalconDrafter(Drafter):
     """Drafts a fixed rank tree with a Falcon head in evaluation mode.
 
-    Args:
-        head: shares the target's embedding and head.
-        tree: what to draft.
-        policy: when a row stops, asked between passes; never by default.
-        min_draft_tokens: so many depths are drafted before the policy is asked.
-        max_nodes: most nodes per row that are sent, the likeliest paths; None for all.
+    The policy, by which a row never stops by default, is asked between passes, once there are
+    `min_draft_tokens`. Of a row at most `max_nodes` are sent, the likeliest paths; None for all.
 
     Attributes:
         counters: "draft_nodes", sent to the target or not; "rounds", one per row and draft.
     """
+
+    # From `start` on.
+    _runner: HeadRunner
 
     hidden_layers = (-1,)
     no_candidates = (
@@ -153,7 +146,6 @@ class FalconDrafter(Drafter):
         self.max_nodes = max_nodes
         # A policy that only sets limits need not be asked, which spares the host a wait a pass.
         self._asks = type(self.policy).goes_on is not LengthPolicy.goes_on
-        self._runner: HeadRunner | None = None
         self._pairs: list[PairRow] = []
         self._roots: list[int] = []
         self.counters: dict[str, int] = {}
@@ -233,7 +225,6 @@ class FalconDrafter(Drafter):
 
     def _run(self, state: GenerationState, limits: dict[int, int]) -> list[_Drawn]:
         """All passes; lowers the limits of rows whose policy says stop."""
-        assert self._runner is not None, "drafting happens while active"
         size = self.head.shape.block_size
         rows = [row for row, limit in limits.items() if limit > 0]
         drawn: list[_Drawn] = []
@@ -265,7 +256,6 @@ class FalconDrafter(Drafter):
         before: _Drawn,
     ) -> tuple[Tensor, State | None]:
         """Run a pass on the outputs (A, n, k, H) of the one before, for the rows at `kept`."""
-        assert self._runner is not None, "drafting happens while active"
         device = outputs.device
         chosen, parents, fed = send([torch.tensor(kept)[:, None], step.parents, step.fed], device)
         tokens = before.tensors[0][chosen, fed].view(len(kept), len(parents), -1)
@@ -281,7 +271,6 @@ class FalconDrafter(Drafter):
         self, state: GenerationState, step: DraftPass, index: int, rows: list[int], outputs: Tensor
     ) -> _Drawn:
         """The lists of a pass, from its outputs (A, n, k, H)."""
-        assert self._runner is not None, "drafting happens while active"
         lines = outputs.flatten(1, 2)
         if len(step.lines) < lines.shape[1]:
             lines = lines[:, send([step.lines], lines.device)[0]]

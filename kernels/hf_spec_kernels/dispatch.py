@@ -1,10 +1,10 @@
-"""Which implementation an op runs, and how often each kernel was launched."""
+"""Which implementation an op runs, what kernels refuse, and how often each was launched."""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
@@ -50,9 +50,16 @@ def serves(tensor: Tensor, impl: str = "auto") -> bool:
         impl = _preferred
     if impl == "auto":
         return tensor.is_cuda and has_triton() and tensor.dtype in DTYPES
-    if impl == "triton":
-        _check_kernel_runs(tensor)
-    return impl == "triton"
+    if impl == "torch":
+        return False
+    if not has_triton():
+        raise ValueError("impl='triton' needs Triton: pip install triton, or use impl='torch'")
+    if not (tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
+        raise ValueError(
+            f"impl='triton' on a tensor on {tensor.device}: move it to a GPU, use impl='torch', or "
+            "start Python with TRITON_INTERPRET=1"
+        )
+    return True
 
 
 def _check(impl: str) -> None:
@@ -60,11 +67,31 @@ def _check(impl: str) -> None:
         raise ValueError(f"impl={impl!r}; choose {', '.join(IMPLEMENTATIONS)}")
 
 
-def _check_kernel_runs(tensor: Tensor) -> None:
-    if not has_triton():
-        raise ValueError("impl='triton' needs Triton: pip install triton, or use impl='torch'")
-    if not (tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
+def check_tensor(
+    name: str,
+    tensor: Tensor,
+    shape: Sequence[int | None],
+    dtypes: torch.dtype | Sequence[torch.dtype],
+    device: torch.device,
+) -> None:
+    """Refuse a tensor that a kernel would misread: its last dimension must have stride 1, too.
+
+    In `shape`, None stands for any size. Another dtype is a TypeError, all else a ValueError.
+    """
+    allowed = (dtypes,) if isinstance(dtypes, torch.dtype) else tuple(dtypes)
+    if tensor.dtype not in allowed:
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
+        raise TypeError(f"{name} is {tensor.dtype}, it must be {names}")
+    fits = tensor.dim() == len(shape) and all(
+        want is None or have == want for have, want in zip(tensor.shape, shape, strict=True)
+    )
+    if not fits:
+        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected ({wanted})")
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}, the other arguments on {device}")
+    if tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise ValueError(
-            f"impl='triton' on a tensor on {tensor.device}: move it to a GPU, use impl='torch', or "
-            "start Python with TRITON_INTERPRET=1"
+            f"{name} has strides {tensor.stride()}; its last dimension must be contiguous: call "
+            ".contiguous() on it"
         )

@@ -24,7 +24,8 @@ def tree(*nodes: tuple[int, float]) -> MergedTree:
     """A tree from (parent, value) of each node."""
     merged = MergedTree(5)
     for token, (parent, value) in enumerate(nodes, start=10):
-        merged.values[merged._child(parent, token)] = value
+        merged.hang(parent, token)
+        merged.values.append(value)
     return merged
 
 

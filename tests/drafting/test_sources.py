@@ -112,7 +112,7 @@ class TestSource:
         source = asked(Source("s", Fixed(), 3, expected=(0.5, 0.015)))
         assert source.values(0) == pytest.approx([1, 0.5, 0.125, 0.0075, 0.5 * 0.00375, 0])
         tree = MergedTree(ROOT)
-        tree.add(source, 0)
+        tree.take(source, 0)
         assert tree.tokens == [ROOT, 10, 20]
 
     @pytest.mark.parametrize(("further", "depth"), [(0.001, 1), (0.2, 3), (0.9, 9)])
@@ -204,7 +204,7 @@ class TestMergedTree:
     def merged(self, *values: tuple[float, float]) -> MergedTree:
         tree = MergedTree(ROOT)
         for first, further in values:
-            tree.add(asked(Source("s", Fixed(), 3, (first, further))), 0)
+            tree.take(asked(Source("s", Fixed(), 3, (first, further))), 0)
         return tree
 
     def test_the_same_node_stands_once_with_its_best_value(self) -> None:
@@ -228,7 +228,7 @@ class TestMergedTree:
     def test_the_row_of_a_batch(self) -> None:
         source = asked(Source("s", Fixed(), 3), rows=2)
         tree = MergedTree(ROOT)
-        tree.add(source, 1)
+        tree.take(source, 1)
         assert tree.tokens == TOKENS
 
 

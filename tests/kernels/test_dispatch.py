@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from hf_spec_kernels import dispatch, serves, using
-from hf_spec_kernels.checks import check_tensor
+from hf_spec_kernels.dispatch import check_tensor
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,9 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_spec_kernels.checks import check_tensor
 from hf_spec_kernels.configs import vocabulary_config
-from hf_spec_kernels.dispatch import DTYPES, launches
+from hf_spec_kernels.dispatch import DTYPES, check_tensor, launches
 
 OP = "draft_features"
 

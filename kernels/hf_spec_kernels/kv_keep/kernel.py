@@ -17,8 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_spec_kernels.checks import check_tensor
-from hf_spec_kernels.dispatch import DTYPES, launches
+from hf_spec_kernels.dispatch import DTYPES, check_tensor, launches
 from hf_spec_kernels.kv_keep import Moves
 
 OP = "kv_keep"

@@ -9,8 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_spec_kernels.checks import check_tensor
-from hf_spec_kernels.dispatch import DTYPES, launches
+from hf_spec_kernels.dispatch import DTYPES, check_tensor, launches
 
 OP = "kv_write"
 # Elements that a program holds at a time.

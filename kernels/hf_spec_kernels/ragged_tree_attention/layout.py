@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_spec_kernels.checks import check_tensor
-from hf_spec_kernels.dispatch import DTYPES
+from hf_spec_kernels.dispatch import DTYPES, check_tensor
 
 MAX_HEAD_SIZE = 512
 
