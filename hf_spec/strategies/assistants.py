@@ -48,7 +48,7 @@ def resolve_draft_model(
         name = os.fspath(assistant)
         assistant = read_once(target, DRAFT, name, lambda: _load(name, target))
     elif isinstance(assistant, SpecAdapter):
-        assistant = build(_of_method(assistant, DRAFT), target)
+        assistant = adapter_module(assistant, DRAFT, target)
     unwrap = getattr(assistant, "get_base_model", None)
     model = unwrap() if callable(unwrap) else assistant
     if not isinstance(model, PreTrainedModel):
@@ -106,7 +106,11 @@ def adapter_module(
 ) -> Any:
     """What an adapter of `method`, or the one in a folder or repository, adds to `target`."""
     if isinstance(assistant, SpecAdapter):
-        return build(_of_method(assistant, method), target)
+        if assistant.method != method:
+            raise AssistantError(
+                f"the adapter is one of method {assistant.method!r}, not {method!r}"
+            )
+        return build(assistant, target)
     name = os.fspath(assistant)
     return read_once(target, method, name, lambda: _build(load_adapter(name, method), target))
 
@@ -163,12 +167,6 @@ def _build(adapter: SpecAdapter, target: PreTrainedModel) -> Any:
         # Modules freeze what they share with the target.
         for weight, needed in needs_gradient:
             weight.requires_grad_(needed)
-
-
-def _of_method(adapter: SpecAdapter, method: str) -> SpecAdapter:
-    if adapter.method != method:
-        raise AssistantError(f"the adapter is one of method {adapter.method!r}, not {method!r}")
-    return adapter
 
 
 def _load(name: str, target: PreTrainedModel) -> PreTrainedModel:

@@ -1,7 +1,8 @@
 """Packed forwards over answers, and what they gave, kept on disk in shards.
 
 A pass over all answers costs minutes to hours. Its results are written shard by shard, so an
-interrupted pass goes on where it stopped and a later training reads them back.
+interrupted pass goes on where it stopped and a later training reads them back. `teacher_examples`
+keeps so the target's top tokens at each place of an answer, which distilling needs.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from hf_spec.adapters.base_name import local_name
 from hf_spec.errors import OptionError
 from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.tree import DraftTree
@@ -126,3 +128,52 @@ def _check(path: Path, facts: dict[str, str], digests: Sequence[str]) -> int:
 def _digest(response: Response) -> str:
     text = json.dumps(asdict(response), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Example:
+    """An answer of T tokens with the target's opinion at each of them.
+
+    Attributes:
+        top_tokens: (T, K) int64, the target's K most probable tokens, given what precedes.
+        top_probs: (T, K) float32, their probabilities over the whole vocabulary.
+    """
+
+    response: Response
+    top_tokens: Tensor
+    top_probs: Tensor
+
+    @classmethod
+    def without_opinion(cls, response: Response) -> Example:
+        """An answer for a training that asks for no opinion: K is 0."""
+        nothing = torch.zeros(len(response.response), 0)
+        return cls(response, nothing.long(), nothing)
+
+
+def teacher_examples(
+    model: PreTrainedModel, responses: Sequence[Response], folder: Path, top: int = 32
+) -> list[Example]:
+    """Examples for `responses` with the `top` K tokens, computed where `folder` lacks them.
+
+    The answers are in a fixed order, more may be appended between calls. `folder` holds about 6 x K
+    bytes per answer token.
+
+    Raises:
+        OptionError: if `folder` was made from another model, K or other answers.
+    """
+
+    def compute(shard: Sequence[Response]) -> dict[str, Tensor]:
+        parts = []
+        for batch in answer_batches(shard):
+            scores = answer_logits(model, batch).float().log_softmax(dim=-1)
+            parts.append(scores.topk(top, dim=-1))
+        return {
+            "tokens": torch.cat([tokens.int().cpu() for _, tokens in parts]),
+            "log_probs": torch.cat([values.half().cpu() for values, _ in parts]),
+        }
+
+    facts = {"target": local_name(model), "top": str(top)}
+    return [
+        Example(response, found["tokens"].long(), found["log_probs"].float().exp())
+        for response, found in stored(folder, "teacher", responses, facts, compute)
+    ]

@@ -19,10 +19,10 @@ from transformers import PreTrainedModel
 from hf_spec.adapters.folder import SpecAdapter
 from hf_spec.models.draft_head import check_plain_head
 from hf_spec.models.trained_draft import TrainableDraft
+from hf_spec.training.answers import Example
 from hf_spec.training.held_back import learned_and_held, tau
 from hf_spec.training.responses import Response, answer_vocabulary
 from hf_spec.training.settings import DRAFT_RUN, DraftTrainSettings, TrainSettings
-from hf_spec.training.teacher import Example
 from hf_spec.training.trainer import MicroBatch, micro_batches, save_trained, train
 
 # Chain lengths whose tau is reported.

@@ -15,8 +15,8 @@ from typing import TypeVar
 import torch
 
 from hf_spec.errors import OptionError
+from hf_spec.training.answers import Example
 from hf_spec.training.features import Text
-from hf_spec.training.teacher import Example
 
 Item = TypeVar("Item")
 Answered = TypeVar("Answered", Text, Example)

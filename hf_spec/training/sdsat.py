@@ -35,11 +35,11 @@ from hf_spec.errors import OptionError
 from hf_spec.models.adaptive_tokens import CONFIG_ENTRY, AdaptiveShape, AdaptiveTokens
 from hf_spec.models.draft_head import check_plain_head
 from hf_spec.models.gated_lora import new_lora
+from hf_spec.training.answers import Example
 from hf_spec.training.held_back import learned_and_held
 from hf_spec.training.infilling import Infilling
 from hf_spec.training.sdsat_chains import Text, Windows, agreement, draw_windows, run_chains
 from hf_spec.training.settings import SDSAT_RUN, SdsatTrainSettings, TrainSettings
-from hf_spec.training.teacher import Example
 from hf_spec.training.trainer import (
     Loss,
     MicroBatch,

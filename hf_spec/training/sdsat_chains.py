@@ -25,8 +25,8 @@ from transformers import PreTrainedModel
 from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.tree import DraftTree
 from hf_spec.models.adaptive_tokens import AdaptiveTokens
+from hf_spec.training.answers import Example
 from hf_spec.training.held_back import by_slot
-from hf_spec.training.teacher import Example
 
 # Texts of one forward when the held-back ones are evaluated.
 EVALUATED = 8

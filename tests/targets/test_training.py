@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 from accelerate import PartialState
 from hf_spec.training.responses import Response
-from hf_spec.training.teacher import Example
+from hf_spec.training.answers import Example
 from hf_spec.training import trainer
 from hf_spec.training.trainer import TrainSettings
 from tests.tiny_models import build

@@ -13,13 +13,13 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from hf_spec.data.prompts import Prompt
+from hf_spec.training.answers import Example, teacher_examples
 from hf_spec.training.responses import (
     Response,
     ResponseSettings,
     generate_responses,
     read_responses,
 )
-from hf_spec.training.teacher import Example, teacher_examples
 from tests.tiny_models import VOCAB, build
 
 # What the tests of other rooms share.

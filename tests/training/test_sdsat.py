@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_spec import OptionError, SdsatConfig, UnsupportedError
 from hf_spec.models.adaptive_tokens import merge_lora
+from hf_spec.training.answers import Example
 from hf_spec.training.sdsat import Student, train_sdsat
 from hf_spec.training.sdsat_chains import Text, agreement, draw_windows
 from hf_spec.training.settings import SdsatTrainSettings
-from hf_spec.training.teacher import Example
 from hf_spec.training.trainer import MicroBatch, TrainSettings
 from tests.adapters.cards import card_metrics, rounded
 from tests.tiny_models import build, repetitive_prompt

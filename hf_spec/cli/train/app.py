@@ -105,9 +105,9 @@ def train_draft_command(  # noqa: PLR0913 - one parameter an option
         hf-spec train draft --model MODEL --responses answers.jsonl --out my-draft --layers 2
     """
     from hf_spec.cli.loading import load_target
+    from hf_spec.training.answers import teacher_examples
     from hf_spec.training.draft import train_draft
     from hf_spec.training.responses import read_responses
-    from hf_spec.training.teacher import teacher_examples
 
     answers = list(read_responses(responses))
     target = load_target(model, dtype, device)
@@ -191,8 +191,8 @@ def train_sdsat_command(  # noqa: PLR0913 - one parameter an option
     """
     from hf_spec.cli.loading import load_target, load_tokenizer
     from hf_spec.models.adaptive_tokens import CONFIG_ENTRY
+    from hf_spec.training.answers import Example, teacher_examples
     from hf_spec.training.sdsat import train_sdsat
-    from hf_spec.training.teacher import Example, teacher_examples
 
     def examples(answers: list[Response], own: Path) -> list[Example]:
         if settings.soft_weight:

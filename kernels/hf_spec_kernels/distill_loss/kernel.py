@@ -14,7 +14,7 @@ three logarithms of sums per place; the backward computes probabilities from the
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
@@ -23,9 +23,7 @@ from torch import Tensor
 
 from hf_spec_kernels.configs import vocabulary_config
 from hf_spec_kernels.dispatch import DTYPES, check_tensor, launches
-
-if TYPE_CHECKING:
-    from hf_spec_kernels.distill_loss import DistillWeights
+from hf_spec_kernels.distill_loss.reference import DistillWeights
 
 OP = "distill_loss"
 

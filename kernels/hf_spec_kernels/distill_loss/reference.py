@@ -2,14 +2,37 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-if TYPE_CHECKING:
-    from hf_spec_kernels.distill_loss import DistillWeights
+DIVERGENCES = ("cross_entropy", "kl")
+
+
+@dataclass(frozen=True)
+class DistillWeights:
+    """What the loss is made of.
+
+    Attributes:
+        soft: of the distance to the teacher's distribution.
+        hard: of the cross-entropy with the labels.
+        temperature: the student's logits are divided by it in the soft part, the teacher's are not.
+        divergence: of the soft part, "cross_entropy" or "kl"; they differ by the teacher's entropy,
+            which has no gradient.
+    """
+
+    soft: float = 1.0
+    hard: float = 0.0
+    temperature: float = 1.0
+    divergence: str = "cross_entropy"
+
+    def __post_init__(self) -> None:
+        if self.divergence not in DIVERGENCES:
+            raise ValueError(f"divergence={self.divergence!r}; choose {' or '.join(DIVERGENCES)}")
+        if self.temperature <= 0:
+            raise ValueError(f"temperature={self.temperature!r} must be positive")
 
 
 def distill_loss_ref(

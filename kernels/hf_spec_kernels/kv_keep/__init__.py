@@ -3,32 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hf_spec_kernels.dispatch import serves
-from hf_spec_kernels.kv_keep.reference import kv_keep_ref
-
-
-@dataclass(frozen=True)
-class Moves:
-    """R moves, each of some places of one slot to consecutive places of the same slot.
-
-    Attributes:
-        slot: (R,) int32; no slot twice.
-        target: (R,) int32, where the first of them goes.
-        source: (M,) int32, the places to copy, move by move.
-        source_start: (R + 1,) int32, where each move begins among them.
-        max_sources: most of any move, on the host; a bound is fine.
-    """
-
-    slot: Tensor
-    target: Tensor
-    source: Tensor
-    source_start: Tensor
-    max_sources: int
+from hf_spec_kernels.kv_keep.reference import Moves, kv_keep_ref
 
 
 def kv_keep(buffers: Sequence[Tensor], moves: Moves, impl: str = "auto") -> None:

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_spec_kernels.dispatch import DTYPES, check_tensor, launches
-from hf_spec_kernels.kv_keep import Moves
+from hf_spec_kernels.kv_keep.reference import Moves
 
 OP = "kv_keep"
 # Elements that a program holds at a time, and so the longest move.

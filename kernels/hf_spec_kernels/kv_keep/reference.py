@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from hf_spec_kernels.kv_keep import Moves
+
+@dataclass(frozen=True)
+class Moves:
+    """R moves, each of some places of one slot to consecutive places of the same slot.
+
+    Attributes:
+        slot: (R,) int32; no slot twice.
+        target: (R,) int32, where the first of them goes.
+        source: (M,) int32, the places to copy, move by move.
+        source_start: (R + 1,) int32, where each move begins among them.
+        max_sources: most of any move, on the host; a bound is fine.
+    """
+
+    slot: Tensor
+    target: Tensor
+    source: Tensor
+    source_start: Tensor
+    max_sources: int
 
 
 def kv_keep_ref(buffers: Sequence[Tensor], moves: Moves) -> None:
