@@ -86,7 +86,7 @@ RUN = """
 import sys, torch, hf_spec, hf_spec_kernels
 from transformers import LlamaConfig, LlamaForCausalLM
 from hf_spec.data.prompts import load_prompts
-from hf_spec.drafting.published_trees import published_trees
+from hf_spec.drafting.rank_tree import published_trees
 for package in (hf_spec, hf_spec_kernels):
     assert package.__file__.startswith(sys.prefix), package.__file__
 assert load_prompts() and published_trees("falcon")

@@ -20,14 +20,32 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_spec.adapters.base_name import base_name
-from hf_spec.adapters.custom_code import write_custom_generate
 from hf_spec.errors import AssistantError
 from hf_spec.execution.placement import weight_rows
 from hf_spec.files import written_whole
+from hf_spec.installing import how_to_install
 
 PEFT_TYPE = "HF_SPEC"
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
+
+# The code that travels with an adapter, the same in every one, for users who have not met hf_spec.
+# Where `generate` is told custom_generate="org/adapter" and trust_remote_code=True, transformers
+# copies it out of the repository and calls its `generate`; only this ever runs it.
+FOLDER = "custom_generate"
+FILES = {
+    "generate.py": '''\
+"""Generates with this adapter: custom_generate=<its repository>, trust_remote_code=True.
+
+Needs the package hf-spec (see requirements.txt), which does the work.
+"""
+
+from hf_spec import custom_generate as generate
+
+__all__ = ["generate"]
+''',
+    "requirements.txt": f"# To install it, {how_to_install()}.\nhf-spec>=0.1\n",
+}
 
 # Weights of the embedding that identify a base; evenly spread over the table.
 FINGERPRINT_SIZE = 32
@@ -201,3 +219,12 @@ def save_adapter(folder: str | os.PathLike[str], adapter: Adapter) -> None:
         save_file(tensors, part, metadata={"format": "pt"})
     with written_whole(folder / CONFIG_NAME) as part:
         part.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def write_custom_generate(folder: Path) -> None:
+    """Write the files to an adapter's `folder`."""
+    target = folder / FOLDER
+    target.mkdir(exist_ok=True)
+    for name, text in FILES.items():
+        with written_whole(target / name) as part:
+            part.write_text(text, encoding="utf-8")

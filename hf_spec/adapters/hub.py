@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -65,14 +66,8 @@ class Place:
         """
         try:
             check_name(self.repo_id)
-            return Path(
-                snapshot_download(
-                    self.repo_id,
-                    revision=self.revision,
-                    token=self.token,
-                    allow_patterns=list(names),
-                )
-            )
+            options: dict[str, Any] = {"revision": self.revision, "token": self.token}
+            return Path(snapshot_download(self.repo_id, allow_patterns=list(names), **options))
         except OptionError as error:
             raise AssistantError(str(error)) from error
         except LocalEntryNotFoundError as error:

@@ -67,10 +67,7 @@ def _is_curve(points: object) -> bool:
 
 
 def known_costs(
-    target: PreTrainedModel,
-    drafters: Mapping[str, Drafter],
-    state: GenerationState,
-    batching: str,
+    target: PreTrainedModel, drafters: Mapping[str, Drafter], state: GenerationState, batching: str
 ) -> Costs:
     """The costs of a generation, measured if they are not known yet.
 

@@ -24,12 +24,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_spec.drafting.sources import (
-    EXPECTATION_WEIGHT,
-    PROBABILITY_KINDS,
-    Shares,
-    shares_of_levels,
-)
+from hf_spec.drafting.sources import EXPECTATION_WEIGHT, PROBABILITY_KINDS, Shares, shares_of_levels
 from hf_spec.errors import OptionError, choices
 
 # The policy that decides by the time that rounds take.

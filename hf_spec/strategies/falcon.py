@@ -27,8 +27,7 @@ from hf_spec.decoding.state import GenerationState
 from hf_spec.drafting.config import PolicyConfig
 from hf_spec.drafting.length_policy import MEASURED, DraftedToken, LengthPolicy, make_policy
 from hf_spec.drafting.measured import measured, resolve
-from hf_spec.drafting.published_trees import checked_tree
-from hf_spec.drafting.rank_tree import RankTree
+from hf_spec.drafting.rank_tree import RankTree, checked_tree
 from hf_spec.drafting.sources import NODES_PER_LEVEL
 from hf_spec.execution.runner import ForwardOutput
 from hf_spec.execution.transfer import fetch_all, send

@@ -34,8 +34,7 @@ from hf_spec.decoding.token_sampling import distribution
 from hf_spec.drafting.config import StrategyConfig
 from hf_spec.drafting.graph import TokenGraph
 from hf_spec.drafting.lossy_rules import PathSampling
-from hf_spec.drafting.published_trees import checked_tree, published_trees
-from hf_spec.drafting.rank_tree import RankTree
+from hf_spec.drafting.rank_tree import RankTree, checked_tree, published_trees
 from hf_spec.errors import OptionError
 from hf_spec.execution.runner import ForwardOutput
 from hf_spec.execution.transfer import fetch_all

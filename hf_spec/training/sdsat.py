@@ -40,14 +40,7 @@ from hf_spec.training.held_back import learned_and_held
 from hf_spec.training.infilling import Infilling
 from hf_spec.training.sdsat_chains import Text, Windows, agreement, draw_windows, run_chains
 from hf_spec.training.settings import SDSAT_RUN, SdsatTrainSettings, TrainSettings
-from hf_spec.training.trainer import (
-    Loss,
-    MicroBatch,
-    micro_batches,
-    processes,
-    save_trained,
-    train,
-)
+from hf_spec.training.trainer import Loss, MicroBatch, micro_batches, processes, save_trained, train
 
 # (text, position) of tokens, each of which predicts the next position.
 Places = Sequence[tuple[int, int]]

@@ -12,7 +12,7 @@ from transformers import dynamic_module_utils
 
 import hf_spec
 from hf_spec import AssistantError
-from hf_spec.adapters.custom_code import FILES, FOLDER
+from hf_spec.adapters.adapter import FILES, FOLDER
 from hf_spec.adapters.folder import WEIGHTS_NAME, load_adapter
 from tests.adapters.samples import GREEDY, METHODS, PROMPT, fresh_model, plain, save_sample
 from tests.tiny_models import build, ragged_batch
