@@ -150,10 +150,9 @@ class FalconHead(nn.Module):
         if window is None or kinds == {"full_attention"}:
             return form(visible)
         place = torch.arange(len(visible), device=visible.device)
-        near = visible & (place > place[:, None] - window)
-        if len(kinds) == 1:
-            return form(near)
-        return {"full_attention": form(visible), "sliding_attention": form(near)}
+        near = form(visible & (place > place[:, None] - window))
+        both = {"full_attention": form(visible), "sliding_attention": near}
+        return near if len(kinds) == 1 else both
 
     def to_adapter(self, options: dict[str, Any]) -> SpecAdapter:
         """Its own weights in bfloat16, with the shape added to `options`."""
@@ -182,8 +181,7 @@ class FalconHead(nn.Module):
             shape = FalconShape(**adapter.options["shape"])
         except (KeyError, TypeError, OptionError) as error:
             raise AssistantError(f"the Falcon adapter's shape cannot be used: {error}") from error
-        what = "the Falcon adapter"
-        tensors = dict(adapter.tensors)
+        what, tensors = "the Falcon adapter", dict(adapter.tensors)
         stored = read_vocabulary(what, tensors, adapter.base.vocab_size)
         tensors.pop(VOCABULARY, None)
         head = cls(target, shape, stored if isinstance(vocabulary, str) else vocabulary)

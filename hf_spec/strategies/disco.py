@@ -133,11 +133,10 @@ def _find_parts(
 
 def _make_drafter(config: DiscoConfig, target: PreTrainedModel, assistant: object) -> Drafter:
     draft, classified = _find_parts(config, target, assistant)
-    if not (config.leaves_sizes_open and can_measure(target)):
-        return DraftModelDrafter(config, draft, classified, num_embeddings(target))
-    policy = MeasuredDiscoPolicy(classified)
+    measures = config.leaves_sizes_open and can_measure(target)
+    policy = MeasuredDiscoPolicy(classified) if measures else classified
     chain = DraftModelDrafter(config, draft, policy, num_embeddings(target))
-    return measured(chain, policy, target, config, nodes_per_level=1)
+    return measured(chain, policy, target, config, nodes_per_level=1) if measures else chain
 
 
 def _make_for_auto(target: PreTrainedModel, assistant: object, batching: str) -> Drafter:
