@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -70,14 +72,25 @@ def speculate(model: Any, strategy: str, **options: Any) -> Any:
     )
 
 
+@pytest.fixture(scope="module")
+def answer(smollm2: Any) -> Callable[[str, Prompt], Any]:
+    """What a strategy answers to a prompt, asked once."""
+    model, tokenizer = smollm2
+
+    @cache
+    def ask(strategy: str, place: int) -> Any:
+        ids = PROMPTS[place].encode(tokenizer)
+        return speculate(model, strategy, input_ids=ids, max_new_tokens=NEW_TOKENS)
+
+    return lambda strategy, prompt: ask(strategy, PROMPTS.index(prompt))
+
+
 @pytest.mark.parametrize("prompt", PROMPTS, ids=lambda prompt: prompt.id)
 @pytest.mark.parametrize("strategy", ASSISTANTS)
 def test_one_prompt(
-    strategy: str, prompt: Prompt, smollm2: Any, expected: dict[str, Tensor]
+    strategy: str, prompt: Prompt, answer: Any, expected: dict[str, Tensor]
 ) -> None:
-    model, tokenizer = smollm2
-    ids = prompt.encode(tokenizer)
-    output = speculate(model, strategy, input_ids=ids, max_new_tokens=NEW_TOKENS)
+    output = answer(strategy, prompt)
     assert output.sequences.tolist() == expected[prompt.id].tolist()
     assert output.spec_stats.drafted_tokens > 0
 
@@ -95,17 +108,9 @@ def test_ragged_batch(strategy: str, smollm2: Any, batch: tuple[dict[str, Tensor
     ("strategy", "tau"),
     [("draft", 0.4), ("tree", 0.6), ("disco", 0.3), ("falcon", 0.6), ("sdsat", 0.25)],
 )
-def test_the_trained_adapters_are_accepted(
-    strategy: str, tau: float, smollm2: Any, expected: dict[str, Tensor]
-) -> None:
+def test_the_trained_adapters_are_accepted(strategy: str, tau: float, answer: Any) -> None:
     """Half of what was measured; an untrained draft of these layers has 0.05."""
-    model, tokenizer = smollm2
-    stats = [
-        speculate(
-            model, strategy, input_ids=prompt.encode(tokenizer), max_new_tokens=NEW_TOKENS
-        ).spec_stats
-        for prompt in PROMPTS[::2]
-    ]
+    stats = [answer(strategy, prompt).spec_stats for prompt in PROMPTS[::2]]
     accepted = sum(one.accepted_tokens for one in stats)
     assert accepted / sum(one.target_forwards for one in stats) > tau
 
