@@ -70,11 +70,30 @@ def test_the_documentation_names_every_notebook_and_script() -> None:
 
 # The cells run as they are, on fewer prompts and shorter answers than the outputs that lie there.
 SMALLER = {
-    "disco": {"< 128]": "< 128][:10]", "max_new_tokens=64": "max_new_tokens=24"},
-    "share_an_adapter": {"[:24]": "[:12]", "max_new_tokens=48": "max_new_tokens=24"},
+    "batches": {'"max_new_tokens": 40': '"max_new_tokens": 16'},
+    "disco": {
+        "< 128]": "< 128][:8]",
+        "max_new_tokens=64": "max_new_tokens=20",
+        '"max_new_tokens": 64': '"max_new_tokens": 20',
+    },
+    "five_methods": {
+        '"max_new_tokens": 48': '"max_new_tokens": 20',
+        "max_new_tokens=48": "max_new_tokens=20",
+    },
+    "quickstart": {
+        '"max_new_tokens": 80': '"max_new_tokens": 32',
+        "max_new_tokens=40": "max_new_tokens=16",
+        "max_new_tokens=32": "max_new_tokens=12",
+    },
+    "share_an_adapter": {
+        "[:24]": "[:12]",
+        "max_new_tokens=48": "max_new_tokens=20",
+        '"max_new_tokens": 48': '"max_new_tokens": 20',
+    },
     "train_a_falcon_head": {
-        "unseen = short[::12][:4]": "short = short[:14]; unseen = short[::12]",
-        "max_new_tokens=96": "max_new_tokens=24",
+        "unseen = short[::12][:4]": "short = short[:11]; unseen = short[::12]",
+        "max_new_tokens=96": "max_new_tokens=20",
+        '"max_new_tokens": 48': '"max_new_tokens": 20',
         "epochs=10": "epochs=1",
         "evaluate_every=5": "evaluate_every=1",
         "vocabulary_size=4096": "vocabulary_size=512",

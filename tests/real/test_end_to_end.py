@@ -121,10 +121,13 @@ def generate(user: User, model: Path, strategy: str) -> dict[str, Any]:
 
 
 def test_the_demo(user: User) -> None:
-    page = user.hf_spec("demo", "--repeats", 1, "--max-new-tokens", 8)
+    shown = user.run("hf-spec", "demo", "--repeats", 1, "--max-new-tokens", 8)
     # The wheel has no trained head: plain, none, lookup and auto.
-    assert "falcon is left out" in page
-    assert page.count("4 of 4") == 4
+    assert "falcon is left out" in shown.stdout
+    assert shown.stdout.count("4 of 4") == 4
+    # Pipes get lines alone.
+    assert shown.stderr == ""
+    assert "\r" not in shown.stdout
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda path: path.name)
