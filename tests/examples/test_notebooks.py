@@ -13,7 +13,7 @@ import pytest
 from nbformat.v4 import new_code_cell, new_notebook, new_output
 
 from tests.adapters.local_hub import local_hub
-from tests.notebooks import EXAMPLES, NOTEBOOKS, execute, faults
+from tests.examples.notebooks import EXAMPLES, NOTEBOOKS, execute, faults
 
 SCRIPTS = sorted(EXAMPLES.glob("*.py"))
 TOPICS = {
@@ -40,7 +40,7 @@ def test_every_topic_has_its_notebook() -> None:
 def test_committed_notebooks_are_whole(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
-    assert faults(notebook) == [], "run: python -m tests.notebooks " + path.stem
+    assert faults(notebook) == [], "run: python -m tests.examples.notebooks " + path.stem
     numbers = [cell.execution_count for cell in notebook.cells if cell.cell_type == "code"]
     assert numbers == list(range(1, len(numbers) + 1))
     assert notebook.cells[0].source.startswith("# ")
