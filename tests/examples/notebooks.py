@@ -1,4 +1,6 @@
-"""Executes the notebooks of examples/. `python -m tests.examples.notebooks [NAME ...]` renews their outputs.
+"""Executes the notebooks of examples/.
+
+`python -m tests.examples.notebooks [NAME ...]` renews their outputs.
 
 Outputs on standard error are left out: progress and warnings tell of a machine, not of the library.
 """
