@@ -232,7 +232,9 @@ def test_an_accepted_end_of_sequence_cuts_its_block(name: str, strategy: str, ki
     said = free_tokens(name, kind)
     prompt = tiny_models.prompts(name, kind)
     cut = 0
-    for eos in list(dict.fromkeys(said.t().flatten().tolist()))[:12]:
+    for tried, eos in enumerate(dict.fromkeys(said.t().flatten().tolist())):
+        if tried >= (4 if cut else 12):
+            break
         expected = model.generate(
             **prompt, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=eos
         )

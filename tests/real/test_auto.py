@@ -16,7 +16,7 @@ from tests.tiny_models import left_padded
 
 pytestmark = pytest.mark.real
 
-NEW_TOKENS = 48
+NEW_TOKENS = 32
 PROMPTS = load_prompts(per_task=1)
 ADAPTERS = [
     str(Path(__file__).parents[2] / "examples" / "adapters" / f"smollm2-135m-{name}")
@@ -31,7 +31,7 @@ SUBJECT = Entry("auto", AutoConfig(timings=TIMINGS), ADAPTERS)
 
 
 def test_it_proves_itself(smollm2: Any) -> None:
-    sampling = SamplingPlan(draws=150, rows=50)
+    sampling = SamplingPlan(draws=100, rows=50)
     plan = VerificationPlan(NEW_TOKENS, 1, sampling)
     (found,) = verify(*smollm2, PROMPTS, [SUBJECT], plan)
     assert found.passed, found

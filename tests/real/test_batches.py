@@ -13,7 +13,7 @@ from hf_spec.data.prompts import left_padded, load_prompts
 
 pytestmark = pytest.mark.real
 
-NEW_TOKENS = 24
+NEW_TOKENS = 12
 PROMPTS = load_prompts(per_task=2)
 DRAFT = Path(__file__).parents[2] / "examples" / "adapters" / "smollm2-135m-draft"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +23,13 @@ from tests.tiny_models import left_padded, padded
 
 pytestmark = pytest.mark.real
 
-NEW_TOKENS = 64
-BATCH_NEW_TOKENS = 32
-UNTRAINED_NEW_TOKENS = 24
-PROMPTS = load_prompts(per_task=2)
+NEW_TOKENS = 32
+BATCH_NEW_TOKENS = 24
+UNTRAINED_NEW_TOKENS = 16
+PROMPTS = load_prompts(per_task=1)
+SHORTEST = min(PROMPTS, key=lambda prompt: len(prompt.turns[0]))
 # Four tasks, and so four lengths.
-BATCH = PROMPTS[::3]
+BATCH = load_prompts(per_task=2)[::3]
 ADAPTERS = Path(__file__).parents[2] / "examples" / "adapters"
 ASSISTANTS = {
     "lookup": None,
@@ -70,16 +73,37 @@ def speculate(model: Any, strategy: str, **options: Any) -> Any:
     )
 
 
+@pytest.fixture(scope="module")
+def answer(smollm2: Any) -> Callable[[str, Prompt], Any]:
+    """What a strategy answers to a prompt, asked once."""
+    model, tokenizer = smollm2
+
+    @cache
+    def ask(strategy: str, place: int) -> Any:
+        ids = PROMPTS[place].encode(tokenizer)
+        return speculate(model, strategy, input_ids=ids, max_new_tokens=NEW_TOKENS)
+
+    return lambda strategy, prompt: ask(strategy, PROMPTS.index(prompt))
+
+
 @pytest.mark.parametrize("prompt", PROMPTS, ids=lambda prompt: prompt.id)
 @pytest.mark.parametrize("strategy", ASSISTANTS)
 def test_one_prompt(
-    strategy: str, prompt: Prompt, smollm2: Any, expected: dict[str, Tensor]
+    strategy: str, prompt: Prompt, answer: Any, expected: dict[str, Tensor]
 ) -> None:
-    model, tokenizer = smollm2
-    ids = prompt.encode(tokenizer)
-    output = speculate(model, strategy, input_ids=ids, max_new_tokens=NEW_TOKENS)
+    output = answer(strategy, prompt)
     assert output.sequences.tolist() == expected[prompt.id].tolist()
     assert output.spec_stats.drafted_tokens > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prompt", load_prompts(per_task=4), ids=lambda prompt: prompt.id)
+def test_one_prompt_more_and_longer(prompt: Prompt, smollm2: Any) -> None:
+    model, tokenizer = smollm2
+    given = {"input_ids": prompt.encode(tokenizer), "max_new_tokens": 64}
+    expected = model.generate(**given, do_sample=False).tolist()
+    for strategy in ASSISTANTS:
+        assert speculate(model, strategy, **given).sequences.tolist() == expected, strategy
 
 
 @pytest.mark.parametrize("strategy", ASSISTANTS)
@@ -95,32 +119,23 @@ def test_ragged_batch(strategy: str, smollm2: Any, batch: tuple[dict[str, Tensor
     ("strategy", "tau"),
     [("draft", 0.4), ("tree", 0.6), ("disco", 0.3), ("falcon", 0.6), ("sdsat", 0.25)],
 )
-def test_the_trained_adapters_are_accepted(
-    strategy: str, tau: float, smollm2: Any, expected: dict[str, Tensor]
-) -> None:
+def test_the_trained_adapters_are_accepted(strategy: str, tau: float, answer: Any) -> None:
     """Half of what was measured; an untrained draft of these layers has 0.05."""
-    model, tokenizer = smollm2
-    stats = [
-        speculate(
-            model, strategy, input_ids=prompt.encode(tokenizer), max_new_tokens=NEW_TOKENS
-        ).spec_stats
-        for prompt in PROMPTS[::2]
-    ]
+    stats = [answer(strategy, prompt).spec_stats for prompt in PROMPTS]
     accepted = sum(one.accepted_tokens for one in stats)
     assert accepted / sum(one.target_forwards for one in stats) > tau
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("prompt", PROMPTS[::6], ids=lambda prompt: prompt.id)
 @pytest.mark.parametrize("strategy", ["draft", "tree"])
 def test_drafts_padded_to_another_size(
-    strategy: str, prompt: Prompt, smollm2: Any, expected: dict[str, Tensor]
+    strategy: str, smollm2: Any, expected: dict[str, Tensor]
 ) -> None:
     """As in the Qwen2.5 family; rows that are only padding change neither text nor acceptance."""
     model, tokenizer = smollm2
     draft = hf_spec.truncated_draft(model, 2)
-    ids = prompt.encode(tokenizer)
-    plain = expected[prompt.id][:, : ids.shape[1] + UNTRAINED_NEW_TOKENS]
+    ids = SHORTEST.encode(tokenizer)
+    plain = expected[SHORTEST.id][:, : ids.shape[1] + UNTRAINED_NEW_TOKENS]
     accepted = []
     for rows in (0, 128, -128):
         assistant = padded(draft, num_embeddings(model) + rows)
@@ -141,7 +156,7 @@ def test_adaptive_tokens_leave_the_logits_alone(smollm2: Any) -> None:
     """To the bit, while the adapter hangs on the model."""
     model, tokenizer = smollm2
     tokens, _ = adaptive_tokens(model, str(ASSISTANTS["sdsat"]))
-    for prompt in PROMPTS[::4]:
+    for prompt in PROMPTS[::2]:
         ids = prompt.encode(tokenizer)
         untouched = model(ids).logits
         with tokens.active(model):
@@ -164,7 +179,7 @@ def test_untrained_falcon_heads(
 ) -> None:
     """A wrong draft costs time, never a token."""
     model, tokenizer = smollm2
-    ids = PROMPTS[0].encode(tokenizer)
+    ids = SHORTEST.encode(tokenizer)
     head = FalconHead(model, FalconShape(block_size), None).eval()
     output = model.generate(
         ids,
@@ -174,7 +189,7 @@ def test_untrained_falcon_heads(
         assistant=head,
     )
     length = ids.shape[1] + UNTRAINED_NEW_TOKENS
-    assert output.tolist() == expected[PROMPTS[0].id][:, :length].tolist()
+    assert output.tolist() == expected[SHORTEST.id][:, :length].tolist()
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in ADAPTERS.iterdir()))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -82,12 +80,3 @@ def test_the_real_model_with_everything(
     result = CliRunner().invoke(build_app(), ["demo", *FEW])
     assert result.exit_code == 0, result.output
     assert result.output.count("4 of 4") == 5
-
-
-@pytest.mark.real
-def test_pipes_get_lines_alone() -> None:
-    command = [sys.executable, "-m", "hf_spec", "demo", "--strategy", "lookup", *FEW]
-    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert shown.stderr == ""
-    assert "\r" not in shown.stdout
-    assert shown.stdout.count("4 of 4") == 3

@@ -13,7 +13,7 @@ import pytest
 from nbformat.v4 import new_code_cell, new_notebook, new_output
 
 from tests.adapters.local_hub import local_hub
-from tests.notebooks import EXAMPLES, NOTEBOOKS, execute, faults
+from tests.examples.notebooks import EXAMPLES, NOTEBOOKS, execute, faults
 
 SCRIPTS = sorted(EXAMPLES.glob("*.py"))
 TOPICS = {
@@ -40,7 +40,7 @@ def test_every_topic_has_its_notebook() -> None:
 def test_committed_notebooks_are_whole(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
-    assert faults(notebook) == [], "run: python -m tests.notebooks " + path.stem
+    assert faults(notebook) == [], "run: python -m tests.examples.notebooks " + path.stem
     numbers = [cell.execution_count for cell in notebook.cells if cell.cell_type == "code"]
     assert numbers == list(range(1, len(numbers) + 1))
     assert notebook.cells[0].source.startswith("# ")
@@ -70,11 +70,30 @@ def test_the_documentation_names_every_notebook_and_script() -> None:
 
 # The cells run as they are, on fewer prompts and shorter answers than the outputs that lie there.
 SMALLER = {
-    "disco": {"< 128]": "< 128][:10]", "max_new_tokens=64": "max_new_tokens=24"},
-    "share_an_adapter": {"[:24]": "[:12]", "max_new_tokens=48": "max_new_tokens=24"},
+    "batches": {'"max_new_tokens": 40': '"max_new_tokens": 16'},
+    "disco": {
+        "< 128]": "< 128][:8]",
+        "max_new_tokens=64": "max_new_tokens=20",
+        '"max_new_tokens": 64': '"max_new_tokens": 20',
+    },
+    "five_methods": {
+        '"max_new_tokens": 48': '"max_new_tokens": 20',
+        "max_new_tokens=48": "max_new_tokens=20",
+    },
+    "quickstart": {
+        '"max_new_tokens": 80': '"max_new_tokens": 32',
+        "max_new_tokens=40": "max_new_tokens=16",
+        "max_new_tokens=32": "max_new_tokens=12",
+    },
+    "share_an_adapter": {
+        "[:24]": "[:12]",
+        "max_new_tokens=48": "max_new_tokens=20",
+        '"max_new_tokens": 48': '"max_new_tokens": 20',
+    },
     "train_a_falcon_head": {
-        "unseen = short[::12][:4]": "short = short[:14]; unseen = short[::12]",
-        "max_new_tokens=96": "max_new_tokens=24",
+        "unseen = short[::12][:4]": "short = short[:11]; unseen = short[::12]",
+        "max_new_tokens=96": "max_new_tokens=20",
+        '"max_new_tokens": 48': '"max_new_tokens": 20',
         "epochs=10": "epochs=1",
         "evaluate_every=5": "evaluate_every=1",
         "vocabulary_size=4096": "vocabulary_size=512",

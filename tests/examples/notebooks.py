@@ -1,4 +1,6 @@
-"""Executes the notebooks of examples/. `python -m tests.notebooks [NAME ...]` renews their outputs.
+"""Executes the notebooks of examples/.
+
+`python -m tests.examples.notebooks [NAME ...]` renews their outputs.
 
 Outputs on standard error are left out: progress and warnings tell of a machine, not of the library.
 """
@@ -18,7 +20,7 @@ from unittest import mock
 import nbformat
 from nbclient import NotebookClient
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
 # Of one cell, in seconds: a training on two cores that are busy otherwise.
 TIMEOUT = 1800
