@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
@@ -12,56 +11,13 @@ from hf_spec.bench import contenders as ways
 from hf_spec.bench.contenders import Contender, Settings
 from hf_spec.bench.entries import Entry, assistant_finder
 from hf_spec.bench.known_answers import oracle, synthetic
+from hf_spec.bench.settings import Suite
 from hf_spec.errors import OptionError
 from hf_spec.execution.model_checks import check_model
 from hf_spec.execution.vocabulary import num_embeddings
 from hf_spec.models.trained_draft import METHOD as DRAFT
 from hf_spec.strategies.assistants import resolve_draft_model
 from hf_spec.strategies.registry import make_drafter
-
-
-@dataclass(frozen=True)
-class Suite:
-    """What is measured, and how.
-
-    Attributes:
-        batch_sizes: rows per call.
-        new_tokens: most tokens generated per row.
-        repeats: timed repetitions.
-        temperature: of sampled outputs; None for greedy ones.
-        seed: of sampled outputs.
-        baselines: whether what others offer is measured too.
-        compiled: whether plain generate with a static cache and compiled is.
-        match_length, copy_length: n-gram of the lookups of others, and how much they copy.
-        oracle: a draft model whose chains end where they must; None for none.
-        synthetic: (acceptance, tokens of a chain) of drafts that need no drafter; None for none.
-        multi_turn: whether all turns of a prompt are generated, not the first alone.
-        profile: whether a few more generations show where the time goes.
-        step_cost: whether forwards are timed by number of nodes.
-    """
-
-    batch_sizes: tuple[int, ...] = (1,)
-    new_tokens: int = 64
-    repeats: int = 3
-    temperature: float | None = None
-    seed: int = 0
-    baselines: bool = True
-    compiled: bool = False
-    match_length: int = 2
-    copy_length: int = 10
-    oracle: str | None = None
-    synthetic: tuple[float, int] | None = None
-    multi_turn: bool = False
-    profile: bool = False
-    step_cost: bool = False
-
-    def __post_init__(self) -> None:
-        knows_answer = "oracle" if self.oracle else "synthetic acceptance" if self.synthetic else ""
-        if knows_answer and self.temperature is not None:
-            raise OptionError(
-                f"{knows_answer} drafts what greedy decoding will say, which sampling does not; "
-                "choose greedy decoding"
-            )
 
 
 def make_contenders(
@@ -87,14 +43,14 @@ def make_contenders(
         )
         for name, draft in _draft_models(model, ours).items():
             found.append(ways.transformers_assistant(model, draft, settings, name))
-        if suite.temperature is None:
+        if not suite.sample:
             found.append(ways.economize_lookup(model, suite.match_length, suite.copy_length))
     found += [
         ways.strategy(model, config, assistant, name, settings) for name, config, assistant in ours
     ]
-    if suite.synthetic:
-        found.append(synthetic(model, *suite.synthetic))
-    if suite.oracle:
+    if suite.synthetic_acceptance is not None:
+        found.append(synthetic(model, suite.synthetic_acceptance, suite.synthetic_length))
+    if suite.oracle is not None:
         found.append(oracle(model, resolve_draft_model("oracle", find(suite.oracle), model)))
     contenders = [contender for contender in found if contender is not None]
     for name, count in Counter(contender.name for contender in contenders).items():

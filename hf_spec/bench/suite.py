@@ -18,9 +18,10 @@ from transformers import PreTrainedModel
 from hf_spec.bench.contenders import Contender, Settings
 from hf_spec.bench.entries import Entry
 from hf_spec.bench.known_answers import PlainAnswers
-from hf_spec.bench.lineup import Suite, make_contenders
+from hf_spec.bench.lineup import make_contenders
 from hf_spec.bench.profiling import profiled
 from hf_spec.bench.runner import Plan, Record, time_contenders
+from hf_spec.bench.settings import Suite
 from hf_spec.bench.step_cost import measure_step_cost
 from hf_spec.bench.summary import summary
 from hf_spec.data.machine import environment
@@ -103,7 +104,7 @@ class Benchmark:
         """Timed generations in all."""
         return sum(
             math.ceil(len(self.prompts) / size) * len(self._of_size(size)) * self.suite.repeats
-            for size in self.suite.batch_sizes
+            for size in set(self.suite.batch_sizes)
         )
 
     def run(self, progress: Callable[[], object] = lambda: None) -> Iterator[Results]:
@@ -117,8 +118,8 @@ class Benchmark:
         """
         suite = self.suite
         results = Results(self._facts())
-        for size in sorted(suite.batch_sizes):
-            seed = None if suite.temperature is None else suite.seed
+        for size in sorted(set(suite.batch_sizes)):
+            seed = suite.seed if suite.sample else None
             ends, device = frozenset(end_tokens(self.model)), self.model.device
             plan = Plan(suite.new_tokens, suite.repeats, size, seed, ends, device)
             contenders = self._of_size(size)
@@ -156,9 +157,9 @@ class Benchmark:
         ]
 
     def _settings(self) -> dict[str, Any]:
-        settings: dict[str, Any] = {"do_sample": self.suite.temperature is not None}
-        if self.suite.temperature is not None:
-            settings["temperature"] = self.suite.temperature
+        settings: dict[str, Any] = {"do_sample": self.suite.sample}
+        if self.suite.sample:
+            settings["temperature"] = self.suite.temperature or 1.0
         pad = self.model.generation_config.pad_token_id
         if pad is None:
             pad = self.tokenizer.pad_token_id
@@ -177,10 +178,9 @@ class Benchmark:
         return as_conversations(prompts, self.tokenizer, answer)
 
     def _facts(self) -> dict[str, Any]:
-        synthetic = self.suite.synthetic
         return {
             "dtype": str(self.model.dtype).removeprefix("torch."),
-            "synthetic_acceptance": synthetic[0] if synthetic else None,
+            "synthetic_acceptance": self.suite.synthetic_acceptance,
             "prompts": len(self.prompts),
             "suite": asdict(self.suite),
             "environment": environment(self.model.device),

@@ -1,4 +1,4 @@
-"""Tables of texts: as Markdown for a page, and in columns of equal width for a pipe or a log."""
+"""Tables of texts: as Markdown for a page, in columns for a pipe or a log, drawn on a terminal."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class Table:
 
     Attributes:
         head: one heading per column; the first column names the row.
-        rows: as many cells each.
+        rows: as many cells each; `drawn` also takes texts of rich.
     """
 
     head: Sequence[str]
-    rows: Sequence[Sequence[str]]
+    rows: Sequence[Sequence[Any]]
 
     @classmethod
     def of(cls, columns: Mapping[str, Callable[[Any], str]], items: Iterable[Any]) -> Table:
@@ -38,3 +38,17 @@ class Table:
             "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])
             for line in (self.head, rule, *self.rows)
         )
+
+    def drawn(self, title: str | None = None) -> Any:
+        """A table of rich, aligned like `text`; headings are broken into lines before cells are."""
+        from rich import box, table
+        from rich.text import Text
+
+        found = table.Table(box=box.SIMPLE_HEAD, title=title, pad_edge=False, collapse_padding=True)
+        found.title_justify, found.title_style = "left", "bold"
+        for place, (heading, *cells) in enumerate(zip(self.head, *self.rows, strict=True)):
+            width = max(map(len, cells), default=0)
+            found.add_column(Text(heading), justify="right" if place else "left", min_width=width)
+        for row in self.rows:
+            found.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+        return found

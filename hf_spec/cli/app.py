@@ -95,20 +95,15 @@ def load_command(name: str) -> Any:
     else:
         app.command(name)(found)
         command = get_command(app)
-    add_config_option(command)
-    _import_package_first(command)
+    for one in getattr(command, "commands", {"": command}).values():
+        add_config_option(one)
+        one.callback = _after_import(one.callback)
     return command
 
 
-def _import_package_first(command: Any) -> None:
-    """Before a command does its work, generate() learns `spec_strategy`; help does without."""
-    for below in getattr(command, "commands", {}).values():
-        _import_package_first(below)
-    if command.callback is not None and not hasattr(command, "commands"):
-        command.callback = _after_import(command.callback)
-
-
 def _after_import(work: Callable[..., Any]) -> Callable[..., Any]:
+    """Before a command does its work, generate() learns `spec_strategy`; help does without."""
+
     @functools.wraps(work)
     def run(*args: Any, **kwargs: Any) -> Any:
         importlib.import_module("hf_spec.public")

@@ -17,13 +17,11 @@ from typer.main import get_command
 
 
 def add_config_option(command: Any) -> None:
-    """Let a command, or every command of a group, take `--config`."""
-    below = getattr(command, "commands", None)
-    if below is None:
-        command.params.append(_config_option())
-        return
-    for one in below.values():
-        add_config_option(one)
+    """Let a command take `--config`."""
+    # The option as typer builds it from a signature.
+    app = typer.Typer(add_completion=False)
+    app.command()(_carrier)
+    command.params.append(get_command(app).params[0])
 
 
 def read_defaults(path: Path, command: Any) -> dict[str, str | list[str]]:
@@ -47,13 +45,6 @@ def read_defaults(path: Path, command: Any) -> dict[str, str | list[str]]:
         if value is not None:
             defaults[known[name].name] = _as_typed(path, key, value, known[name])
     return defaults
-
-
-def _config_option() -> Any:
-    """The option itself, as typer builds it from a signature."""
-    app = typer.Typer(add_completion=False)
-    app.command()(_carrier)
-    return get_command(app).params[0]
 
 
 def _take(ctx: typer.Context, path: Path | None) -> None:

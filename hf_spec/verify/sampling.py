@@ -26,37 +26,10 @@ from hf_spec.verify.distribution import (
     detectable_share,
     divide,
 )
+from hf_spec.verify.settings import SamplingPlan
 
 # Rows of one plain forward; bounds its logits.
 ROWS = 16
-
-
-@dataclass(frozen=True)
-class SamplingPlan:
-    """How much is drawn.
-
-    Attributes:
-        draws: continuations per text.
-        steps: their length in tokens.
-        rows: of one call of generate().
-        look_ahead: tokens of the answer among which the place to start is chosen.
-        significance: probability of a false alarm, all texts together.
-        seed: of the draws.
-        temperature: of the draws.
-    """
-
-    draws: int = 500
-    steps: int = 3
-    rows: int = 50
-    look_ahead: int = 24
-    significance: float = 1e-4
-    seed: int = 0
-    temperature: float = 1.0
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The arguments of generate() that make it sample."""
-        return {"do_sample": True, "temperature": self.temperature, "top_k": 0, "top_p": 1.0}
 
 
 @dataclass(frozen=True)

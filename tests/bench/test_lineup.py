@@ -11,7 +11,8 @@ import pytest
 from hf_spec import AssistantError, LookupConfig, OptionError, TreeConfig
 from hf_spec.bench.contenders import GREEDY
 from hf_spec.bench.entries import Entry, parse_entry
-from hf_spec.bench.lineup import Suite, make_contenders
+from hf_spec.bench.lineup import make_contenders
+from hf_spec.bench.settings import Suite
 from tests.model_watch import count_forwards
 from tests.tiny_models import VOCAB, build, draft_model, padded, save_disco_adapter
 

@@ -10,7 +10,7 @@ import pytest
 
 from hf_spec import OptionError, UnsupportedError
 from hf_spec.bench.entries import parse_entry
-from hf_spec.bench.lineup import Suite
+from hf_spec.bench.settings import Suite
 from hf_spec.bench.suite import Benchmark
 from hf_spec.data.prompts import Prompt
 

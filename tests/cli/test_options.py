@@ -12,7 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 from hf_spec import OptionError
-from hf_spec.bench.calibrate import settings as calibrate
+from hf_spec.bench import settings as calibrate
 from hf_spec.cli.options import AUTO, check_out, options_from_settings
 from hf_spec.models.shapes import FalconShape
 from hf_spec.settings import Count, Internal, Named, Settings, Share, described

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hf_spec.bench.entries import Entry, parse_entries
-from hf_spec.bench.lineup import Suite
+from hf_spec.bench.settings import Suite
 from hf_spec.bench.report import markdown
 from hf_spec.bench.suite import Benchmark
 from hf_spec.cli.bench import run_and_write

@@ -22,9 +22,9 @@ from transformers import PreTrainedModel
 
 from hf_spec.adapters.card import save_with_card
 from hf_spec.adapters.folder import SpecAdapter, load_adapter
-from hf_spec.bench.calibrate.settings import CalibrationSettings
 from hf_spec.bench.contenders import strategy
 from hf_spec.bench.runner import Plan, Record, time_contenders
+from hf_spec.bench.settings import CalibrationSettings
 from hf_spec.bench.summary import per_prompt, spread
 from hf_spec.data.machine import environment
 from hf_spec.data.prompts import Prompt, load_prompts

@@ -29,7 +29,7 @@ from hf_spec.bench.calibrate.falcon_rounds import (
     generate_greedily,
     record_rounds,
 )
-from hf_spec.bench.calibrate.settings import TreeSettings
+from hf_spec.bench.settings import TreeSettings
 from hf_spec.data.machine import environment
 from hf_spec.data.prompts import load_prompts
 from hf_spec.drafting import rank_tree

@@ -12,8 +12,7 @@ from rich.markup import escape
 
 from hf_spec.bench.summary import total
 from hf_spec.cli.answer.console_streamer import ACCEPTED_STYLE, ConsoleStreamer
-from hf_spec.cli.answer.figures import figures_table
-from hf_spec.cli.answer.speaker import Speaker
+from hf_spec.cli.answer.speaker import Speaker, figures_table
 from hf_spec.errors import SpecError
 from hf_spec.files import write_json
 from hf_spec.outputs import SpecStats
@@ -24,10 +23,8 @@ PROMPT = "[bold]>[/] "
 class Conversation:
     """Messages, answers and what they cost.
 
-    Args:
-        speaker: the model, with the strategy chosen.
-        console: where everything is printed; lines are read from standard input.
-        system: a system message before the others.
+    Everything is printed to `console`; lines are read from standard input, and `system` is a
+    message before the others.
     """
 
     def __init__(self, speaker: Speaker, console: Console, system: str | None = None):
@@ -102,7 +99,7 @@ class Conversation:
             self.console.print("nothing has been answered yet")
             return
         columns = {"last answer": self._answers[-1], "all": total(self._answers)}
-        self.console.print(figures_table(columns))
+        self.console.print(figures_table(columns).drawn())
 
     def choose(self, entry: str) -> None:
         """NAME[@ASSISTANT]: draft in another way from now on."""

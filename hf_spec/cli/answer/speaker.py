@@ -2,70 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_spec.bench.entries import Entry, parse_entries
+from hf_spec.bench.entries import parse_entries
+from hf_spec.bench.tables import Table
 from hf_spec.cli.loading import load_target, load_tokenizer
-from hf_spec.cli.method_options import Sampling
+from hf_spec.cli.options import AnswerSettings, Placement
 from hf_spec.data.prompts import encode_chat
 from hf_spec.errors import OptionError
-from hf_spec.outputs import SpecGenerateOutput
+from hf_spec.outputs import SpecGenerateOutput, SpecStats
+
+# Label and form of a line, filled from `figures`.
+LINES = {
+    "new tokens": "{new_tokens}",
+    "tokens per second": "{tokens_per_second:.1f}",
+    "target forwards": "{target_forwards}",
+    "draft forwards": "{draft_forwards}",
+    "draft tokens accepted": "{accepted_tokens} of {drafted_tokens} ({acceptance:.0%})",
+    "tau, accepted per round": "{tau:.2f}",
+    "seconds drafting + verifying": "{draft_seconds:.2f} + {verify_seconds:.2f}",
+    "seconds in all": "{seconds:.2f}",
+}
 
 
-@dataclass
 class Speaker:
     """A target model, its tokenizer, and how it generates.
 
     Attributes:
-        model, tokenizer: of the target.
-        max_new_tokens: longest output.
-        sampling: how tokens are chosen.
-        assistants: for strategies that name none.
         entry: the strategy in use, with its assistant.
     """
 
-    model: Any
-    tokenizer: Any
-    max_new_tokens: int
-    sampling: Sampling = field(default_factory=Sampling)
-    assistants: Sequence[str] = ()
-    entry: Entry = field(init=False)
+    def __init__(
+        self, model: Any, tokenizer: Any, settings: AnswerSettings, assistants: Sequence[str] = ()
+    ):
+        self.model, self.tokenizer, self.settings = model, tokenizer, settings
+        self.assistants = assistants
+        if settings.seed is not None:
+            torch.manual_seed(settings.seed)
+        self.choose(settings.strategy)
 
     @classmethod
     def load(
         cls,
         name: str,
-        dtype: str,
-        device: str | None,
-        strategy: str,
-        assistants: Sequence[str] | None,
-        **settings: Any,
+        placement: Placement,
+        settings: AnswerSettings,
+        assistants: Sequence[str] | None = None,
     ) -> Speaker:
-        """Load model and tokenizer, once strategy and assistants have been checked.
-
-        Args:
-            name: folder or Hub id.
-            dtype: "auto" or a name of torch.
-            device: of torch; None chooses.
-            strategy: the one to begin with, as on the command line.
-            assistants: for strategies that name none.
-            **settings: the other attributes.
+        """Load the model `name`, once strategy and assistants have been checked.
 
         Raises:
             SpecError: as `choose`, and if there is no such model.
         """
-        parse_entries([strategy], assistants or ())
-        model, tokenizer = load_target(name, dtype, device), load_tokenizer(name)
-        speaker = cls(model, tokenizer, assistants=assistants or (), **settings)
-        if speaker.sampling.seed is not None:
-            torch.manual_seed(speaker.sampling.seed)
-        speaker.choose(strategy)
-        return speaker
+        parse_entries([settings.strategy], assistants or ())
+        model, tokenizer = load_target(name, placement), load_tokenizer(name)
+        return cls(model, tokenizer, settings, assistants or ())
 
     def choose(self, strategy: str) -> None:
         """Use another strategy, written as on the command line.
@@ -96,23 +91,45 @@ class Speaker:
             OptionError: if prompt and output are longer than the model's context.
             SpecError: if the model cannot be served.
         """
-        self._check_length(ids.shape[1])
+        prompt_len, new_tokens = ids.shape[1], self.settings.max_new_tokens
+        longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        if longest is not None and prompt_len + new_tokens > longest:
+            raise OptionError(
+                f"the prompt has {prompt_len} tokens; with {new_tokens} new ones that is more than "
+                f"the {longest} of the model's context: shorten it, or lower --max-new-tokens"
+            )
         ids = ids.to(self.model.device)
         return self.model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            max_new_tokens=self.max_new_tokens,
+            max_new_tokens=new_tokens,
             streamer=streamer,
             return_dict_in_generate=True,
             **self.entry.method,
-            **self.sampling.arguments(),
+            **self.settings.sampling,
         )
 
-    def _check_length(self, prompt_len: int) -> None:
-        longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        if longest is not None and prompt_len + self.max_new_tokens > longest:
-            raise OptionError(
-                f"the prompt has {prompt_len} tokens; with {self.max_new_tokens} new ones that is "
-                f"more than the {longest} of the model's context: shorten it, or lower "
-                "--max-new-tokens"
-            )
+
+def figures(stats: SpecStats) -> dict[str, Any]:
+    """JSON values: counts and times of one or more generations, and rates of them.
+
+    `rounds` are drafts that were judged, `acceptance` is the share of drafted tokens accepted.
+    """
+    counts = ("target_forwards", "draft_forwards", "drafted_tokens", "accepted_tokens")
+    seconds = stats.draft_seconds + stats.verify_seconds + stats.other_seconds
+    return {
+        "new_tokens": stats.new_tokens,
+        "rounds": sum(row.target_forwards for row in stats.rows),
+        **{name: getattr(stats, name) for name in (*counts, "draft_seconds", "verify_seconds")},
+        "seconds": seconds,
+        "tau": stats.tau,
+        "acceptance": stats.accepted_tokens / max(stats.drafted_tokens, 1),
+        "tokens_per_second": stats.new_tokens / seconds if seconds else 0.0,
+    }
+
+
+def figures_table(columns: Mapping[str, SpecStats]) -> Table:
+    """One column for each of `columns`."""
+    found = [figures(stats) for stats in columns.values()]
+    rows = [[label, *(form.format(**one) for one in found)] for label, form in LINES.items()]
+    return Table(["", *columns], rows)

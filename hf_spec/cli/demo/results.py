@@ -1,17 +1,41 @@
-"""What came out of the demo: its tables, for a terminal and for a pipe of 80 columns."""
+"""What came out of the demo: its tables, for a terminal and for a pipe of 80 columns, and whether
+the machine was busy with something else, which makes timings worthless.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
-from rich import box
-from rich.markup import escape
-from rich.table import Table
+import psutil
+from rich.text import Text
 
 from hf_spec.bench.runner import Record
 from hf_spec.bench.summary import ALL, Summary, summary
+from hf_spec.bench.tables import Table
+
+# Chosen so that a machine which stays below both gives ratios worth reading.
+BUSY_SHARE = 0.10
+UNSTEADY_RATIO = 1.20
+# Shorter runs of tokens are shared by any two texts on the same subject.
+COPIED_NGRAM_LEN = 3
+COLUMNS: dict[str, Callable[[Summary], Any]] = {
+    "": lambda row: row["contender"],
+    "ratio to plain\nmedian (p20-p80)": lambda row: (
+        f"{row['ratio']:.2f} ({row['ratio_p20']:.2f}-{row['ratio_p80']:.2f})"
+    ),
+    "total\ntime": lambda row: _number(row["total_ratio"]),
+    "ratio\nto none": lambda row: _number(row["ratio_to_none"]),
+    "tau": lambda row: _number(row.get("tau")),
+    "tokens/\nforward": lambda row: _number(row["tokens_per_forward"]),
+    "identical": lambda row: Text(
+        f"{row['identical']} of {row['outputs']}",
+        "" if row["identical"] == row["outputs"] else "bold red",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -21,24 +45,6 @@ class Answer:
     num_tokens: int
     copied: float
     ended: bool
-
-
-# Shorter runs of tokens are shared by any two texts on the same subject.
-COPIED_NGRAM_LEN = 3
-COLUMNS: dict[str, Callable[[Summary], str]] = {
-    "": lambda row: escape(row["contender"]),
-    "ratio to plain\nmedian (p20-p80)": lambda row: (
-        f"{row['ratio']:.2f} ({row['ratio_p20']:.2f}-{row['ratio_p80']:.2f})"
-    ),
-    "total\ntime": lambda row: _number(row["total_ratio"]),
-    "ratio\nto none": lambda row: _number(row["ratio_to_none"]),
-    "tau": lambda row: _number(row.get("tau")),
-    "tokens/\nforward": lambda row: _number(row["tokens_per_forward"]),
-    "identical": lambda row: (
-        f"{'' if row['identical'] == row['outputs'] else '[bold red]'}"
-        f"{row['identical']} of {row['outputs']}"
-    ),
-}
 
 
 def copied_share(prompt_ids: Sequence[int], output_ids: Sequence[int]) -> float:
@@ -54,34 +60,70 @@ def copied_share(prompt_ids: Sequence[int], output_ids: Sequence[int]) -> float:
 
 def strategies_table(records: Sequence[Record]) -> Table:
     """One row for plain generate() and for each strategy, all prompts together."""
-    table = _table("all prompts", COLUMNS)
-    for row in summary(records):
-        if row["task"] == ALL:
-            table.add_row(*(cell(row) for cell in COLUMNS.values()))
-    return table
+    return Table.of(COLUMNS, [row for row in summary(records) if row["task"] == ALL])
 
 
 def prompts_table(records: Sequence[Record], answers: Mapping[str, Answer]) -> Table:
     """One row per prompt, with its answer and the ratio of each strategy to plain generate()."""
-    ratios: dict[tuple[str, str], list[float]] = {}
+    ratios: dict[tuple[str, str], list[float]] = defaultdict(list)
     for record in records:
-        ratios.setdefault((record.prompt, record.contender), []).append(record.ratio)
+        ratios[record.prompt, record.contender].append(record.ratio)
     strategies = list(dict.fromkeys(contender for _, contender in ratios))[1:]
-    table = _table("ratio to plain by prompt", ["", "tokens", "copied", *map(escape, strategies)])
+    rows = []
     for prompt, answer in answers.items():
         tokens = f"{answer.num_tokens}{'' if answer.ended else ', cut'}"
         cells = (f"{median(ratios[prompt, name]):.2f}" for name in strategies)
-        table.add_row(prompt, tokens, f"{answer.copied:.0%}", *cells)
-    return table
+        rows.append([prompt, tokens, f"{answer.copied:.0%}", *cells])
+    return Table(["", "tokens", "copied", *strategies], rows)
 
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def _table(title: str, headings: Iterable[str]) -> Table:
-    table = Table(title=title, box=box.SIMPLE, collapse_padding=True, pad_edge=False)
-    table.title_justify, table.title_style = "left", "bold"
-    for heading in headings:
-        table.add_column(heading, justify="right" if heading else "left")
-    return table
+class CpuWatch:
+    """How much of the processors other programs take from now on."""
+
+    def __init__(self) -> None:
+        self._before = _processor_seconds()
+
+    def share_of_others(self) -> float:
+        """Their share of the time of all processors, 0 to 1."""
+        pairs = zip(_processor_seconds(), self._before, strict=True)
+        everything, busy, own = (now - before for now, before in pairs)
+        return min(1.0, max(0.0, (busy - own) / max(everything, 1e-9)))
+
+
+def slowest_to_fastest(records: Sequence[Record], contender: str) -> float:
+    """Longest over shortest time of one contender for the same prompt, at worst."""
+    seconds = defaultdict(list)
+    for record in records:
+        if record.contender == contender:
+            seconds[record.prompt].append(record.seconds)
+    return max((max(times) / min(times) for times in seconds.values()), default=1.0)
+
+
+def warnings(share_of_others: float, disagreement: float) -> list[str]:
+    """What a reader must know before believing a timing; nothing on an idle machine."""
+    found = []
+    if share_of_others > BUSY_SHARE:
+        found.append(
+            f"Other programs took {share_of_others:.0%} of the processors during the timing; "
+            "the ratios are not to be trusted. Run the demo again on an idle machine."
+        )
+    if disagreement > UNSTEADY_RATIO:
+        found.append(
+            f"Two runs of plain generate() on the same prompt differ by a factor of "
+            f"{disagreement:.2f}; the machine's speed is not steady. Try --repeats 5."
+        )
+    return found
+
+
+def _processor_seconds() -> tuple[float, float, float]:
+    """Seconds of all processors since the machine started: in all, not idle, and our own."""
+    times, own = psutil.cpu_times(), psutil.Process().cpu_times()
+    # Linux counts guests under user time as well.
+    guests = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)
+    everything = sum(times) - guests
+    idle = times.idle + getattr(times, "iowait", 0.0)
+    return everything, everything - idle, own.user + own.system

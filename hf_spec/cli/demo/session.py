@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -11,10 +11,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_spec.bench.runner import Record
 from hf_spec.bench.suite import Benchmark
-from hf_spec.cli.demo.machine import CpuWatch, slowest_to_fastest, warnings
-from hf_spec.cli.demo.replay import Lane, Recorder, Recording, replay
-from hf_spec.cli.demo.results import Answer, copied_share, prompts_table, strategies_table
+from hf_spec.cli.demo.replay import Lane, Recorder, replay
+from hf_spec.cli.demo.results import (
+    Answer,
+    CpuWatch,
+    copied_share,
+    prompts_table,
+    slowest_to_fastest,
+    strategies_table,
+    warnings,
+)
 from hf_spec.cli.loading import load_target, load_tokenizer
+from hf_spec.cli.options import Placement
 from hf_spec.data.machine import environment
 from hf_spec.data.small_models import bars_on_a_terminal_only, smollm2_135m_instruct
 from hf_spec.training.responses import end_tokens
@@ -31,16 +39,14 @@ def load() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Fetch the model, if it is on no disk here, and load it in float32."""
     folder = smollm2_135m_instruct()
     with bars_on_a_terminal_only():
-        return load_target(str(folder), "float32"), load_tokenizer(str(folder))
+        return load_target(str(folder), Placement("float32")), load_tokenizer(str(folder))
 
 
 def run(benchmark: Benchmark, recorder: Recorder, console: Console) -> bool:
     """Time, show and compare everything; whether every output is that of plain `generate()`.
 
-    Args:
-        benchmark: plain `generate()` and the strategies, of which the last one is shown beside it.
-        recorder: its streamer.
-        console: where it is shown; without a terminal as plain lines.
+    The last strategy is shown beside plain `generate()`; without a terminal as plain lines.
+    `recorder` is the benchmark's streamer.
     """
     console.print(Text(_conditions(benchmark.model), "dim"))
     progress = _progress(console)
@@ -65,10 +71,14 @@ def run(benchmark: Benchmark, recorder: Recorder, console: Console) -> bool:
         latest = {record.contender: (record, recording) for record, recording in runs}
         shown = [latest[benchmark.contenders[place].name] for place in (0, -1)]
         _show(console, [recording.lane(r, benchmark.tokenizer) for r, recording in shown])
-        answers[prompt.id] = _answer(shown[0][1], end_tokens(benchmark.model))
+        plain = shown[0][1]
+        copied = copied_share(plain.prompt_ids, plain.token_ids)
+        ended = plain.token_ids[-1] in end_tokens(benchmark.model)
+        answers[prompt.id] = Answer(len(plain.token_ids), copied, ended)
     for warning in warnings(watch.share_of_others(), slowest_to_fastest(records, "plain")):
         console.print(Text(f"warning: {warning}", "yellow"))
-    console.print(strategies_table(records), prompts_table(records, answers))
+    console.print(strategies_table(records).drawn("all prompts"))
+    console.print(prompts_table(records, answers).drawn("ratio to plain by prompt"))
     console.print(Text(LEGEND, "dim"))
     return all(record.identical for record in records)
 
@@ -82,11 +92,6 @@ def _show(console: Console, lanes: Sequence[Lane]) -> None:
     console.print(lanes[0].text(lanes[0].seconds), soft_wrap=True)
     times = "; ".join(f"{lane.title} {lane.clock(lane.seconds)}" for lane in lanes)
     console.print(f"[{times}]", markup=False, soft_wrap=True)
-
-
-def _answer(plain: Recording, ends: Collection[int]) -> Answer:
-    copied = copied_share(plain.prompt_ids, plain.token_ids)
-    return Answer(len(plain.token_ids), copied, plain.token_ids[-1] in ends)
 
 
 def _progress(console: Console) -> Progress:

@@ -7,23 +7,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_spec.cli.next_step import bench_command, next_command
-from hf_spec.cli.options import (
-    AUTO,
-    Device,
-    Dtype,
-    ModelOption,
-    check_out,
-    options_from_settings,
-)
+from hf_spec.cli.options import ModelOption, Placement, check_out, options_from_settings
 from hf_spec.cli.train.common import (
     AdapterOut,
     RecordedCommand,
     ResponseFiles,
     Responses,
     TeacherFolder,
+    bench_command,
     conclude,
     known_answers,
+    next_command,
     show_table,
 )
 from hf_spec.training.settings import (
@@ -47,15 +41,14 @@ train = typer.Typer(no_args_is_help=True, help="Train the parts that strategies 
 
 @train.command("responses")
 @options_from_settings
-def train_responses_command(  # noqa: PLR0913 - one parameter an option
+def train_responses_command(
     *,
     model: ModelOption,
     prompts: Annotated[Path, typer.Option(exists=True, help="JSON lines with id, task, turns.")],
     out: Annotated[Path, typer.Option(help="JSON lines; an interrupted run goes on here.")],
     settings: ResponseSettings,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts per batch.")] = BATCH_SIZE,
-    dtype: Dtype = AUTO,
-    device: Device = None,
+    placement: Placement,
 ) -> None:
     """Write the target's own answers, from which every other training learns.
 
@@ -72,7 +65,7 @@ def train_responses_command(  # noqa: PLR0913 - one parameter an option
 
     check_out(out)
     known = load_prompts(prompts)
-    target, tokenizer = load_target(model, dtype, device), load_tokenizer(model)
+    target, tokenizer = load_target(model, placement), load_tokenizer(model)
     with tqdm(total=len(known), desc="prompts", disable=None) as bar:
 
         def progress(done: int, _: int) -> None:
@@ -81,7 +74,7 @@ def train_responses_command(  # noqa: PLR0913 - one parameter an option
         left_out = generate_responses(target, tokenizer, known, out, settings, batch_size, progress)
     typer.echo(f"{out} is complete; {left_out} prompts were too long")
     where = ("--model", model, "--responses", out, "--out", out.with_name(f"{out.stem}-head"))
-    typer.echo(f"next: {next_command('train', 'falcon', *where, dtype=dtype, device=device)}")
+    typer.echo(f"next: {next_command('train', 'falcon', *where, placement=placement)}")
 
 
 @train.command("draft", cls=RecordedCommand)
@@ -94,8 +87,7 @@ def train_draft_command(  # noqa: PLR0913 - one parameter an option
     teacher: TeacherFolder = None,
     settings: DraftTrainSettings,
     run: TrainSettings = DRAFT_RUN,
-    dtype: Dtype = AUTO,
-    device: Device = None,
+    placement: Placement,
 ) -> None:
     """Train a draft model out of the target's own first layers.
 
@@ -110,10 +102,10 @@ def train_draft_command(  # noqa: PLR0913 - one parameter an option
     from hf_spec.training.teacher import teacher_examples
 
     answers = list(read_responses(responses))
-    target = load_target(model, dtype, device)
+    target = load_target(model, placement)
     examples = teacher_examples(target, answers, teacher or responses.with_suffix(".teacher"))
     adapter = train_draft(target, examples, out, settings, run)
-    conclude(adapter.options["held_back"], bench_command(model, f"tree@{out}", dtype, device))
+    conclude(adapter.options["held_back"], bench_command(model, f"tree@{out}", placement))
 
 
 @train.command("falcon", cls=RecordedCommand)
@@ -132,8 +124,7 @@ def train_falcon_command(  # noqa: PLR0913 - one parameter an option
         bool, typer.Option(help="Keep the features on disk, or compute them in every step.")
     ] = True,
     init: Annotated[Path | None, typer.Option(help="A Falcon adapter to go on from.")] = None,
-    dtype: Dtype = AUTO,
-    device: Device = None,
+    placement: Placement,
 ) -> None:
     """Train a Falcon head, which drafts several tokens in one pass.
 
@@ -158,11 +149,11 @@ def train_falcon_command(  # noqa: PLR0913 - one parameter an option
         typer.echo(f"the features of {len(answers)} texts take {need} in {own}")
         return stored_texts(target, answers, own)
 
-    target = load_target(model, dtype, device)
+    target = load_target(model, placement)
     known = known_answers(responses, features, "features", texts)
     start = None if init is None else load_adapter(init, METHOD)
     adapter = train_falcon(target, known, out, settings, run, start)
-    conclude(adapter.options["held_back"], bench_command(model, f"falcon@{out}", dtype, device))
+    conclude(adapter.options["held_back"], bench_command(model, f"falcon@{out}", placement))
 
 
 @train.command("sdsat", cls=RecordedCommand)
@@ -177,8 +168,7 @@ def train_sdsat_command(  # noqa: PLR0913 - one parameter an option
     settings: SdsatTrainSettings,
     run: TrainSettings = SDSAT_RUN,
     teacher: TeacherFolder = None,
-    dtype: Dtype = AUTO,
-    device: Device = None,
+    placement: Placement,
 ) -> None:
     """Train adaptive tokens, after which the target drafts for itself.
 
@@ -199,15 +189,15 @@ def train_sdsat_command(  # noqa: PLR0913 - one parameter an option
             return teacher_examples(target, answers, own)
         return [Example.without_opinion(answer) for answer in answers]
 
-    target = load_target(model, dtype, device)
+    target = load_target(model, placement)
     needed = settings.infilling or settings.mode == "full"
     tokenizer = load_tokenizer(model) if needed else None
     known = known_answers(responses, teacher, "teacher", examples)
     adapter = train_sdsat(target, known, out, settings, run, tokenizer)
     options = getattr(target.config, CONFIG_ENTRY) if adapter is None else adapter.options
-    step = bench_command(model, f"sdsat@{out}", dtype, device)
+    step = bench_command(model, f"sdsat@{out}", placement)
     if settings.mode == "full":
-        step = bench_command(out, "sdsat", dtype, device)
+        step = bench_command(out, "sdsat", placement)
     elif settings.mode == "lora":
         step = f"in Python, hf_spec.models.adaptive_tokens.merge_lora(model, {str(out)!r})"
     conclude(options["held_back"], step)
@@ -230,8 +220,7 @@ def train_disco_command(  # noqa: PLR0913 - one parameter an option
     task: Annotated[
         list[str] | None, typer.Option(help="Learn from this task alone; may be repeated.")
     ] = None,
-    dtype: Dtype = AUTO,
-    device: Device = None,
+    placement: Placement,
 ) -> None:
     """Train the classifier that tells a draft model when to stop.
 
@@ -250,7 +239,7 @@ def train_disco_command(  # noqa: PLR0913 - one parameter an option
         raise typer.BadParameter("give either --draft or --draft-layers")
     named: Any = draft if draft is not None else {"truncated": draft_layers}
     answers = list(read_responses(responses))
-    target = load_target(model, dtype, device)
+    target = load_target(model, placement)
     adapter = train_disco(target, named, answers, out, settings, task)
     if processes().is_main_process:
         # What the classifier and the fixed rules predict on prompts that were held back.
@@ -264,4 +253,4 @@ def train_disco_command(  # noqa: PLR0913 - one parameter an option
                 for name, found in classes.items()
             ),
         )
-        typer.echo(f"next: {bench_command(model, f'disco@{out}', dtype, device)}")
+        typer.echo(f"next: {bench_command(model, f'disco@{out}', placement)}")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import io
 
+from hf_spec.cli.answer.figures import figures, figures_table
 from rich.console import Console
 
 from hf_spec.bench.summary import total
-from hf_spec.cli.answer.figures import figures, figures_table
 from hf_spec.outputs import RowStats, SpecStats
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from hf_spec.cli.method_options import Sampling
 
 from hf_spec import AssistantError, OptionError
 from hf_spec.cli.answer.speaker import Speaker
-from hf_spec.cli.method_options import Sampling
 from tests.cli.answer.conftest import make_tokenizer
 from tests.tiny_models import build
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from hf_spec.bench import suite
 from hf_spec.bench.contenders import Contender, Run
 from hf_spec.bench.entries import Entry
-from hf_spec.bench.lineup import Suite
+from hf_spec.bench.settings import Suite
 from hf_spec.bench.suite import Benchmark
 from hf_spec.cli.demo import session
 from hf_spec.cli.demo.entries import chosen_entries
