@@ -38,13 +38,17 @@ def make_contenders(
     if suite.compiled:
         found.append(ways.compiled(model, settings))
     if suite.baselines:
-        found.append(
-            ways.transformers_lookup(model, suite.match_length, suite.copy_length, settings)
-        )
+        lengths = suite.match_length, suite.copy_length
+        names = ("max_matching_ngram_size", "prompt_lookup_num_tokens")
+        others = {"transformers lookup": dict(zip(names, lengths, strict=True))}
         for name, draft in _draft_models(model, ours).items():
-            found.append(ways.transformers_assistant(model, draft, settings, name))
+            others[name] = {"assistant_model": draft}
+        found += [
+            ways.transformers(name, model, {**settings, **given}, batches=False)
+            for name, given in others.items()
+        ]
         if not suite.sample:
-            found.append(ways.economize_lookup(model, suite.match_length, suite.copy_length))
+            found.append(ways.economize_lookup(model, *lengths))
     found += [
         ways.strategy(model, config, assistant, name, settings) for name, config, assistant in ours
     ]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from hf_spec.bench.contenders import Contender, Run
+from hf_spec.bench.known_answers import PlainAnswers
 from hf_spec.bench.timing import peak_bytes, reset_peak, timed
 from hf_spec.data.prompts import Batch, Prompt, make_batches
 from hf_spec.outputs import SpecStats
@@ -130,15 +131,10 @@ def time_contenders(
 ) -> Iterator[list[Record]]:
     """Time every contender on every batch of prompts.
 
-    Outputs are compared with those of the first contender: in the same repetition, or, if there
-    are several rows, with what it says to each prompt alone.
+    The first contender, plain generate, is the reference. Outputs are compared with its own: in the
+    same repetition, or, if there are several rows, with what it says to each prompt alone.
 
-    Args:
-        contenders: the first one is the reference (plain generate).
-        prompts: what to generate from.
-        tokenizer: the model's.
-        plan: how much.
-        progress: called after every generation.
+    `progress` is called after every generation.
 
     Yields:
         Batch by batch, one record per contender and repetition; a warm-up on the widest batch is
@@ -149,13 +145,15 @@ def time_contenders(
     """
     batches = make_batches(prompts, tokenizer, plan.batch_size)
     widest = max(batches, key=lambda batch: batch.ids.shape[1])
+    answers = PlainAnswers(contenders[0])
     for contender in contenders:
         tokens = plan.new_tokens if contender.compiles else min(plan.new_tokens, WARM_UP_TOKENS)
         contender.run(widest.ids, tokens, widest.mask)
     for batch in batches:
         call = batch.ids, plan.new_tokens, batch.mask
         counts = {c.name: c.prepare(*call) for c in contenders if c.prepare is not None}
-        alone = _alone(contenders[0], batch, plan) if plan.batch_size > 1 else None
+        compared = plan.batch_size > 1 and plan.seed is None
+        alone = _until_end(answers(*call), plan.ends) if compared else None
         records: list[Record] = []
         for repeat in range(plan.repeats):
             runs = _in_turn(contenders, repeat, batch, plan, progress)
@@ -210,7 +208,7 @@ def _in_turn(
             torch.manual_seed(plan.seed + repeat)
         reset_peak(plan.device)
         run, seconds = timed(partial(contender.run, batch.ids, plan.new_tokens, batch.mask))
-        outputs = _outputs(run, batch.ids.shape[1], plan.ends)
+        outputs = _until_end(run.sequences[:, batch.ids.shape[1] :].tolist(), plan.ends)
         found[contender.name] = _Timed(run, outputs, seconds, peak_bytes(plan.device))
         progress()
     return found
@@ -225,22 +223,7 @@ def _rows(
     )
 
 
-def _outputs(run: Run, width: int, ends: frozenset[int]) -> list[list[int]]:
-    """The new tokens of each row, up to its end."""
-    rows = []
-    for tokens in run.sequences[:, width:].tolist():
-        end = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
-        rows.append(tokens[: end + 1])
-    return rows
-
-
-def _alone(contender: Contender, batch: Batch, plan: Plan) -> list[list[int]]:
-    """What the contender says to every row of a batch without the others; untimed."""
-    if plan.seed is not None:
-        return [[] for _ in batch.prompts]
-    outputs = []
-    for row, seen in zip(batch.ids, batch.mask.bool(), strict=True):
-        ids = row[seen][None]
-        run = contender.run(ids, plan.new_tokens, torch.ones_like(ids))
-        outputs += _outputs(run, ids.shape[1], plan.ends)
-    return outputs
+def _until_end(rows: list[list[int]], ends: frozenset[int]) -> list[list[int]]:
+    """The tokens of each row up to its end."""
+    lengths = (next((i for i, t in enumerate(row) if t in ends), len(row)) for row in rows)
+    return [row[: length + 1] for row, length in zip(rows, lengths, strict=True)]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from hf_spec.bench.contenders import Contender, Settings
+from hf_spec.bench.contenders import Contender, Settings, plain
 from hf_spec.bench.entries import Entry
 from hf_spec.bench.known_answers import PlainAnswers
 from hf_spec.bench.lineup import make_contenders
@@ -62,15 +62,9 @@ class Results:
 
 
 class Benchmark:
-    """A suite on one model.
+    """A suite on one model in evaluation mode; a strategy stored with it is taken off.
 
-    Args:
-        model: the target, in evaluation mode; a strategy stored with it is taken off.
-        tokenizer: its own.
-        prompts: what to generate from.
-        entries: our strategies.
-        suite: what is measured.
-        **settings: what else `generate()` is given.
+    Strategies are `entries`, and `settings` are what else `generate()` is given.
 
     Attributes:
         prompts: one per output; of conversations one per turn.
@@ -108,10 +102,7 @@ class Benchmark:
         )
 
     def run(self, progress: Callable[[], object] = lambda: None) -> Iterator[Results]:
-        """Measure everything.
-
-        Args:
-            progress: called after every timed generation.
+        """Measure everything; `progress` is called after every timed generation.
 
         Yields:
             The same results again and again, with every batch more of them.
@@ -169,7 +160,7 @@ class Benchmark:
 
     def _turns(self, prompts: Sequence[Prompt], settings: Settings) -> list[Prompt]:
         """One prompt per turn, after the model's own greedy answers to the turns before."""
-        answers = PlainAnswers(self.model, {**settings, "do_sample": False})
+        answers = PlainAnswers(plain(self.model, {**settings, "do_sample": False}))
 
         def answer(prompt: Prompt) -> str:
             output = answers(prompt.encode(self.tokenizer), self.suite.new_tokens)[0]

@@ -96,8 +96,8 @@ def _row(batch_size: int, contender: str, task: str, group: Sequence[Record]) ->
         "contender": contender,
         "task": task,
         "batches": len(first),
-        **_spread_of(group, "ratio"),
-        **_spread_of(group, "tokens_per_second"),
+        **spread_of(group, "ratio"),
+        **spread_of(group, "tokens_per_second"),
         "total_ratio": sum(r.plain_seconds for r in group) / sum(r.seconds for r in group),
         "tokens_per_forward": tokens / sum(forwards) / batch_size if counted else None,
         "peak_bytes": max(peaks, default=None),
@@ -111,7 +111,8 @@ def _row(batch_size: int, contender: str, task: str, group: Sequence[Record]) ->
     return row
 
 
-def _spread_of(group: Sequence[Record], figure: str) -> Summary:
+def spread_of(group: Sequence[Record], figure: str) -> Summary:
+    """The spread of a figure over prompts, of each the median over repetitions."""
     low, middle, high = spread(list(per_prompt(group, figure).values()))
     return {f"{figure}_p20": low, figure: middle, f"{figure}_p80": high}
 

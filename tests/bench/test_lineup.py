@@ -47,14 +47,14 @@ class TestContenders:
         assert "transformers assistant" not in names(model, entries, Suite())
 
     def test_economize_cannot_sample(self, model: Any) -> None:
-        assert names(model, [], Suite(temperature=1.0)) == ["plain", "transformers lookup"]
+        assert names(model, [], Suite(sample=True)) == ["plain", "transformers lookup"]
 
 
 class TestRefusals:
-    @pytest.mark.parametrize("knowing", [{"synthetic": (0.5, 3)}, {"oracle": "x"}])
+    @pytest.mark.parametrize("knowing", [{"synthetic_acceptance": 0.5}, {"oracle": "x"}])
     def test_sampling_with_known_answers(self, knowing: dict[str, Any]) -> None:
         with pytest.raises(OptionError, match="choose greedy"):
-            Suite(temperature=1.0, **knowing)
+            Suite(sample=True, **knowing)
 
     def test_the_same_entry_twice(self, model: Any) -> None:
         with pytest.raises(OptionError, match="--strategy a is given 2 times"):

@@ -54,7 +54,7 @@ class TestResults:
         assert {record["stats"] for record in report["records"]} == {None}
 
     def test_knowing_drafters_do(self, model: Any, prompts: list[Prompt], tokenizer: Any) -> None:
-        suite = Suite(**SHORT, synthetic=(0.5, 3), oracle="truncated:2")
+        suite = Suite(**SHORT, synthetic_acceptance=0.5, synthetic_length=3, oracle="truncated:2")
         benchmark = Benchmark(model, tokenizer, prompts, [], suite)
         assert names(benchmark) == ["plain", "synthetic, 3 tokens, acceptance 0.5", "oracle"]
         report = last(benchmark)
@@ -93,7 +93,7 @@ class TestResults:
         assert all(record["identical"] for record in report["records"])
 
     def test_sampling(self, model: Any, prompts: list[Prompt], tokenizer: Any) -> None:
-        suite = Suite(**SHORT, temperature=1.5)
+        suite = Suite(**SHORT, sample=True, temperature=1.5)
         report = last(Benchmark(model, tokenizer, prompts, [LOOKUP], suite))
         assert {record["identical"] for record in report["records"]} == {None}
 

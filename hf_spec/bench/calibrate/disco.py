@@ -25,7 +25,7 @@ from hf_spec.adapters.folder import SpecAdapter, load_adapter
 from hf_spec.bench.contenders import strategy
 from hf_spec.bench.runner import Plan, Record, time_contenders
 from hf_spec.bench.settings import CalibrationSettings
-from hf_spec.bench.summary import per_prompt, spread
+from hf_spec.bench.summary import spread_of
 from hf_spec.data.machine import environment
 from hf_spec.data.prompts import Prompt, load_prompts
 from hf_spec.errors import OptionError
@@ -43,16 +43,10 @@ def calibrate_disco(  # noqa: PLR0913 - what is measured, on what, and how
     draft: PreTrainedModel | None = None,
     progress: Callable[[], None] = lambda: None,
 ) -> SpecAdapter:
-    """Measure the grid, and write the best threshold and length into the adapter.
+    """Measure the grid, and write the best threshold and length into the adapter in `folder`.
 
-    Args:
-        model: the target.
-        tokenizer: of the target.
-        folder: the adapter; its config is rewritten.
-        prompts: validation prompts.
-        settings: the grid.
-        draft: the draft model; the one that the adapter names by default.
-        progress: called after every timed run.
+    `prompts` are for validation, `draft` is by default the draft model that the adapter names, and
+    `progress` is called after every timed run.
 
     Returns:
         The adapter as written; `options["calibration"]` has the table.
@@ -109,11 +103,8 @@ def tabulate(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
         groups[record.contender].append(record)
     table = {}
     for name, group in groups.items():
-        low, middle, high = spread(list(per_prompt(group).values()))
         table[name] = {
-            "ratio_p20": low,
-            "ratio": middle,
-            "ratio_p80": high,
+            **spread_of(group, "ratio"),
             "tau": fmean(record.tau or 0.0 for record in group),
             "seconds": median(record.seconds for record in group),
             "identical": all(record.identical for record in group),

@@ -16,11 +16,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from hf_spec.bench.contenders import speculative
 from hf_spec.drafting.rank_tree import Path, RankTree, likeliest_paths
 from hf_spec.execution.runner import ForwardOutput
 from hf_spec.execution.tree import Verdict, by_likelihood
 from hf_spec.generation.one_call import generate_with
 from hf_spec.models.falcon_head import FalconHead
+from hf_spec.outputs import SpecStats
 from hf_spec.strategies.falcon import FalconDrafter
 from hf_spec.training.responses import Response
 
@@ -99,20 +101,13 @@ class RecordingDrafter(FalconDrafter):
 
 
 def generate_greedily(
-    model: PreTrainedModel, prompt: Sequence[int], new_tokens: int, **options: Any
-) -> Any:
-    """The `SpecStats` of a greedy generation."""
-    ids = torch.tensor([prompt], device=model.device)
-    generate: Any = model.generate
-    output = generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=new_tokens,
-        do_sample=False,
-        return_dict_in_generate=True,
-        **options,
-    )
-    return output.spec_stats
+    model: PreTrainedModel, prompt: Sequence[int], new_tokens: int, **method: Any
+) -> SpecStats:
+    """The statistics of a greedy generation, which `method` makes speculate."""
+    ids = torch.tensor([prompt])
+    stats = speculative(model, ids, new_tokens, torch.ones_like(ids), **method).stats
+    assert stats is not None, "our own strategies count"
+    return stats
 
 
 def record_rounds(

@@ -1,5 +1,6 @@
-"""What came out of the demo: its tables, for a terminal and for a pipe of 80 columns, and whether
-the machine was busy with something else, which makes timings worthless.
+"""What came out of the demo: tables that fit into 80 columns, and whether they can be trusted.
+
+Timings are worthless if the machine was busy with something else.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from rich.console import Console
 from hf_spec import OptionError
 from hf_spec.cli.answer.conversation import Conversation
 from hf_spec.cli.answer.speaker import Speaker
+from hf_spec.cli.options import AnswerSettings
 from tests.cli.answer.conftest import make_tokenizer
 from tests.cli.answer.test_console_streamer import green_words
 from tests.tiny_models import build
@@ -133,7 +134,7 @@ def test_ctrl_c_cuts_an_answer_short(
 
 
 def test_no_chat_template(monkeypatch: pytest.MonkeyPatch) -> None:
-    speaker = Speaker(build("llama"), make_tokenizer(template=None), max_new_tokens=4)
-    speaker.choose("lookup")
+    settings = AnswerSettings("lookup", 4)
+    speaker = Speaker(build("llama"), make_tokenizer(template=None), settings)
     with pytest.raises(OptionError, match="no chat template"):
         Talk(speaker, monkeypatch).say("w11")

@@ -1,7 +1,8 @@
-"""A model with a strategy: what it is given, and what it refuses."""
+"""A model with a strategy: what it is given, what it refuses, and how its counts add up."""
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from pathlib import Path
@@ -9,10 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from hf_spec.cli.method_options import Sampling
+from rich.console import Console
 
 from hf_spec import AssistantError, OptionError
-from hf_spec.cli.answer.speaker import Speaker
+from hf_spec.bench.summary import total
+from hf_spec.cli.answer.speaker import Speaker, figures, figures_table
+from hf_spec.cli.options import AnswerSettings, Placement
+from hf_spec.outputs import RowStats, SpecStats
 from tests.cli.answer.conftest import make_tokenizer
 from tests.tiny_models import build
 
@@ -20,15 +24,14 @@ from tests.tiny_models import build
 def test_a_seed_draws_the_same_again(folder: Path) -> None:
     texts = []
     for seed in (1, 1, 2):
-        sampling = Sampling(True, temperature=2.0, seed=seed)
-        settings = {"max_new_tokens": 12, "sampling": sampling}
-        speaker = Speaker.load(str(folder), "auto", "cpu", "lookup", None, **settings)
+        settings = AnswerSettings("lookup", 12, sample=True, temperature=2.0, seed=seed)
+        speaker = Speaker.load(str(folder), Placement(device="cpu"), settings)
         texts.append(speaker.generate(torch.arange(9, 15)[None]).sequences.tolist())
     assert texts[0] == texts[1] != texts[2]
 
 
 def test_a_dtype(folder: Path) -> None:
-    speaker = Speaker.load(str(folder), "bfloat16", None, "lookup", None, max_new_tokens=1)
+    speaker = Speaker.load(str(folder), Placement("bfloat16"), AnswerSettings("lookup"))
     assert speaker.model.dtype == torch.bfloat16
 
 
@@ -65,7 +68,7 @@ def test_a_wrong_strategy_changes_nothing(
 
 
 def test_no_chat_template() -> None:
-    speaker = Speaker(build("llama"), make_tokenizer(template=None), max_new_tokens=4)
+    speaker = Speaker(build("llama"), make_tokenizer(template=None), AnswerSettings())
     with pytest.raises(OptionError, match=r"has no chat template.*generate --raw"):
         speaker.encode([{"role": "user", "content": "w11"}])
 
@@ -83,5 +86,47 @@ def test_code_of_a_model_is_not_run(folder: Path, tmp_path: Path) -> None:
     (own / "config.json").write_text(json.dumps(config))
     (own / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     with pytest.raises(ValueError, match="custom code"):
-        Speaker.load(str(own), "auto", "cpu", "lookup", None, max_new_tokens=1)
+        Speaker.load(str(own), Placement(device="cpu"), AnswerSettings("lookup"))
     assert not (tmp_path / "ran").exists()
+
+
+def stats(accepted: int) -> SpecStats:
+    row = RowStats(target_forwards=4, drafted_tokens=10, accepted_tokens=accepted, new_tokens=9)
+    return SpecStats(
+        [row],
+        target_forwards=5,
+        draft_forwards=3,
+        draft_seconds=0.5,
+        verify_seconds=1.0,
+        other_seconds=0.5,
+    )
+
+
+def test_one_generation() -> None:
+    found = figures(stats(5))
+    assert (found["new_tokens"], found["rounds"], found["target_forwards"]) == (9, 4, 5)
+    assert found["tau"] == stats(5).tau == 1.25
+    assert found["acceptance"] == 0.5
+    assert found["tokens_per_second"] == 4.5
+
+
+def test_a_sum() -> None:
+    found = figures(total([stats(5), stats(1)]))
+    assert (found["new_tokens"], found["accepted_tokens"], found["seconds"]) == (18, 6, 4.0)
+    assert found["tau"] == 0.75
+
+
+def test_nothing_yet() -> None:
+    found = figures(total([]))
+    assert found["tau"] == found["acceptance"] == found["tokens_per_second"] == 0
+
+
+def test_table() -> None:
+    page = io.StringIO()
+    one = stats(5)
+    Console(file=page, width=80).print(
+        figures_table({"last": one, "all": total([one, one])}).drawn()
+    )
+    assert "5 of 10 (50%)" in page.getvalue()
+    assert "10 of 20 (50%)" in page.getvalue()
+    assert "…" not in page.getvalue()

@@ -1,15 +1,17 @@
-"""How much was copied, and the tables, from records that are made up."""
+"""How much was copied, the tables, and when the machine was busy, from records that are made up."""
 
 from __future__ import annotations
 
 import io
+import time
 from dataclasses import replace
 
 import pytest
 from rich.console import Console
-from rich.table import Table
 
 from hf_spec.bench.runner import Record, Row
+from hf_spec.bench.tables import Table
+from hf_spec.cli.demo import results
 from hf_spec.cli.demo.results import Answer, copied_share, prompts_table, strategies_table
 from hf_spec.outputs import RowStats, SpecStats
 
@@ -34,7 +36,7 @@ def records() -> list[Record]:
 def lines(table: Table) -> dict[str, list[str]]:
     """First cell -> the others, as a pipe of 80 columns has them."""
     page = io.StringIO()
-    Console(file=page, width=80).print(table)
+    Console(file=page, width=80).print(table.drawn())
     assert "…" not in page.getvalue()
     return {
         line.split()[0]: line.split()[1:] for line in page.getvalue().splitlines() if line.strip()
@@ -85,3 +87,50 @@ def test_copied_tokens_stand_in_runs_of_three(
 
 def test_a_token_of_two_runs_counts_once() -> None:
     assert copied_share([1, 2, 3, 4], [1, 2, 3, 4, 8, 9, 8, 9]) == 0.5
+
+
+def plain(prompt: str, seconds: float, contender: str = "plain") -> Record:
+    return Record(prompt, prompt, contender, 0, seconds, seconds, 10, 10, True)
+
+
+def watched(monkeypatch: pytest.MonkeyPatch, busy: float, own: float) -> float:
+    """The share that a watch tells after a second of four processors."""
+    monkeypatch.setattr(results, "_processor_seconds", lambda: (100.0, 50.0, 10.0))
+    watch = results.CpuWatch()
+    monkeypatch.setattr(results, "_processor_seconds", lambda: (104.0, 50.0 + busy, 10.0 + own))
+    return watch.share_of_others()
+
+
+@pytest.mark.parametrize(
+    ("busy", "own", "share"), [(2.0, 2.0, 0.0), (3.0, 2.0, 0.25), (4.0, 0.0, 1.0), (1.9, 2.0, 0.0)]
+)
+def test_own_work_is_not_counted(
+    monkeypatch: pytest.MonkeyPatch, busy: float, own: float, share: float
+) -> None:
+    assert watched(monkeypatch, busy, own) == pytest.approx(share)
+
+
+def test_the_counters_of_this_machine_are_read() -> None:
+    everything, busy, own = results._processor_seconds()
+    end = time.process_time() + 0.3
+    while time.process_time() < end:
+        pass
+    later, busier, own_later = results._processor_seconds()
+    assert own_later - own >= 0.2
+    assert later - everything >= busier - busy > 0
+
+
+def test_disagreement_is_that_of_the_worst_prompt() -> None:
+    records = [plain("a", 2.0), plain("a", 3.0), plain("b", 9.0), plain("b", 9.0)]
+    records += [plain("a", 99.0, "lookup")]
+    assert results.slowest_to_fastest(records, "plain") == 1.5
+    assert results.slowest_to_fastest(records[:1], "plain") == 1.0
+
+
+def test_warnings_name_the_figure() -> None:
+    assert results.warnings(0.05, 1.1) == []
+    [busy] = results.warnings(0.42, 1.1)
+    assert "42%" in busy
+    [unsteady] = results.warnings(0.0, 1.5)
+    assert "1.50" in unsteady
+    assert len(results.warnings(0.42, 1.5)) == 2
