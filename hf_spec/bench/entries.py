@@ -63,9 +63,7 @@ def parse_entry(text: str) -> Entry:
 def parse_entries(texts: Iterable[str], assistants: Sequence[str] = ()) -> list[Entry]:
     """Entries with `assistants` for those that name none and take some.
 
-    Args:
-        texts: NAME[:OPTION=JSON,...][@ASSISTANT] each.
-        assistants: one serves every strategy; several, as a list, "auto" alone.
+    One serves every strategy; several, as a list, "auto" alone.
 
     Raises:
         OptionError: for an unknown strategy or option.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -40,7 +41,7 @@ def make_contenders(
     if suite.baselines:
         lengths = suite.match_length, suite.copy_length
         names = ("max_matching_ngram_size", "prompt_lookup_num_tokens")
-        others = {"transformers lookup": dict(zip(names, lengths, strict=True))}
+        others: dict[str, Any] = {"transformers lookup": dict(zip(names, lengths, strict=True))}
         for name, draft in _draft_models(model, ours).items():
             others[name] = {"assistant_model": draft}
         found += [

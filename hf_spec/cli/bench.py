@@ -12,16 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hf_spec.bench.settings import Suite
-from hf_spec.cli.options import (
-    ENTRY,
-    Assistants,
-    ModelArgument,
-    PerTask,
-    Placement,
-    Prompts,
-    check_out,
-    options_from_settings,
-)
+from hf_spec.cli import options
 from hf_spec.errors import OptionError
 from hf_spec.installing import how_to_install
 
@@ -29,24 +20,24 @@ if TYPE_CHECKING:
     from hf_spec.bench.suite import Benchmark
 
 
-@options_from_settings
+@options.from_settings
 def bench(  # noqa: PLR0913 - one parameter an option
     *,
-    model: ModelArgument,
+    model: options.ModelArgument,
     strategy: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"{ENTRY}, without spaces; may be repeated; lookup by default. An assistant "
-            "truncated:N is the model's own first N layers."
+            help=f"{options.ENTRY}, without spaces; may be repeated; lookup by default. An "
+            "assistant truncated:N is the model's own first N layers."
         ),
     ] = None,
-    assistant: Assistants = None,
-    prompts: Prompts = None,
+    assistant: options.Assistants = None,
+    prompts: options.Prompts = None,
     whole: Annotated[bool, typer.Option("--whole", help="A text file is one prompt.")] = False,
-    per_task: PerTask = 4,
+    per_task: options.PerTask = 4,
     task: Annotated[list[str] | None, typer.Option(help="Only this one; may be repeated.")] = None,
     suite: Suite,
-    placement: Placement,
+    placement: options.Placement,
     out: Annotated[Path | None, typer.Option(help="JSON file, whole after every prompt.")] = None,
     as_markdown: Annotated[
         bool, typer.Option("--markdown", help="Print the tables as Markdown.")
@@ -65,7 +56,7 @@ def bench(  # noqa: PLR0913 - one parameter an option
     from hf_spec.cli.loading import load_target, load_tokenizer
     from hf_spec.data.prompts import load_prompts
 
-    check_out(out)
+    options.check_out(out)
     if plots is not None and importlib.util.find_spec("matplotlib") is None:
         raise OptionError(f"--plots needs matplotlib: {how_to_install('bench')}")
     usual = ["lookup"] if suite.synthetic_acceptance is None else []

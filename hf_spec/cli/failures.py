@@ -38,11 +38,7 @@ DEBUG_VARIABLE = "HF_SPEC_DEBUG"
 
 @contextmanager
 def in_one_sentence(debug: bool = False) -> Iterator[None]:
-    """Turn an error into its message on standard error and an exit status.
-
-    Args:
-        debug: let it through instead.
-    """
+    """Turn an error into one sentence on standard error and a status, unless `debug` is set."""
     try:
         yield
     except (ValueError, OSError) as error:

@@ -116,14 +116,14 @@ def check_out(path: Path | None) -> None:
         raise OptionError(f"--out {path}: that is a folder, and a file is written")
 
 
-def options_from_settings(command: Callable[..., None]) -> Callable[..., None]:
+def from_settings(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command, for each parameter that is a `Settings`, an option a setting.
 
     Defaults are those of the parameter's own default, or else of its class; the help is what the
     class says of its attributes. The command gets the settings whole:
 
         @app.command()
-        @options_from_settings
+        @from_settings
         def search(*, model: ModelOption, settings: SearchSettings) -> None: ...
 
     A tuple is given by repeating its option. Where a setting that has a value may be None, 0 says

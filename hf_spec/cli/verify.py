@@ -8,17 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hf_spec.cli import options
 from hf_spec.cli.failures import FAILED, UNPROVEN
-from hf_spec.cli.options import (
-    ENTRY,
-    Assistants,
-    ModelArgument,
-    PerTask,
-    Placement,
-    Prompts,
-    check_out,
-    options_from_settings,
-)
 from hf_spec.verify.settings import VerificationPlan
 
 if TYPE_CHECKING:
@@ -32,16 +23,18 @@ if TYPE_CHECKING:
 STATUS = {"passed": 0, "failed": FAILED, "unproven": UNPROVEN}
 
 
-@options_from_settings
+@options.from_settings
 def verify(  # noqa: PLR0913 - one parameter an option
     *,
-    model: ModelArgument,
-    strategy: Annotated[list[str], typer.Option(help=f"{ENTRY}, without spaces; may be repeated.")],
-    assistant: Assistants = None,
-    prompts: Prompts = None,
-    per_task: PerTask = 2,
+    model: options.ModelArgument,
+    strategy: Annotated[
+        list[str], typer.Option(help=f"{options.ENTRY}, without spaces; may be repeated.")
+    ],
+    assistant: options.Assistants = None,
+    prompts: options.Prompts = None,
+    per_task: options.PerTask = 2,
     plan: VerificationPlan,
-    placement: Placement,
+    placement: options.Placement,
     out: Annotated[Path | None, typer.Option(help="JSON file.")] = None,
 ) -> None:
     """Prove on your own model and prompts that a strategy leaves the output as it is.
@@ -64,7 +57,7 @@ def verify(  # noqa: PLR0913 - one parameter an option
     from hf_spec.files import write_json
     from hf_spec.verify import verify as checks
 
-    check_out(out)
+    options.check_out(out)
     entries = parse_entries(strategy, assistant or [])
     texts = load_prompts(prompts, per_task)
     target, tokenizer = load_target(model, placement), load_tokenizer(model)

@@ -58,12 +58,7 @@ def reach_hub() -> None:
 
 
 def load_named(kind: Any, name: str, **arguments: Any) -> Any:
-    """Load from a folder, from the Hub, or from the cache if the Hub cannot be reached.
-
-    Args:
-        kind: a class of transformers with `from_pretrained`.
-        name: a folder or a Hub id.
-        **arguments: of `from_pretrained`.
+    """`kind.from_pretrained` of a folder, of the Hub, or of the cache if it cannot be reached.
 
     Raises:
         OptionError: if `name` can only be a folder, and there is none.

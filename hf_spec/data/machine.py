@@ -18,8 +18,7 @@ import transformers
 def environment(device: torch.device | None = None) -> dict[str, Any]:
     """Device, processor, threads, versions, and the commit if the package is in a git checkout.
 
-    Args:
-        device: that was measured; the GPU if there is one by default.
+    The device is the one that was measured, by default the GPU if there is one.
     """
     on_gpu = torch.cuda.is_available() if device is None else device.type == "cuda"
     return {

@@ -123,10 +123,7 @@ def as_conversations(
 
     Turns of prompts with several are called "id/1", "id/2" and so on.
 
-    Args:
-        prompts: with one turn or more.
-        tokenizer: of the model.
-        answer: the model's answer to the first turn of a prompt.
+    `answer` gives the model's answer to the first turn of a prompt.
 
     Raises:
         UnsupportedError: if a prompt has several turns and the tokenizer no chat template.

@@ -44,10 +44,7 @@ LONGEST_WORD = 10
 class Canvas:
     """Shapes of an SVG picture, on white ground or, where the reader prefers it, on dark.
 
-    Args:
-        width: in pixels.
-        height: in pixels.
-        title: what the picture shows, for those who cannot see it.
+    Sizes are in pixels; the title says what it shows to those who cannot see it.
     """
 
     def __init__(self, width: int, height: int, title: str):

@@ -56,12 +56,7 @@ def record_rounds(
 ) -> tuple[Any, list[Round]]:
     """Generate as `generate()` does, and keep every round.
 
-    Args:
-        model: the target.
-        inputs: `input_ids` and `attention_mask`.
-        spec_strategy: a name or a config.
-        assistant: what the strategy drafts with.
-        **settings: what else it takes.
+    `inputs` are `input_ids` and `attention_mask`, and `settings` what else it takes.
 
     Returns:
         What `generate()` returns, and the rounds in order.

@@ -86,13 +86,9 @@ class Comparison:
 def divide(
     next_probs: NextProbs, steps: int, min_probability: float, ends: Collection[int] = ()
 ) -> Cells:
-    """Find the cells of a model's continuations.
+    """Find the cells of a model's continuations of `steps` tokens; nothing follows `ends`.
 
-    Args:
-        next_probs: what follows paths; called once per step.
-        steps: length of the continuations.
-        min_probability: of a continuation that gets a cell of its own.
-        ends: tokens that nothing follows.
+    `next_probs` is called once per step; `min_probability` is that of a cell of its own.
     """
     cells = Cells(steps)
     level: dict[Path, float] = {(): 1.0}
@@ -131,9 +127,8 @@ def compare(cells: Cells, continuations: Iterable[Path]) -> Comparison:
 def chi_square(found: Iterable[tuple[float, int]], impossible: int = 0) -> Comparison:
     """Compare counts with their expectation.
 
-    Args:
-        found: per cell how many were expected, and how many there are.
-        impossible: how many of these have probability 0.
+    `found` has per cell how many were expected and how many there are; `impossible` of these have
+    probability 0.
     """
     merged = merge_rare(found)
     statistic = sum((seen - expected) ** 2 / expected for expected, seen in merged)

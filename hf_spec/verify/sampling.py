@@ -92,13 +92,9 @@ class SamplingResult:
 def check_sampling(
     model: Any, prompts: Sequence[Tensor], plan: SamplingPlan, **method: Any
 ) -> SamplingResult:
-    """Compare the draws of a strategy with the model's own distribution.
+    """Compare draws after (1, L) prompts with the model's own distribution.
 
-    Args:
-        model: the target.
-        prompts: (1, L) int64 each.
-        plan: how much is drawn.
-        **method: what makes `generate()` speculate.
+    `method` is what makes `generate()` speculate.
     """
     devices = [model.device] if model.device.type == "cuda" else []
     found = []

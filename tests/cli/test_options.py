@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from hf_spec import OptionError
 from hf_spec.bench import settings as bench
-from hf_spec.cli.options import AnswerSettings, Placement, check_out, options_from_settings
+from hf_spec.cli.options import AnswerSettings, Placement, check_out, from_settings
 from hf_spec.models.shapes import FalconShape
 from hf_spec.settings import Count, Internal, Named, Settings, Share, described
 from hf_spec.training import settings as train
@@ -106,7 +106,7 @@ class TestOptionsFromSettings:
         app, got = typer.Typer(), list[Any]()
 
         @app.command()
-        @options_from_settings
+        @from_settings
         def search(*, model: str, settings: Outer, other: Inner2 = OTHER) -> None:
             got.append((model, settings, other))
 
@@ -158,7 +158,7 @@ class TestOptionsFromSettings:
     ) -> None:
         monkeypatch.setenv("COLUMNS", "160")
         app = typer.Typer()
-        app.command()(options_from_settings(help_only))
+        app.command()(from_settings(help_only))
         page = " ".join(CliRunner().invoke(app, ["--help"]).output.replace("│", " ").split())
         for text in (
             "How far it goes. [default: 3]",

@@ -7,27 +7,21 @@ from typing import Annotated
 
 import typer
 
-from hf_spec.cli.options import (
-    AnswerSettings,
-    Assistants,
-    ModelArgument,
-    Placement,
-    options_from_settings,
-)
+from hf_spec.cli import options
 
-LONGER = AnswerSettings(max_new_tokens=512)
+LONGER = options.AnswerSettings(max_new_tokens=512)
 
 
-@options_from_settings
+@options.from_settings
 def chat(
     *,
-    model: ModelArgument,
-    settings: AnswerSettings = LONGER,
-    assistant: Assistants = None,
+    model: options.ModelArgument,
+    settings: options.AnswerSettings = LONGER,
+    assistant: options.Assistants = None,
     system: Annotated[
         str | None, typer.Option(help="A system message before the conversation.")
     ] = None,
-    placement: Placement,
+    placement: options.Placement,
 ) -> None:
     """Talk with a model in the terminal.
 

@@ -40,12 +40,10 @@ class DraftedTextStreamer(BatchTextStreamer):
 
 
 class ConsoleStreamer(DraftedTextStreamer):
-    """Prints the text of one sequence piece by piece; `text` is all that was generated so far.
+    """Prints the text of one sequence piece by piece, accepted draft tokens in a style of rich.
 
-    Args:
-        tokenizer: the model's.
-        console: where the text goes.
-        accepted_style: of the accepted draft tokens, a style of rich; the others are plain.
+    Attributes:
+        text: all that was generated so far.
     """
 
     def __init__(

@@ -10,13 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from hf_spec.cli.options import (
-    AnswerSettings,
-    Assistants,
-    ModelArgument,
-    Placement,
-    options_from_settings,
-)
+from hf_spec.cli import options
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,18 +18,18 @@ if TYPE_CHECKING:
     from hf_spec.cli.answer.speaker import Speaker
 
 
-@options_from_settings
+@options.from_settings
 def generate(  # noqa: PLR0913 - one parameter an option
     *,
-    model: ModelArgument,
+    model: options.ModelArgument,
     prompt: Annotated[
         str | None, typer.Argument(help="The prompt; - reads it from standard input.")
     ] = None,
     prompt_file: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="Text file with the prompt.")
     ] = None,
-    settings: AnswerSettings,
-    assistant: Assistants = None,
+    settings: options.AnswerSettings,
+    assistant: options.Assistants = None,
     chat_template: Annotated[
         bool | None,
         typer.Option(
@@ -44,7 +38,7 @@ def generate(  # noqa: PLR0913 - one parameter an option
             "template, if there is one, by default.",
         ),
     ] = None,
-    placement: Placement,
+    placement: options.Placement,
     stats: Annotated[
         bool, typer.Option("--stats", help="Say on standard error what speculation brought.")
     ] = False,

@@ -9,17 +9,17 @@ from typing import Annotated
 import typer
 
 from hf_spec.bench.settings import CalibrationSettings, TreeSettings
-from hf_spec.cli.options import ModelOption, Placement, options_from_settings
+from hf_spec.cli import options
 from hf_spec.cli.train.common import Responses, bench_command, show_table
 
 calibrate = typer.Typer(no_args_is_help=True, help="Choose options by measured speed.")
 
 
 @calibrate.command("disco")
-@options_from_settings
+@options.from_settings
 def calibrate_disco_command(  # noqa: PLR0913 - one parameter an option
     *,
-    model: ModelOption,
+    model: options.ModelOption,
     adapter: Annotated[Path, typer.Option(exists=True, help="The folder of `train disco`.")],
     prompts: Annotated[
         Path,
@@ -30,7 +30,7 @@ def calibrate_disco_command(  # noqa: PLR0913 - one parameter an option
     ] = False,
     max_prompts: Annotated[int, typer.Option(min=1, help="At most so many prompts.")] = 12,
     settings: CalibrationSettings,
-    placement: Placement,
+    placement: options.Placement,
 ) -> None:
     """Choose DISCO's threshold and longest draft by speed on this machine.
 
@@ -74,15 +74,15 @@ def calibrate_disco_command(  # noqa: PLR0913 - one parameter an option
 
 
 @calibrate.command("falcon")
-@options_from_settings
+@options.from_settings
 def calibrate_falcon_command(
     *,
-    model: ModelOption,
+    model: options.ModelOption,
     adapter: Annotated[Path, typer.Option(exists=True, help="The folder of `train falcon`.")],
     responses: Responses,
     max_answers: Annotated[int, typer.Option(min=1, help="The first so many answers.")] = 100,
     settings: TreeSettings,
-    placement: Placement,
+    placement: options.Placement,
 ) -> None:
     """Choose a Falcon head's tree by acceptance and by speed on this machine.
 
