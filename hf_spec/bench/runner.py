@@ -133,7 +133,6 @@ def time_contenders(
 
     The first contender, plain generate, is the reference. Outputs are compared with its own: in the
     same repetition, or, if there are several rows, with what it says to each prompt alone.
-
     `progress` is called after every generation.
 
     Yields:
@@ -145,21 +144,23 @@ def time_contenders(
     """
     batches = make_batches(prompts, tokenizer, plan.batch_size)
     widest = max(batches, key=lambda batch: batch.ids.shape[1])
-    answers = PlainAnswers(contenders[0])
+    answers, sampled = PlainAnswers(contenders[0]), plan.seed is not None
     for contender in contenders:
         tokens = plan.new_tokens if contender.compiles else min(plan.new_tokens, WARM_UP_TOKENS)
         contender.run(widest.ids, tokens, widest.mask)
     for batch in batches:
         call = batch.ids, plan.new_tokens, batch.mask
         counts = {c.name: c.prepare(*call) for c in contenders if c.prepare is not None}
-        compared = plan.batch_size > 1 and plan.seed is None
+        compared = plan.batch_size > 1 and not sampled
         alone = _until_end(answers(*call), plan.ends) if compared else None
         records: list[Record] = []
         for repeat in range(plan.repeats):
             runs = _in_turn(contenders, repeat, batch, plan, progress)
             reference = runs[contenders[0].name]
             for name, run in runs.items():
-                rows = _rows(batch, run.outputs, alone or reference.outputs, plan)
+                outputs = zip(run.outputs, alone or reference.outputs, strict=True)
+                same = [None if sampled else output == right for output, right in outputs]
+                named = zip(batch.prompts, same, strict=True)
                 record = Record(
                     batch.name,
                     batch.task,
@@ -169,10 +170,10 @@ def time_contenders(
                     reference.seconds * run.new_tokens / reference.new_tokens,
                     run.new_tokens,
                     counts.get(name) or run.run.target_forwards,
-                    None if plan.seed is not None else all(row.identical for row in rows),
+                    None if sampled else all(same),
                     run.run.stats,
                     plan.batch_size,
-                    rows,
+                    tuple(Row(prompt.id, prompt.task, right) for prompt, right in named),
                     run.peak_bytes,
                 )
                 records.append(record)
@@ -212,15 +213,6 @@ def _in_turn(
         found[contender.name] = _Timed(run, outputs, seconds, peak_bytes(plan.device))
         progress()
     return found
-
-
-def _rows(
-    batch: Batch, outputs: list[list[int]], expected: list[list[int]], plan: Plan
-) -> tuple[Row, ...]:
-    return tuple(
-        Row(prompt.id, prompt.task, None if plan.seed is not None else output == right)
-        for prompt, output, right in zip(batch.prompts, outputs, expected, strict=True)
-    )
 
 
 def _until_end(rows: list[list[int]], ends: frozenset[int]) -> list[list[int]]:

@@ -10,7 +10,6 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from hf_spec.bench.summary import total
 from hf_spec.cli.answer.console_streamer import ACCEPTED_STYLE, ConsoleStreamer
 from hf_spec.cli.answer.speaker import Speaker, figures_table
 from hf_spec.errors import SpecError
@@ -98,7 +97,7 @@ class Conversation:
         if not self._answers:
             self.console.print("nothing has been answered yet")
             return
-        columns = {"last answer": self._answers[-1], "all": total(self._answers)}
+        columns = {"last answer": self._answers[-1], "all": sum(self._answers, SpecStats([]))}
         self.console.print(figures_table(columns).drawn())
 
     def choose(self, entry: str) -> None:

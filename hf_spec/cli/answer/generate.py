@@ -57,7 +57,7 @@ def generate(  # noqa: PLR0913 - one parameter an option
         hf-spec generate MODEL "A story." --sample --temperature 0.8 --seed 1 --json
     """
     from hf_spec.cli.answer.console_streamer import ConsoleStreamer
-    from hf_spec.cli.answer.speaker import Speaker, figures, figures_table
+    from hf_spec.cli.answer.speaker import Speaker, figures_table
 
     text = _prompt(prompt, prompt_file)
     speaker = Speaker.load(model, placement, settings, assistant)
@@ -67,7 +67,6 @@ def generate(  # noqa: PLR0913 - one parameter an option
     streamer = ConsoleStreamer(speaker.tokenizer, console) if live else None
     output: Any = speaker.generate(ids, streamer)
     new = output.sequences[0, ids.shape[1] :].tolist()
-    found = output.spec_stats
     answer = speaker.tokenizer.decode(new, skip_special_tokens=True)
     if as_json:
         facts = {
@@ -76,13 +75,13 @@ def generate(  # noqa: PLR0913 - one parameter an option
             "prompt_tokens": ids.shape[1],
             "text": answer,
             "token_ids": new,
-            "stats": {**figures(found), "accepted_by_position": found.accepted_by_position},
+            "stats": output.spec_stats.to_dict(),
         }
         typer.echo(json.dumps(facts))
     else:
         typer.echo("" if live else answer)
     if stats:
-        Console(stderr=True).print(figures_table({speaker.entry.name: found}).drawn())
+        Console(stderr=True).print(figures_table({speaker.entry.name: output.spec_stats}).drawn())
 
 
 def _prompt(prompt: str | None, file: Path | None) -> str:

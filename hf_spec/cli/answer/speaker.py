@@ -16,16 +16,16 @@ from hf_spec.data.prompts import encode_chat
 from hf_spec.errors import OptionError
 from hf_spec.outputs import SpecGenerateOutput, SpecStats
 
-# Label and form of a line, filled from `figures`.
+# Label and form of a line of statistics.
 LINES = {
-    "new tokens": "{new_tokens}",
-    "tokens per second": "{tokens_per_second:.1f}",
-    "target forwards": "{target_forwards}",
-    "draft forwards": "{draft_forwards}",
-    "draft tokens accepted": "{accepted_tokens} of {drafted_tokens} ({acceptance:.0%})",
-    "tau, accepted per round": "{tau:.2f}",
-    "seconds drafting + verifying": "{draft_seconds:.2f} + {verify_seconds:.2f}",
-    "seconds in all": "{seconds:.2f}",
+    "new tokens": "{0.new_tokens}",
+    "tokens per second": "{0.tokens_per_second:.1f}",
+    "target forwards": "{0.target_forwards}",
+    "draft forwards": "{0.draft_forwards}",
+    "draft tokens accepted": "{0.accepted_tokens} of {0.drafted_tokens} ({0.acceptance:.0%})",
+    "tau, accepted per round": "{0.tau:.2f}",
+    "seconds drafting + verifying": "{0.draft_seconds:.2f} + {0.verify_seconds:.2f}",
+    "seconds in all": "{0.seconds:.2f}",
 }
 
 
@@ -110,26 +110,7 @@ class Speaker:
         )
 
 
-def figures(stats: SpecStats) -> dict[str, Any]:
-    """JSON values: counts and times of one or more generations, and rates of them.
-
-    `rounds` are drafts that were judged, `acceptance` is the share of drafted tokens accepted.
-    """
-    counts = ("target_forwards", "draft_forwards", "drafted_tokens", "accepted_tokens")
-    seconds = stats.draft_seconds + stats.verify_seconds + stats.other_seconds
-    return {
-        "new_tokens": stats.new_tokens,
-        "rounds": sum(row.target_forwards for row in stats.rows),
-        **{name: getattr(stats, name) for name in (*counts, "draft_seconds", "verify_seconds")},
-        "seconds": seconds,
-        "tau": stats.tau,
-        "acceptance": stats.accepted_tokens / max(stats.drafted_tokens, 1),
-        "tokens_per_second": stats.new_tokens / seconds if seconds else 0.0,
-    }
-
-
 def figures_table(columns: Mapping[str, SpecStats]) -> Table:
     """One column for each of `columns`."""
-    found = [figures(stats) for stats in columns.values()]
-    rows = [[label, *(form.format(**one) for one in found)] for label, form in LINES.items()]
+    rows = [[label, *map(form.format, columns.values())] for label, form in LINES.items()]
     return Table(["", *columns], rows)

@@ -13,8 +13,7 @@ import torch
 from rich.console import Console
 
 from hf_spec import AssistantError, OptionError
-from hf_spec.bench.summary import total
-from hf_spec.cli.answer.speaker import Speaker, figures, figures_table
+from hf_spec.cli.answer.speaker import Speaker, figures_table
 from hf_spec.cli.options import AnswerSettings, Placement
 from hf_spec.outputs import RowStats, SpecStats
 from tests.cli.answer.conftest import make_tokenizer
@@ -102,31 +101,15 @@ def stats(accepted: int) -> SpecStats:
     )
 
 
-def test_one_generation() -> None:
-    found = figures(stats(5))
-    assert (found["new_tokens"], found["rounds"], found["target_forwards"]) == (9, 4, 5)
-    assert found["tau"] == stats(5).tau == 1.25
-    assert found["acceptance"] == 0.5
-    assert found["tokens_per_second"] == 4.5
-
-
-def test_a_sum() -> None:
-    found = figures(total([stats(5), stats(1)]))
-    assert (found["new_tokens"], found["accepted_tokens"], found["seconds"]) == (18, 6, 4.0)
-    assert found["tau"] == 0.75
-
-
-def test_nothing_yet() -> None:
-    found = figures(total([]))
+def test_json_values_of_nothing_yet() -> None:
+    found = SpecStats([]).to_dict()
     assert found["tau"] == found["acceptance"] == found["tokens_per_second"] == 0
 
 
 def test_table() -> None:
     page = io.StringIO()
     one = stats(5)
-    Console(file=page, width=80).print(
-        figures_table({"last": one, "all": total([one, one])}).drawn()
-    )
+    Console(file=page, width=80).print(figures_table({"last": one, "all": one + one}).drawn())
     assert "5 of 10 (50%)" in page.getvalue()
     assert "10 of 20 (50%)" in page.getvalue()
     assert "…" not in page.getvalue()
