@@ -6,16 +6,15 @@ Timings are worthless if the machine was busy with something else.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 import psutil
-from rich.text import Text
 
+from hf_spec.bench.report import SPEEDS
 from hf_spec.bench.runner import Record
-from hf_spec.bench.summary import ALL, Summary, summary
+from hf_spec.bench.summary import ALL, summary
 from hf_spec.bench.tables import Table
 
 # Chosen so that a machine which stays below both gives ratios worth reading.
@@ -23,20 +22,8 @@ BUSY_SHARE = 0.10
 UNSTEADY_RATIO = 1.20
 # Shorter runs of tokens are shared by any two texts on the same subject.
 COPIED_NGRAM_LEN = 3
-COLUMNS: dict[str, Callable[[Summary], Any]] = {
-    "": lambda row: row["contender"],
-    "ratio to plain\nmedian (p20-p80)": lambda row: (
-        f"{row['ratio']:.2f} ({row['ratio_p20']:.2f}-{row['ratio_p80']:.2f})"
-    ),
-    "total\ntime": lambda row: _number(row["total_ratio"]),
-    "ratio\nto none": lambda row: _number(row["ratio_to_none"]),
-    "tau": lambda row: _number(row.get("tau")),
-    "tokens/\nforward": lambda row: _number(row["tokens_per_forward"]),
-    "identical": lambda row: Text(
-        f"{row['identical']} of {row['outputs']}",
-        "" if row["identical"] == row["outputs"] else "bold red",
-    ),
-}
+# More does not fit.
+LEFT_OUT = ("tokens/s", "peak memory")
 
 
 @dataclass(frozen=True)
@@ -61,7 +48,8 @@ def copied_share(prompt_ids: Sequence[int], output_ids: Sequence[int]) -> float:
 
 def strategies_table(records: Sequence[Record]) -> Table:
     """One row for plain generate() and for each strategy, all prompts together."""
-    return Table.of(COLUMNS, [row for row in summary(records) if row["task"] == ALL])
+    columns = {head: cell for head, cell in SPEEDS.items() if not head.startswith(LEFT_OUT)}
+    return Table.of(columns, [row for row in summary(records) if row["task"] == ALL])
 
 
 def prompts_table(records: Sequence[Record], answers: Mapping[str, Answer]) -> Table:
@@ -76,10 +64,6 @@ def prompts_table(records: Sequence[Record], answers: Mapping[str, Answer]) -> T
         cells = (f"{median(ratios[prompt, name]):.2f}" for name in strategies)
         rows.append([prompt, tokens, f"{answer.copied:.0%}", *cells])
     return Table(["", "tokens", "copied", *strategies], rows)
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
 
 
 class CpuWatch:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
+from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_spec.bench.runner import Record
@@ -49,22 +49,18 @@ def run(benchmark: Benchmark, recorder: Recorder, console: Console) -> bool:
     `recorder` is the benchmark's streamer.
     """
     console.print(Text(_conditions(benchmark.model), "dim"))
-    progress = _progress(console)
-    task = progress.add_task("timing, in turn", total=benchmark.num_runs)
-
-    def advance() -> None:
-        progress.advance(task)
-        progress.refresh()
-
     records: list[Record] = []
     answers: dict[str, Answer] = {}
     watch = CpuWatch()
-    measured = benchmark.run(advance)
+    # Drawn between runs only: an animated bar would take processor time from what is timed.
+    drawing = {"leave": False, "mininterval": 0, "disable": not console.is_terminal}
+    bar = tqdm(total=benchmark.num_runs, desc="timing, in turn", file=console.file, **drawing)
+    measured = benchmark.run(bar.update)
     for prompt in benchmark.prompts:
         console.rule(prompt.id, align="left")
         console.print(Text(prompt.turns[0], "dim"))
-        with progress:
-            records = next(measured).records
+        records = next(measured).records
+        bar.clear()
         count = len(benchmark.contenders)
         # One recording a run, so those of the last repetition come last in both.
         runs = zip(records[-count:], recorder.recordings[-count:], strict=True)
@@ -75,6 +71,7 @@ def run(benchmark: Benchmark, recorder: Recorder, console: Console) -> bool:
         copied = copied_share(plain.prompt_ids, plain.token_ids)
         ended = plain.token_ids[-1] in end_tokens(benchmark.model)
         answers[prompt.id] = Answer(len(plain.token_ids), copied, ended)
+    bar.close()
     for warning in warnings(watch.share_of_others(), slowest_to_fastest(records, "plain")):
         console.print(Text(f"warning: {warning}", "yellow"))
     console.print(strategies_table(records).drawn("all prompts"))
@@ -92,20 +89,6 @@ def _show(console: Console, lanes: Sequence[Lane]) -> None:
     console.print(lanes[0].text(lanes[0].seconds), soft_wrap=True)
     times = "; ".join(f"{lane.title} {lane.clock(lane.seconds)}" for lane in lanes)
     console.print(f"[{times}]", markup=False, soft_wrap=True)
-
-
-def _progress(console: Console) -> Progress:
-    # Drawn between runs only: an animated bar would take processor time from what is timed.
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        auto_refresh=False,
-        transient=True,
-        disable=not console.is_terminal,
-    )
 
 
 def _conditions(model: PreTrainedModel) -> str:

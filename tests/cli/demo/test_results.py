@@ -45,14 +45,15 @@ def lines(table: Table) -> dict[str, list[str]]:
 
 def test_one_row_a_strategy(records: list[Record]) -> None:
     found = lines(strategies_table(records))
-    assert found["plain"] == ["1.00", "(1.00-1.00)", "1.00", "0.75", "-", "2.50", "2", "of", "2"]
-    assert found["none"][:4] == ["1.50", "(1.20-1.80)", "1.33", "1.00"]
-    assert found["auto"][2:5] == ["1.78", "2.50", "1.50"]
+    ratios = ["1.00", "(1.00", "-", "1.00)", "0.75", "1.00"]
+    assert found["plain"] == [*ratios, "-", "2.50", "2", "of", "2"]
+    assert found["none"][:6] == ["1.50", "(1.20", "-", "1.80)", "1.00", "1.33"]
+    assert found["auto"][4:7] == ["2.50", "1.78", "1.50"]
 
 
 def test_without_the_engine_alone_there_is_nothing_to_compare_with(records: list[Record]) -> None:
     found = lines(strategies_table([r for r in records if r.contender in ("plain", "lookup")]))
-    assert found["lookup"][3] == "-"
+    assert found["lookup"][4] == "-"
 
 
 def test_one_row_a_prompt(records: list[Record]) -> None:
