@@ -24,13 +24,7 @@ GREEDY: Settings = MappingProxyType({"do_sample": False})
 
 @dataclass(frozen=True)
 class Run:
-    """Outcome of one generation.
-
-    Attributes:
-        sequences: (B, L) int64, prompts included.
-        target_forwards: forward passes of the target model; None where they cannot be counted.
-        stats: our own statistics, for our own strategies.
-    """
+    """Outcome of one generation: (B, L) int64, prompts included, and what could be counted."""
 
     sequences: Tensor
     target_forwards: int | None = None

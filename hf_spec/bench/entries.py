@@ -18,13 +18,7 @@ from hf_spec.strategies.registry import parse_strategy
 
 
 class Entry(NamedTuple):
-    """A strategy that is measured or verified.
-
-    Attributes:
-        name: in tables and reports.
-        config: of the strategy.
-        assistant: what it takes.
-    """
+    """A strategy that is measured or verified, with the name that tables and reports give it."""
 
     name: str
     config: StrategyConfig

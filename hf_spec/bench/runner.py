@@ -33,13 +33,7 @@ KEPT_STATS = (
 
 @dataclass(frozen=True)
 class Row:
-    """One output of a batch.
-
-    Attributes:
-        prompt, task: which one.
-        identical: whether it is what the reference says to this prompt alone; None if outputs are
-            sampled.
-    """
+    """One output of a batch, and whether the reference says the same; None if it is sampled."""
 
     prompt: str
     task: str

@@ -35,13 +35,10 @@ PROFILED_BATCHES = 6
 
 @dataclass
 class Results:
-    """What has been measured so far.
+    """What has been measured so far, and how and where.
 
-    Attributes:
-        facts: that do not change: how was measured, and where.
-        records: one per timed generation.
-        profiles: seconds by part of a step, one entry per batch size and contender.
-        step_cost: seconds of each repetition by form of the forward and number of nodes.
+    Profiles are seconds by part of a step, one entry per batch size and contender; the step cost is
+    seconds of each repetition by form of the forward and number of nodes.
     """
 
     facts: dict[str, Any]
@@ -108,7 +105,15 @@ class Benchmark:
             The same results again and again, with every batch more of them.
         """
         suite = self.suite
-        results = Results(self._facts())
+        results = Results(
+            {
+                "dtype": str(self.model.dtype).removeprefix("torch."),
+                "synthetic_acceptance": suite.synthetic_acceptance,
+                "prompts": len(self.prompts),
+                "suite": asdict(suite),
+                "environment": environment(self.model.device),
+            }
+        )
         for size in sorted(set(suite.batch_sizes)):
             seed = suite.seed if suite.sample else None
             ends, device = frozenset(end_tokens(self.model)), self.model.device
@@ -167,12 +172,3 @@ class Benchmark:
             return str(self.tokenizer.decode(output, skip_special_tokens=True)).strip()
 
         return as_conversations(prompts, self.tokenizer, answer)
-
-    def _facts(self) -> dict[str, Any]:
-        return {
-            "dtype": str(self.model.dtype).removeprefix("torch."),
-            "synthetic_acceptance": self.suite.synthetic_acceptance,
-            "prompts": len(self.prompts),
-            "suite": asdict(self.suite),
-            "environment": environment(self.model.device),
-        }

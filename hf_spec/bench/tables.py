@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,12 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells under a head.
-
-    Attributes:
-        head: one heading per column; the first column names the row.
-        rows: as many cells each; `drawn` also takes texts of rich.
-    """
+    """Rows of cells, of which the first names the row; `drawn` takes texts of rich as well."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[Any]]
@@ -40,15 +36,16 @@ class Table:
         )
 
     def drawn(self, title: str | None = None) -> Any:
-        """A table of rich, aligned like `text`; headings are broken into lines before cells are."""
+        """A table of rich, aligned like `text`, with headings in lines as long as their cells."""
         from rich import box, table
         from rich.text import Text
 
         found = table.Table(box=box.SIMPLE_HEAD, title=title, pad_edge=False, collapse_padding=True)
         found.title_justify, found.title_style = "left", "bold"
         for place, (heading, *cells) in enumerate(zip(self.head, *self.rows, strict=True)):
-            width = max(map(len, cells), default=0)
-            found.add_column(Text(heading), justify="right" if place else "left", min_width=width)
+            width = max(map(len, [*heading.split(), *cells]), default=1)
+            lines = "\n".join(textwrap.wrap(heading, width))
+            found.add_column(Text(lines), justify="right" if place else "left", min_width=width)
         for row in self.rows:
             found.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
         return found

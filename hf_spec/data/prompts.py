@@ -158,12 +158,7 @@ def left_padded(rows: Sequence[Tensor]) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Batch:
-    """Prompts that are generated from in one call.
-
-    Attributes:
-        prompts: one per row.
-        ids, mask: (B, L) int64, padded on the left.
-    """
+    """Prompts generated from in one call: (B, L) int64 ids and mask, padded on the left."""
 
     prompts: tuple[Prompt, ...]
     ids: Tensor

@@ -67,11 +67,8 @@ class BatchTextStreamer(BatchStreamer):
     The pieces of a sequence put together are what the tokenizer makes of all its tokens; a
     character of several tokens comes whole.
 
-    Args:
-        tokenizer: the model's.
-        on_text: called with the number of a sequence, its newest text, and whether it has ended;
-            the last call of a sequence may have no text.
-        **decode_kwargs: for `tokenizer.decode`, such as `skip_special_tokens=True`.
+    `on_text` gets the number of a sequence, its newest text, and whether it has ended; the last
+    call of a sequence may have no text. `decode_kwargs` are such as `skip_special_tokens=True`.
     """
 
     def __init__(

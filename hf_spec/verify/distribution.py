@@ -9,6 +9,7 @@ that of the noncentral distribution with n * sum((p' - p)**2 / p).
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -111,17 +112,12 @@ def divide(
 
 def compare(cells: Cells, continuations: Iterable[Path]) -> Comparison:
     """Chi-square of drawn continuations, each of `cells.steps` tokens or ended before."""
-    counts: dict[Path, int] = {}
-    draws = impossible = 0
-    for continuation in continuations:
-        path, possible = cells.place(continuation)
-        draws += 1
-        impossible += not possible
-        # Leaves and beginnings have names of their own: one is never a part of the other.
-        counts[path] = counts.get(path, 0) + 1
-    cells_of = {**cells.leaves, **cells.rests}
-    found = ((prob * draws, counts.get(path, 0)) for path, prob in cells_of.items())
-    return chi_square(found, impossible)
+    places = [cells.place(continuation) for continuation in continuations]
+    counts = Counter(path for path, _ in places)
+    # Leaves and beginnings have names of their own: one is never a part of the other.
+    probs = {**cells.leaves, **cells.rests}
+    found = ((prob * len(places), counts[path]) for path, prob in probs.items())
+    return chi_square(found, sum(not possible for _, possible in places))
 
 
 def chi_square(found: Iterable[tuple[float, int]], impossible: int = 0) -> Comparison:
@@ -175,9 +171,8 @@ def detectable_share(draws: int, freedom: int, significance: float, wanted: floa
     """The least share of probability that no bias can move between cells without being found.
 
     Moving a share d has a noncentrality of at least 4 * n * d**2 (Cauchy-Schwarz, reached where it
-    goes from one half of the probability to the other).
-
-    It is found with the probability `wanted`; 1 means a test that finds nothing for certain.
+    goes from one half of the probability to the other). It is found with the probability `wanted`;
+    1 means a test that finds nothing for certain.
     """
     if not draws or freedom <= 0:
         return 1.0

@@ -34,12 +34,7 @@ ROWS = 16
 
 @dataclass(frozen=True)
 class SampledText:
-    """The draws after one text.
-
-    Attributes:
-        comparison: with the distribution of plain generate().
-        drafted, accepted: draft tokens in these draws.
-    """
+    """The draws after one text beside the distribution of plain generate(), and their drafts."""
 
     comparison: Comparison
     drafted: int
@@ -48,12 +43,7 @@ class SampledText:
 
 @dataclass(frozen=True)
 class SamplingResult:
-    """All texts together.
-
-    Attributes:
-        texts: one each.
-        significance: of the test.
-    """
+    """All texts together, tested with a significance."""
 
     texts: tuple[SampledText, ...]
     significance: float

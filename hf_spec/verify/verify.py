@@ -31,11 +31,7 @@ VERDICTS = FAILED, UNPROVEN, PASSED = "failed", "unproven", "passed"
 class GreedyOutput:
     """One greedy output beside that of plain `generate()`.
 
-    Attributes:
-        prompt, task: which one.
-        new_tokens: length of the output.
-        tau: accepted draft tokens per target forward.
-        differences: in order; what follows a tie is compared with plain decoding from there on.
+    What follows a difference that is a tie is compared with plain decoding from there on.
     """
 
     prompt: str
@@ -52,13 +48,7 @@ class GreedyOutput:
 
 @dataclass(frozen=True)
 class Verification:
-    """What was found about one strategy.
-
-    Attributes:
-        name: as the command line gave it.
-        greedy: one per prompt.
-        sampling: None if nothing was drawn.
-    """
+    """What was found about one strategy; `sampling` is None if nothing was drawn."""
 
     name: str
     greedy: tuple[GreedyOutput, ...]

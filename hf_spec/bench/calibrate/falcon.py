@@ -181,12 +181,7 @@ def shares_by_rank(ranks: torch.Tensor, num_ranks: int) -> list[list[float]]:
 
 @dataclass(frozen=True)
 class RoundSeconds:
-    """What a round takes.
-
-    Attributes:
-        verify: number of drafted nodes -> seconds of all but drafting.
-        draft: passes -> seconds of drafting.
-    """
+    """What a round takes: seconds of all but drafting by nodes, and of drafting by passes."""
 
     verify: dict[int, float]
     draft: dict[int, float]
