@@ -82,11 +82,8 @@ class OraclePolicy(LengthPolicy):
 
     def goes_on(self, newest: Sequence[DraftedToken]) -> list[bool]:
         """Whether each token is the one that the target says there."""
-        return [self._is_right(token) for token in newest]
-
-    def _is_right(self, drafted: DraftedToken) -> bool:
-        answer = self.answers[drafted.row]
-        return drafted.position < len(answer) and answer[drafted.position] == drafted.token
+        texts = [self.answers[one.row][one.position : one.position + 1] for one in newest]
+        return [list(text) == [one.token] for text, one in zip(texts, newest, strict=True)]
 
 
 def oracle(model: Any, draft: PreTrainedModel) -> Contender:
@@ -117,13 +114,12 @@ class SyntheticDrafter(Drafter):
         for row, limit in limits.items():
             begin = state.generated[row]
             end = begin + min(self.length, limit)
-            chain = [self._right_or_wrong(token) for token in self.answers[row][begin:end]]
+            chain = [
+                token if self._random.random() < self.acceptance else (token + 1) % self.vocab_size
+                for token in self.answers[row][begin:end]
+            ]
             drafts[row] = [state.tokens[row][-1], *chain], list(range(-1, len(chain)))
         return DraftTree.from_drafts(drafts, state.num_rows)
-
-    def _right_or_wrong(self, token: int) -> int:
-        right = self._random.random() < self.acceptance
-        return token if right else (token + 1) % self.vocab_size
 
 
 def synthetic(model: Any, acceptance: float, length: int) -> Contender:

@@ -72,9 +72,6 @@ class _Clock:
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
         self._open = ["rest"]
-        self.restart()
-
-    def restart(self) -> None:
         synchronize()
         self._since = time.perf_counter()
 
@@ -102,15 +99,14 @@ class _Clock:
 @contextmanager
 def profiled() -> Iterator[dict[str, float]]:
     """Yield seconds by part, complete when the block ends; keys are among `PARTS`."""
-    clock = _Clock()
     replaced: list[tuple[type, str, Any]] = []
+    clock = _Clock()
     try:
         for base, name, part in _SEAMS:
             for owner in _family(base):
                 if name in vars(owner):
                     replaced.append((owner, name, vars(owner)[name]))
                     setattr(owner, name, clock.timed(vars(owner)[name], part))
-        clock.restart()
         yield clock.seconds
         clock.charge()
     finally:

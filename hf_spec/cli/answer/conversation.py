@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from hf_spec.cli.answer.console_streamer import ACCEPTED_STYLE, ConsoleStreamer
-from hf_spec.cli.answer.speaker import Speaker, figures_table
+from hf_spec.cli.answer.speaker import Speaker
 from hf_spec.errors import SpecError
 from hf_spec.files import write_json
 from hf_spec.outputs import SpecStats
@@ -97,8 +97,8 @@ class Conversation:
         if not self._answers:
             self.console.print("nothing has been answered yet")
             return
-        columns = {"last answer": self._answers[-1], "all": sum(self._answers, SpecStats([]))}
-        self.console.print(figures_table(columns).drawn())
+        together = sum(self._answers, SpecStats([]))
+        self.console.print(f"last answer:\n{self._answers[-1]}\n\nall:\n{together}", markup=False)
 
     def choose(self, entry: str) -> None:
         """NAME[@ASSISTANT]: draft in another way from now on."""

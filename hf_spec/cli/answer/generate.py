@@ -57,7 +57,7 @@ def generate(  # noqa: PLR0913 - one parameter an option
         hf-spec generate MODEL "A story." --sample --temperature 0.8 --seed 1 --json
     """
     from hf_spec.cli.answer.console_streamer import ConsoleStreamer
-    from hf_spec.cli.answer.speaker import Speaker, figures_table
+    from hf_spec.cli.answer.speaker import Speaker
 
     text = _prompt(prompt, prompt_file)
     speaker = Speaker.load(model, placement, settings, assistant)
@@ -81,7 +81,7 @@ def generate(  # noqa: PLR0913 - one parameter an option
     else:
         typer.echo("" if live else answer)
     if stats:
-        Console(stderr=True).print(figures_table({speaker.entry.name: output.spec_stats}).drawn())
+        typer.echo(f"{speaker.entry.name}:\n{output.spec_stats}", err=True)
 
 
 def _prompt(prompt: str | None, file: Path | None) -> str:

@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_spec.bench.entries import parse_entries
-from hf_spec.bench.tables import Table
 from hf_spec.cli.loading import load_target, load_tokenizer
 from hf_spec.cli.options import AnswerSettings, Placement
 from hf_spec.data.prompts import encode_chat
 from hf_spec.errors import OptionError
-from hf_spec.outputs import SpecGenerateOutput, SpecStats
-
-# Label and form of a line of statistics.
-LINES = {
-    "new tokens": "{0.new_tokens}",
-    "tokens per second": "{0.tokens_per_second:.1f}",
-    "target forwards": "{0.target_forwards}",
-    "draft forwards": "{0.draft_forwards}",
-    "draft tokens accepted": "{0.accepted_tokens} of {0.drafted_tokens} ({0.acceptance:.0%})",
-    "tau, accepted per round": "{0.tau:.2f}",
-    "seconds drafting + verifying": "{0.draft_seconds:.2f} + {0.verify_seconds:.2f}",
-    "seconds in all": "{0.seconds:.2f}",
-}
+from hf_spec.outputs import SpecGenerateOutput
 
 
 class Speaker:
@@ -108,9 +95,3 @@ class Speaker:
             **self.entry.method,
             **self.settings.sampling,
         )
-
-
-def figures_table(columns: Mapping[str, SpecStats]) -> Table:
-    """One column for each of `columns`."""
-    rows = [[label, *map(form.format, columns.values())] for label, form in LINES.items()]
-    return Table(["", *columns], rows)

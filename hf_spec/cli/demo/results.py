@@ -70,13 +70,13 @@ class CpuWatch:
     """How much of the processors other programs take from now on."""
 
     def __init__(self) -> None:
-        self._before = _processor_seconds()
+        self._own = psutil.Process()
+        self.share_of_others()
 
     def share_of_others(self) -> float:
-        """Their share of the time of all processors, 0 to 1."""
-        pairs = zip(_processor_seconds(), self._before, strict=True)
-        everything, busy, own = (now - before for now, before in pairs)
-        return min(1.0, max(0.0, (busy - own) / max(everything, 1e-9)))
+        """Their share of the time of all processors since it was asked last, 0 to 1."""
+        own = self._own.cpu_percent() / psutil.cpu_count()
+        return min(1.0, max(0.0, (psutil.cpu_percent() - own) / 100))
 
 
 def slowest_to_fastest(records: Sequence[Record], contender: str) -> float:
@@ -102,13 +102,3 @@ def warnings(share_of_others: float, disagreement: float) -> list[str]:
             f"{disagreement:.2f}; the machine's speed is not steady. Try --repeats 5."
         )
     return found
-
-
-def _processor_seconds() -> tuple[float, float, float]:
-    """Seconds of all processors since the machine started: in all, not idle, and our own."""
-    times, own = psutil.cpu_times(), psutil.Process().cpu_times()
-    # Linux counts guests under user time as well.
-    guests = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)
-    everything = sum(times) - guests
-    idle = times.idle + getattr(times, "iowait", 0.0)
-    return everything, everything - idle, own.user + own.system

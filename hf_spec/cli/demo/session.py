@@ -52,8 +52,8 @@ def run(benchmark: Benchmark, recorder: Recorder, console: Console) -> bool:
     records: list[Record] = []
     answers: dict[str, Answer] = {}
     watch = CpuWatch()
-    # Drawn between runs only: an animated bar would take processor time from what is timed.
-    drawing = {"leave": False, "mininterval": 0, "disable": not console.is_terminal}
+    # Drawn after runs only: an animated bar would take processor time from what is timed.
+    drawing = {"leave": False, "mininterval": 0, "delay": 1e-3, "disable": not console.is_terminal}
     bar = tqdm(total=benchmark.num_runs, desc="timing, in turn", file=console.file, **drawing)
     measured = benchmark.run(bar.update)
     for prompt in benchmark.prompts:

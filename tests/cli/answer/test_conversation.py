@@ -60,11 +60,14 @@ def test_every_answer_knows_what_was_said(talk: Talk) -> None:
 
 def test_colours_and_statistics_agree(talk: Talk) -> None:
     page = talk.say("w11 w12 w13 w11 w12 w13", "w11 w12 w13", "/stats")
-    answers, _, table = page.rpartition("last answer")
-    accepted = int(table.split("draft tokens accepted")[1].split(" of ")[1].split(")")[1])
-    assert accepted > 0
-    assert green_words(answers) == accepted
-    assert "48" in table
+    answers, _, table = page.rpartition("last answer:")
+    together = dict(
+        line.split()[:2] for line in table.split("all:")[1].splitlines() if "  " in line
+    )
+    assert int(together["accepted"]) > 0
+    assert green_words(answers) == int(together["accepted"])
+    assert table.splitlines()[1].split() == ["new", "tokens", "24"]
+    assert "new tokens          48" in table
 
 
 def test_reset_forgets(talk: Talk) -> None:

@@ -1,8 +1,7 @@
-"""A model with a strategy: what it is given, what it refuses, and how its counts add up."""
+"""A model with a strategy: what it is given, and what it refuses."""
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
 from pathlib import Path
@@ -10,12 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
 from hf_spec import AssistantError, OptionError
-from hf_spec.cli.answer.speaker import Speaker, figures_table
+from hf_spec.cli.answer.speaker import Speaker
 from hf_spec.cli.options import AnswerSettings, Placement
-from hf_spec.outputs import RowStats, SpecStats
 from tests.cli.answer.conftest import make_tokenizer
 from tests.tiny_models import build
 
@@ -87,29 +84,3 @@ def test_code_of_a_model_is_not_run(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="custom code"):
         Speaker.load(str(own), Placement(device="cpu"), AnswerSettings("lookup"))
     assert not (tmp_path / "ran").exists()
-
-
-def stats(accepted: int) -> SpecStats:
-    row = RowStats(target_forwards=4, drafted_tokens=10, accepted_tokens=accepted, new_tokens=9)
-    return SpecStats(
-        [row],
-        target_forwards=5,
-        draft_forwards=3,
-        draft_seconds=0.5,
-        verify_seconds=1.0,
-        other_seconds=0.5,
-    )
-
-
-def test_json_values_of_nothing_yet() -> None:
-    found = SpecStats([]).to_dict()
-    assert found["tau"] == found["acceptance"] == found["tokens_per_second"] == 0
-
-
-def test_table() -> None:
-    page = io.StringIO()
-    one = stats(5)
-    Console(file=page, width=80).print(figures_table({"last": one, "all": one + one}).drawn())
-    assert "5 of 10 (50%)" in page.getvalue()
-    assert "10 of 20 (50%)" in page.getvalue()
-    assert "…" not in page.getvalue()

@@ -6,6 +6,7 @@ import io
 import time
 from dataclasses import replace
 
+import psutil
 import pytest
 from rich.console import Console
 
@@ -94,31 +95,28 @@ def plain(prompt: str, seconds: float, contender: str = "plain") -> Record:
     return Record(prompt, prompt, contender, 0, seconds, seconds, 10, 10, True)
 
 
-def watched(monkeypatch: pytest.MonkeyPatch, busy: float, own: float) -> float:
-    """The share that a watch tells after a second of four processors."""
-    monkeypatch.setattr(results, "_processor_seconds", lambda: (100.0, 50.0, 10.0))
-    watch = results.CpuWatch()
-    monkeypatch.setattr(results, "_processor_seconds", lambda: (104.0, 50.0 + busy, 10.0 + own))
-    return watch.share_of_others()
-
-
 @pytest.mark.parametrize(
-    ("busy", "own", "share"), [(2.0, 2.0, 0.0), (3.0, 2.0, 0.25), (4.0, 0.0, 1.0), (1.9, 2.0, 0.0)]
+    ("busy", "own", "share"),
+    # Percent of all processors, and of one of the four.
+    [(50.0, 200.0, 0.0), (75.0, 200.0, 0.25), (100.0, 0.0, 1.0), (47.5, 200.0, 0.0)],
 )
 def test_own_work_is_not_counted(
     monkeypatch: pytest.MonkeyPatch, busy: float, own: float, share: float
 ) -> None:
-    assert watched(monkeypatch, busy, own) == pytest.approx(share)
+    monkeypatch.setattr(psutil, "cpu_count", lambda: 4)
+    monkeypatch.setattr(psutil, "cpu_percent", lambda: busy)
+    monkeypatch.setattr(psutil.Process, "cpu_percent", lambda process: own)
+    assert results.CpuWatch().share_of_others() == pytest.approx(share)
 
 
 def test_the_counters_of_this_machine_are_read() -> None:
-    everything, busy, own = results._processor_seconds()
+    watch = results.CpuWatch()
     end = time.process_time() + 0.3
     while time.process_time() < end:
         pass
-    later, busier, own_later = results._processor_seconds()
-    assert own_later - own >= 0.2
-    assert later - everything >= busier - busy > 0
+    own, busy = watch._own.cpu_percent(), psutil.cpu_percent()
+    assert own > 20
+    assert busy > 0.5 * own / psutil.cpu_count()
 
 
 def test_disagreement_is_that_of_the_worst_prompt() -> None:
