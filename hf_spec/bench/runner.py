@@ -132,9 +132,6 @@ def time_contenders(
     Yields:
         Batch by batch, one record per contender and repetition; a warm-up on the widest batch is
         not timed.
-
-    Raises:
-        OptionError: if there are fewer prompts than rows of a batch.
     """
     batches = make_batches(prompts, tokenizer, plan.batch_size)
     widest = max(batches, key=lambda batch: batch.ids.shape[1])

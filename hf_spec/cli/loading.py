@@ -43,12 +43,7 @@ def load_target(name: str, placement: Placement = ANYWHERE) -> PreTrainedModel:
 
 
 def load_tokenizer(name: str) -> Any:
-    """The tokenizer of the model `name`.
-
-    Raises:
-        OptionError: if there is none.
-        HubError: if it must be fetched and the Hub cannot be reached.
-    """
+    """The tokenizer of the model `name`; errors are those of `load_target`."""
     return _load(AutoTokenizer, name)
 
 

@@ -103,11 +103,7 @@ PerTask = Annotated[int, typer.Option(min=1, help="Prompts of each task.")]
 
 
 def check_out(path: Path | None) -> None:
-    """Refuse, before anything is computed, a file that cannot be written.
-
-    Raises:
-        OptionError: names --out and what is in the way.
-    """
+    """Refuse, before anything is computed, a file that cannot be written."""
     if path is None:
         return
     if not path.parent.is_dir():

@@ -121,9 +121,8 @@ def as_conversations(
 ) -> list[Prompt]:
     """One prompt per turn in order, each with the turns and answers before it.
 
-    Turns of prompts with several are called "id/1", "id/2" and so on.
-
-    `answer` gives the model's answer to the first turn of a prompt.
+    Turns of prompts with several are called "id/1", "id/2" and so on. `answer` gives the model's
+    answer to the first turn of a prompt.
 
     Raises:
         UnsupportedError: if a prompt has several turns and the tokenizer no chat template.
@@ -177,11 +176,7 @@ class Batch:
 
 
 def check_batch_size(size: int, num_prompts: int) -> None:
-    """Refuse batches that would hold the same prompt twice.
-
-    Raises:
-        OptionError: if there are fewer prompts than rows.
-    """
+    """Refuse batches that would hold the same prompt twice."""
     if num_prompts < size:
         raise OptionError(
             f"a batch of {size} rows needs as many prompts, and there are {num_prompts}; take "
@@ -190,11 +185,7 @@ def check_batch_size(size: int, num_prompts: int) -> None:
 
 
 def make_batches(prompts: Sequence[Prompt], tokenizer: Any, size: int) -> list[Batch]:
-    """Batches of prompts in order; the last one is filled up from the beginning.
-
-    Raises:
-        OptionError: if there are fewer prompts than rows.
-    """
+    """Batches of prompts in order; the last one is filled up from the beginning."""
     check_batch_size(size, len(prompts))
     batches = []
     for start in range(0, len(prompts), size):

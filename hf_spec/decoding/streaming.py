@@ -23,11 +23,8 @@ class BatchStreamer(BaseStreamer):
     """Hands on the generated tokens of every sequence, block by block.
 
     For `generate(batch, spec_strategy=..., streamer=...)` and `generate_batch(...)`; prompts are
-    not streamed. Subclasses may override `put_row` and `end_row` instead of passing functions.
-
-    Args:
-        on_tokens: called with the number of a sequence and its newest tokens.
-        on_end: called with the number of a sequence that has ended.
+    not streamed. `on_tokens` gets the number of a sequence and its newest tokens, `on_end` that of
+    one that has ended. Subclasses may override `put_row` and `end_row` instead.
     """
 
     def __init__(

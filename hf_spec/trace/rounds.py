@@ -53,9 +53,6 @@ def record_rounds(
 
     Returns:
         What `generate()` returns, and the rounds in order.
-
-    Raises:
-        SpecError: as from `generate()`.
     """
     config = parse_strategy(spec_strategy)
     drafter = make_drafter(config, model, assistant)

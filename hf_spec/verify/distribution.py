@@ -62,13 +62,9 @@ class Cells:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Chi-square of counts against their expectation.
+    """Chi-square of counts against their expectation, with `cells - 1` degrees of freedom.
 
-    Attributes:
-        draws: n.
-        cells: how many were compared.
-        statistic: chi-square, with `cells - 1` degrees of freedom.
-        impossible: draws that have probability 0.
+    `impossible` are draws that have probability 0.
     """
 
     draws: int
@@ -121,11 +117,7 @@ def compare(cells: Cells, continuations: Iterable[Path]) -> Comparison:
 
 
 def chi_square(found: Iterable[tuple[float, int]], impossible: int = 0) -> Comparison:
-    """Compare counts with their expectation.
-
-    `found` has per cell how many were expected and how many there are; `impossible` of these have
-    probability 0.
-    """
+    """Compare how many were expected in each cell with how many there are, `impossible` of them."""
     merged = merge_rare(found)
     statistic = sum((seen - expected) ** 2 / expected for expected, seen in merged)
     return Comparison(sum(seen for _, seen in merged), len(merged), statistic, impossible)

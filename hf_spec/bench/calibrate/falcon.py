@@ -111,11 +111,7 @@ def calibrate_falcon(
 
 
 def check_answers(responses: Sequence[Response]) -> None:
-    """Refuse answers to prompts that benchmarks report on; a tree tuned on them proves nothing.
-
-    Raises:
-        OptionError: names the first such answer.
-    """
+    """Refuse answers to prompts that benchmarks report on; a tree tuned on them proves nothing."""
     reported = {prompt.id for prompt in load_prompts()}
     for response in responses:
         if response.id in reported:
@@ -164,10 +160,7 @@ def accepted_paths(ranks: torch.Tensor, num_ranks: int) -> dict[rank_tree.Path, 
 
 
 def shares_by_rank(ranks: torch.Tensor, num_ranks: int) -> list[list[float]]:
-    """Per depth and rank the share among drafts whose tokens above stood in the lists.
-
-    0 at depths that no draft reached.
-    """
+    """Per depth and rank the share among drafts whose tokens above stood in the lists, if any."""
     inside = (ranks >= 0) & (ranks < num_ranks)
     shares = []
     alive = torch.ones(len(ranks), dtype=torch.bool)

@@ -40,11 +40,7 @@ class DraftedTextStreamer(BatchTextStreamer):
 
 
 class ConsoleStreamer(DraftedTextStreamer):
-    """Prints the text of one sequence piece by piece, accepted draft tokens in a style of rich.
-
-    Attributes:
-        text: all that was generated so far.
-    """
+    """Prints the text of one sequence, accepted draft tokens in a style of rich, and keeps it."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, console: Console, accepted_style: str = ""

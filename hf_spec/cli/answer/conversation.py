@@ -43,11 +43,7 @@ class Conversation:
         }
 
     def run(self) -> None:
-        """Read and answer lines until /exit or the end of the input.
-
-        Raises:
-            OptionError: if the model has no chat template.
-        """
+        """Read and answer lines until /exit or the end of the input."""
         self.speaker.encode([*self._start, {"role": "user", "content": "hello"}])
         self.console.print(
             f"{escape(self.speaker.entry.name)}; /help lists the commands", style="dim"
@@ -75,11 +71,7 @@ class Conversation:
             self.console.print(f"[bold red]error:[/] {escape(str(error))}")
 
     def answer(self, text: str) -> None:
-        """Say `text` to the model and print what it answers; Ctrl-C cuts the answer short.
-
-        Raises:
-            SpecError: if the model cannot answer; nothing is remembered then.
-        """
+        """Say `text` to the model and print what it answers; Ctrl-C cuts the answer short."""
         messages = [*self.messages, {"role": "user", "content": text}]
         ids = self.speaker.encode(messages)
         streamer = ConsoleStreamer(self.speaker.tokenizer, self.console, ACCEPTED_STYLE)

@@ -17,11 +17,7 @@ from hf_spec.outputs import SpecGenerateOutput
 
 
 class Speaker:
-    """A target model, its tokenizer, and how it generates.
-
-    Attributes:
-        entry: the strategy in use, with its assistant.
-    """
+    """A target model, its tokenizer, and how it generates."""
 
     def __init__(
         self, model: Any, tokenizer: Any, settings: AnswerSettings, assistants: Sequence[str] = ()
@@ -50,12 +46,7 @@ class Speaker:
         return cls(model, tokenizer, settings, assistants or ())
 
     def choose(self, strategy: str) -> None:
-        """Use another strategy, written as on the command line.
-
-        Raises:
-            OptionError: for an unknown strategy or option.
-            AssistantError: if it lacks its assistant.
-        """
+        """Use another strategy, written as on the command line; errors as of `parse_entries`."""
         [self.entry] = parse_entries([strategy], self.assistants)
 
     def encode(self, messages: list[dict[str, str]]) -> Tensor:

@@ -63,12 +63,9 @@ class Lane:
 
 @dataclass(frozen=True)
 class Recording:
-    """One generation.
+    """One generation: its prompt, and blocks of tokens that came together, with the seconds so far.
 
-    Attributes:
-        prompt_ids: tokens of the prompt.
-        blocks: seconds since the generation began, and tokens that came together: of a speculative
-            round the accepted drafts, then the target's own.
+    Of a speculative round these are the accepted drafts, then the target's own.
     """
 
     prompt_ids: list[int]

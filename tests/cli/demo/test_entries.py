@@ -16,7 +16,7 @@ from hf_spec.cli.demo.entries import (
     default_entries,
     find_head,
 )
-from hf_spec.cli.demo.results import copied_share
+from hf_spec.cli.demo.session import copied_share
 from hf_spec.errors import SpecError
 from tests import tiny_models
 
