@@ -37,11 +37,7 @@ class Entry(NamedTuple):
 
 
 def parse_entry(text: str) -> Entry:
-    """Read NAME[:OPTION=JSON,...][@ASSISTANT].
-
-    Raises:
-        OptionError: for an unknown strategy or option.
-    """
+    """Read NAME[:OPTION=JSON,...][@ASSISTANT]; errors are those of `parse_strategy`."""
     head, _, assistant = text.partition("@")
     name, _, given = head.partition(":")
     options: dict[str, Any] = {"strategy": name}
@@ -87,10 +83,7 @@ def _split(text: str) -> list[str]:
 
 
 def assistant_finder(model: PreTrainedModel) -> Callable[[Any], Any]:
-    """What turns `truncated:N` into the first N layers of `model`, once; the rest stays as it is.
-
-    It takes an assistant or a list of them.
-    """
+    """What turns `truncated:N`, alone or in a list, into the first N layers of `model`, once."""
     cut = cache(partial(truncated_draft, model))
 
     def find(given: Any) -> Any:

@@ -45,9 +45,7 @@ class Record:
     """One timed generation.
 
     Attributes:
-        prompt: its id; those of a batch joined by "+".
-        task: of all rows, or "mixed".
-        contender, repeat: which one.
+        prompt, task: of a batch the ids joined by "+", and "mixed" if tasks differ.
         seconds: wall-clock time of the call.
         plain_seconds: what plain generate took on the same batch in the same repetition, times the
             share of its tokens that this one made: 1 where outputs are equal.
@@ -55,7 +53,6 @@ class Record:
         target_forwards: None where they cannot be counted.
         identical: whether every output is what it should be; None if outputs are sampled.
         stats: those of our own strategies, None for others.
-        batch_size: rows.
         rows: the outputs one by one.
         peak_bytes: see `hf_spec.bench.timing`.
     """
@@ -102,7 +99,6 @@ class Plan:
     Attributes:
         new_tokens: most tokens generated per row.
         repeats: timed repetitions; the order of the contenders rotates from one to the next.
-        batch_size: rows of a batch.
         seed: of sampled outputs, which are not compared; None for greedy ones.
         ends: tokens that end a sequence; what follows is padding.
         device: whose memory is watched.

@@ -121,14 +121,13 @@ def _say_versions(asked: bool) -> None:
     raise typer.Exit
 
 
-class _Unloaded(TyperCommand):
-    """Stands for a sub-command in help and completion, until it is called."""
-
-
 class _RootGroup(TyperGroup):
     def __init__(self, **attributes: Any):
         super().__init__(**attributes)
-        self.commands = {name: _Unloaded(name, help=said) for name, (_, said) in COMMANDS.items()}
+        # In help and completion these stand for the sub-commands, until one is called.
+        self.commands = {
+            name: TyperCommand(name, help=said) for name, (_, said) in COMMANDS.items()
+        }
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, command, rest = super().resolve_command(ctx, args)
