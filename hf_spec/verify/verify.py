@@ -141,14 +141,12 @@ def verify(
 @contextmanager
 def _plain_by_default(model: Any) -> Iterator[None]:
     """A strategy that is stored with the model would make plain generate() speculate as well."""
-    config = model.generation_config
-    stored = config.spec_strategy
-    if stored is None:
-        # Naming it would leave an entry in the config, which is saved with the model.
-        yield
-        return
-    config.spec_strategy = None
+    config, stored = model.generation_config, model.generation_config.spec_strategy
+    # Named where it is None already, it would leave an entry in the config, which is saved.
+    if stored is not None:
+        config.spec_strategy = None
     try:
         yield
     finally:
-        config.spec_strategy = stored
+        if stored is not None:
+            config.spec_strategy = stored

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -28,8 +28,7 @@ BORDER_WIDTH = 4
 BORDER_HEIGHT = 2
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """Text that appeared at once: when, and whether it was drafted and accepted."""
 
     seconds: float

@@ -63,7 +63,14 @@ def run(benchmark: Benchmark, recorder: Recorder, console: Console) -> bool:
     The last strategy is shown beside plain `generate()`; without a terminal as plain lines.
     `recorder` is the benchmark's streamer.
     """
-    console.print(Text(_conditions(benchmark.model), "dim"))
+    device = benchmark.model.device
+    facts = environment(device)
+    threads = f", {facts['threads']} threads" if device.type == "cpu" else ""
+    conditions = (
+        f"SmolLM2-135M-Instruct, float32, greedy, on {facts['device']}{threads}; "
+        f"torch {facts['torch']}, transformers {facts['transformers']}"
+    )
+    console.print(Text(conditions, "dim"))
     records: list[Record] = []
     answers: dict[str, Answer] = {}
     watch = CpuWatch()
@@ -104,15 +111,6 @@ def _show(console: Console, lanes: Sequence[Lane]) -> None:
     console.print(lanes[0].text(lanes[0].seconds), soft_wrap=True)
     times = "; ".join(f"{lane.title} {lane.clock(lane.seconds)}" for lane in lanes)
     console.print(f"[{times}]", markup=False, soft_wrap=True)
-
-
-def _conditions(model: PreTrainedModel) -> str:
-    facts = environment(model.device)
-    threads = f", {facts['threads']} threads" if model.device.type == "cpu" else ""
-    return (
-        f"SmolLM2-135M-Instruct, float32, greedy, on {facts['device']}{threads}; "
-        f"torch {facts['torch']}, transformers {facts['transformers']}"
-    )
 
 
 def copied_share(prompt_ids: Sequence[int], output_ids: Sequence[int]) -> float:
