@@ -24,12 +24,9 @@ MIXED = "mixed"
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt.
+    """The user's messages `turns`, of which the first is answered, by what tables call them.
 
-    Attributes:
-        id, task: what tables call it.
-        turns: the user's messages, of which the first is answered.
-        history: pairs of a message and its answer that went before.
+    `history` are pairs of a message and its answer that went before.
     """
 
     id: str
@@ -63,14 +60,11 @@ def load_prompts(
     tasks: Sequence[str] = (),
     whole: bool = False,
 ) -> list[Prompt]:
-    """Read prompts, the first `per_task` of each task.
+    """Read prompts, the first `per_task` of each task, or of those in `tasks`; by default all.
 
-    Args:
-        path: a `.jsonl` or `.json` file has JSON lines with `turns` and optionally `id` and `task`,
-            any other one text; the 60 prompts of six tasks that come with the package by default.
-        per_task: all of them by default.
-        tasks: these alone; all by default.
-        whole: a text file is one prompt, instead of one per line that is not empty.
+    A `.jsonl` or `.json` file has JSON lines with `turns` and optionally `id` and `task`, any other
+    one text: a prompt per line that is not empty, or a `whole` one. By default they are the 60
+    prompts of six tasks that come with the package.
 
     Raises:
         OptionError: if there are no prompts, or a line is none.

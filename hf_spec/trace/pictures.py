@@ -42,10 +42,7 @@ LONGEST_WORD = 10
 
 
 class Canvas:
-    """Shapes of an SVG picture, on white ground or, where the reader prefers it, on dark.
-
-    Sizes are in pixels; the title says what it shows to those who cannot see it.
-    """
+    """Shapes of an SVG picture, in pixels, on white or dark ground as the reader prefers."""
 
     def __init__(self, width: int, height: int, title: str):
         self.title = title

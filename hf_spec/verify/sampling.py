@@ -82,10 +82,7 @@ class SamplingResult:
 def check_sampling(
     model: Any, prompts: Sequence[Tensor], plan: SamplingPlan, **method: Any
 ) -> SamplingResult:
-    """Compare draws after (1, L) prompts with the model's own distribution.
-
-    `method` is what makes `generate()` speculate.
-    """
+    """Compare what is drawn by `method` after (1, L) prompts with the model's own distribution."""
     devices = [model.device] if model.device.type == "cuda" else []
     found = []
     with torch.random.fork_rng(devices):

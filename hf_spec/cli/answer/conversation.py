@@ -20,11 +20,7 @@ PROMPT = "[bold]>[/] "
 
 
 class Conversation:
-    """Messages, answers and what they cost.
-
-    Everything is printed to `console`; lines are read from standard input, and `system` is a
-    message before the others.
-    """
+    """Messages, answers and what they cost; `system` is a message before the others."""
 
     def __init__(self, speaker: Speaker, console: Console, system: str | None = None):
         self.speaker = speaker
