@@ -132,6 +132,7 @@ class SpecStats:
         if self.draft_forwards:
             lines.append(("draft forwards", str(self.draft_forwards), ""))
         shown = ", ".join(f"{name} {seconds:.2f}" for name, seconds in parts)
+        shown += f"; {self.tokens_per_second:.1f} tokens per second"
         lines.append(("seconds", f"{self.seconds:.2f}", shown))
         lines += [(name.replace("_", " "), str(n), "") for name, n in self.counters.items()]
         return _table(lines)

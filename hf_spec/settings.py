@@ -31,9 +31,10 @@ class Within:
 
 @dataclass(frozen=True)
 class Named:
-    """What a command line calls a setting, where that is not the name of its field."""
+    """What a command line calls a setting, and a switch that is off, if not by the field's name."""
 
     option: str
+    off: str | None = None
 
 
 CODE_ONLY = object()
@@ -53,6 +54,7 @@ class Setting:
     Attributes:
         name: of the field.
         option: on a command line, with underscores; None if it has none.
+        off: what turns a switch off, likewise.
         kind: type of the value, or of each in a tuple.
         help: what the docstring says of it.
         choices: if only these are allowed.
@@ -63,6 +65,7 @@ class Setting:
 
     name: str
     option: str | None
+    off: str | None
     kind: Any
     help: str
     choices: tuple[Any, ...]
@@ -123,11 +126,12 @@ def described(kind: type[Settings]) -> tuple[Setting, ...]:
                 hint = get_args(hint)[0]
             else:
                 break
-        name = next((note.option for note in notes if isinstance(note, Named)), field.name)
+        called = next((note for note in notes if isinstance(note, Named)), Named(field.name))
         found.append(
             Setting(
                 name=field.name,
-                option=None if CODE_ONLY in notes else name,
+                option=None if CODE_ONLY in notes else called.option,
+                off=called.off,
                 kind=hint,
                 help=texts.get(field.name, ""),
                 choices=get_args(hint) if get_origin(hint) is Literal else (),

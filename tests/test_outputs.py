@@ -87,7 +87,7 @@ class TestPrinted:
             "accepted            3  38% of them; by position: 100%, 50%",
             "tau              1.50  accepted draft tokens per target forward",
             "draft forwards     11",
-            "seconds          2.25  draft 0.25, target 1.50, other 0.50",
+            "seconds          2.25  draft 0.25, target 1.50, other 0.50; 2.2 tokens per second",
             "idle rounds         1",
         ]
         assert str(row).splitlines() == str(stats).splitlines()[:5]

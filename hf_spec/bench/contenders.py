@@ -24,13 +24,7 @@ GREEDY: Settings = MappingProxyType({"do_sample": False})
 
 @dataclass(frozen=True)
 class Run:
-    """Outcome of one generation.
-
-    Attributes:
-        sequences: (B, L) int64, prompts included.
-        target_forwards: forward passes of the target model; None where they cannot be counted.
-        stats: our own statistics, for our own strategies.
-    """
+    """Outcome of one generation: (B, L) int64, prompts included, and what could be counted."""
 
     sequences: Tensor
     target_forwards: int | None = None
@@ -53,7 +47,6 @@ class Contender:
     """A named way to generate.
 
     Attributes:
-        name: as it appears in tables.
         run: generates at most so many new tokens.
         prepare: called with the same, untimed, before the first run; the target forwards, if
             counting them needs a call of its own.
@@ -72,7 +65,7 @@ class Contender:
 
 def plain(model: PreTrainedModel, settings: Settings = GREEDY) -> Contender:
     """`generate()` itself."""
-    return _transformers("plain", model, settings)
+    return transformers("plain", model, settings)
 
 
 def compiled(model: PreTrainedModel, settings: Settings = GREEDY) -> Contender:
@@ -106,24 +99,6 @@ def compiled(model: PreTrainedModel, settings: Settings = GREEDY) -> Contender:
             f"{model.device.type}; leave --compiled out"
         )
     return Contender("plain, static cache, compiled", run, compiles=True)
-
-
-def transformers_lookup(
-    model: PreTrainedModel, match_length: int, copy_length: int, settings: Settings = GREEDY
-) -> Contender:
-    """The prompt lookup of transformers."""
-    given = {"prompt_lookup_num_tokens": copy_length, "max_matching_ngram_size": match_length}
-    return _transformers("transformers lookup", model, {**settings, **given}, batches=False)
-
-
-def transformers_assistant(
-    model: PreTrainedModel,
-    assistant: PreTrainedModel,
-    settings: Settings = GREEDY,
-    name: str = "transformers assistant",
-) -> Contender:
-    """The assisted decoding of transformers."""
-    return _transformers(name, model, {**settings, "assistant_model": assistant}, batches=False)
 
 
 def economize_lookup(
@@ -184,7 +159,7 @@ def speculative(
     return Run(output.sequences, output.spec_stats.target_forwards, output.spec_stats)
 
 
-def _transformers(name: str, model: Any, given: Settings, batches: bool = True) -> Contender:
+def transformers(name: str, model: Any, settings: Settings, batches: bool = True) -> Contender:
     """A way of transformers' own, whose forwards a hook counts."""
 
     def run(ids: Tensor, new_tokens: int, mask: Tensor | None = None) -> Run:
@@ -196,7 +171,7 @@ def _transformers(name: str, model: Any, given: Settings, batches: bool = True) 
 
         handle = model.register_forward_pre_hook(count)
         try:
-            sequences = _generate(model, ids, new_tokens, mask, **given)
+            sequences = _generate(model, ids, new_tokens, mask, **settings)
         finally:
             handle.remove()
         return Run(sequences, forwards)

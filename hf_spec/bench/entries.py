@@ -18,13 +18,7 @@ from hf_spec.strategies.registry import parse_strategy
 
 
 class Entry(NamedTuple):
-    """A strategy that is measured or verified.
-
-    Attributes:
-        name: in tables and reports.
-        config: of the strategy.
-        assistant: what it takes.
-    """
+    """A strategy that is measured or verified, with the name that tables and reports give it."""
 
     name: str
     config: StrategyConfig
@@ -43,11 +37,7 @@ class Entry(NamedTuple):
 
 
 def parse_entry(text: str) -> Entry:
-    """Read NAME[:OPTION=JSON,...][@ASSISTANT].
-
-    Raises:
-        OptionError: for an unknown strategy or option.
-    """
+    """Read NAME[:OPTION=JSON,...][@ASSISTANT]; errors are those of `parse_strategy`."""
     head, _, assistant = text.partition("@")
     name, _, given = head.partition(":")
     options: dict[str, Any] = {"strategy": name}
@@ -63,9 +53,7 @@ def parse_entry(text: str) -> Entry:
 def parse_entries(texts: Iterable[str], assistants: Sequence[str] = ()) -> list[Entry]:
     """Entries with `assistants` for those that name none and take some.
 
-    Args:
-        texts: NAME[:OPTION=JSON,...][@ASSISTANT] each.
-        assistants: one serves every strategy; several, as a list, "auto" alone.
+    One serves every strategy; several, as a list, "auto" alone.
 
     Raises:
         OptionError: for an unknown strategy or option.
@@ -95,10 +83,7 @@ def _split(text: str) -> list[str]:
 
 
 def assistant_finder(model: PreTrainedModel) -> Callable[[Any], Any]:
-    """What turns `truncated:N` into the first N layers of `model`, once; the rest stays as it is.
-
-    It takes an assistant or a list of them.
-    """
+    """What turns `truncated:N`, alone or in a list, into the first N layers of `model`, once."""
     cut = cache(partial(truncated_draft, model))
 
     def find(given: Any) -> Any:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_spec.bench.contenders import GREEDY, Contender, Run, Settings, plain, speculative
+from hf_spec.bench.contenders import Contender, Run, plain, speculative
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.state import GenerationState
 from hf_spec.drafting.length_policy import DraftedToken, LengthPolicy
@@ -35,15 +35,10 @@ Answers = Sequence[Sequence[int]]
 
 
 class PlainAnswers:
-    """What plain greedy `generate()` says to a prompt, each recorded once.
+    """What a contender, plain greedy `generate()`, says to a prompt, each recorded once."""
 
-    Args:
-        model: the target.
-        settings: of `generate()`.
-    """
-
-    def __init__(self, model: PreTrainedModel, settings: Settings = GREEDY):
-        self._plain = plain(model, settings)
+    def __init__(self, contender: Contender):
+        self._plain = contender
         self._known: dict[tuple[tuple[int, ...], int], list[int]] = {}
 
     def __call__(self, ids: Tensor, new_tokens: int, mask: Tensor | None = None) -> list[list[int]]:
@@ -66,7 +61,7 @@ def _knowing(model: Any, drafter_of: Callable[[Answers], Drafter], name: str) ->
 
     They are recorded the first time a prompt is met, which `prepare` does untimed.
     """
-    answers = PlainAnswers(model)
+    answers = PlainAnswers(plain(model))
 
     def run(ids: Tensor, new_tokens: int, mask: Tensor | None = None) -> Run:
         decode = partial(generate_with, drafter_of(answers(ids, new_tokens, mask)))
@@ -79,12 +74,7 @@ def _knowing(model: Any, drafter_of: Callable[[Answers], Drafter], name: str) ->
 
 
 class OraclePolicy(LengthPolicy):
-    """Stop after the first token that is not the target's.
-
-    Args:
-        answers: see `Answers`.
-        max_draft_tokens: most tokens drafted in a round; without a limit by default.
-    """
+    """Stop after the first token that is not in the target's `answers`."""
 
     def __init__(self, answers: Answers, max_draft_tokens: int = sys.maxsize):
         super().__init__(max_draft_tokens)
@@ -92,11 +82,8 @@ class OraclePolicy(LengthPolicy):
 
     def goes_on(self, newest: Sequence[DraftedToken]) -> list[bool]:
         """Whether each token is the one that the target says there."""
-        return [self._is_right(token) for token in newest]
-
-    def _is_right(self, drafted: DraftedToken) -> bool:
-        answer = self.answers[drafted.row]
-        return drafted.position < len(answer) and answer[drafted.position] == drafted.token
+        texts = [self.answers[one.row][one.position : one.position + 1] for one in newest]
+        return [list(text) == [one.token] for text, one in zip(texts, newest, strict=True)]
 
 
 def oracle(model: Any, draft: PreTrainedModel) -> Contender:
@@ -109,14 +96,7 @@ def oracle(model: Any, draft: PreTrainedModel) -> Contender:
 
 
 class SyntheticDrafter(Drafter):
-    """Chains of the right tokens, some of them made wrong.
-
-    Args:
-        answers: see `Answers`.
-        acceptance: p, probability that a token is left as it is.
-        length: tokens of a chain.
-        vocab_size: of the target.
-    """
+    """Chains of `length` right tokens, each of them left as it is with probability `acceptance`."""
 
     def __init__(self, answers: Answers, acceptance: float, length: int, vocab_size: int):
         self.answers = answers
@@ -134,23 +114,16 @@ class SyntheticDrafter(Drafter):
         for row, limit in limits.items():
             begin = state.generated[row]
             end = begin + min(self.length, limit)
-            chain = [self._right_or_wrong(token) for token in self.answers[row][begin:end]]
+            chain = [
+                token if self._random.random() < self.acceptance else (token + 1) % self.vocab_size
+                for token in self.answers[row][begin:end]
+            ]
             drafts[row] = [state.tokens[row][-1], *chain], list(range(-1, len(chain)))
         return DraftTree.from_drafts(drafts, state.num_rows)
 
-    def _right_or_wrong(self, token: int) -> int:
-        right = self._random.random() < self.acceptance
-        return token if right else (token + 1) % self.vocab_size
-
 
 def synthetic(model: Any, acceptance: float, length: int) -> Contender:
-    """Chains of `length` tokens, each accepted after accepted ones with probability `acceptance`.
-
-    Args:
-        model: the target.
-        acceptance: between 0 and 1.
-        length: at least 1.
-    """
+    """Chains of `length` tokens, each accepted with this probability after accepted ones."""
     vocab_size = model.config.get_text_config().vocab_size
 
     def drafter(answers: Answers) -> Drafter:

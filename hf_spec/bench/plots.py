@@ -102,14 +102,9 @@ def lines(
     title: str = "",
     spreads: Spreads | None = None,
 ) -> None:
-    """Draw lines with a mark at every measured point.
+    """Draw lines with a mark at every measured point, and bars for the `spreads` of some.
 
-    Args:
-        series: name -> x and y values.
-        labels: of the axes, with units.
-        path: file to write; its ending names the format.
-        title: above the plot.
-        spreads: drawn as bars, for the series that it names.
+    Labels of the axes have units; the ending of `path` names the format.
     """
     from matplotlib import colormaps
     from matplotlib.figure import Figure
@@ -141,13 +136,9 @@ def lines(
 
 
 def ranges(panels: Mapping[str, Ranges], label: str, path: Path, title: str = "") -> None:
-    """Draw panels side by side, each with a dot and a bar per name; a grey line is at 1.
+    """Draw panels side by side by title, each with a dot and a bar per name; a grey line is at 1.
 
-    Args:
-        panels: title -> values; the names of the first panel are at the left.
-        label: of the values, with units.
-        path: file to write; its ending names the format.
-        title: above all panels.
+    The label of the values has units; the ending of `path` names the format.
     """
     from matplotlib.figure import Figure
 

@@ -50,7 +50,7 @@ _OF_A_DRAFT = {
 }
 
 
-# The methods at the seams of the engine, and those that every subclass may have of its own.
+# The methods at the seams of the engine, those that subclasses have of their own included.
 _SEAMS = (
     (ModelRunner, "_call", "verify: forward"),
     (ModelRunner, "forward", "verify: layout"),
@@ -60,8 +60,6 @@ _SEAMS = (
     (NodeProcessors, "__call__", "processors"),
     (RowStorage, "keep", "KV moves"),
     (GenerationState, "commit", "commit"),
-)
-_FAMILIES = (
     (Drafter, "draft", _DRAFTING),
     (Drafter, "observe", _OBSERVING),
     (Verifier, "verify", "verification"),
@@ -74,9 +72,6 @@ class _Clock:
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
         self._open = ["rest"]
-        self.restart()
-
-    def restart(self) -> None:
         synchronize()
         self._since = time.perf_counter()
 
@@ -104,27 +99,19 @@ class _Clock:
 @contextmanager
 def profiled() -> Iterator[dict[str, float]]:
     """Yield seconds by part, complete when the block ends; keys are among `PARTS`."""
-    clock = _Clock()
     replaced: list[tuple[type, str, Any]] = []
+    clock = _Clock()
     try:
-        for owner, name, part in _seams():
-            replaced.append((owner, name, vars(owner)[name]))
-            setattr(owner, name, clock.timed(vars(owner)[name], part))
-        clock.restart()
+        for base, name, part in _SEAMS:
+            for owner in _family(base):
+                if name in vars(owner):
+                    replaced.append((owner, name, vars(owner)[name]))
+                    setattr(owner, name, clock.timed(vars(owner)[name], part))
         yield clock.seconds
         clock.charge()
     finally:
         for owner, name, original in reversed(replaced):
             setattr(owner, name, original)
-
-
-def _seams() -> Iterator[tuple[type, str, str]]:
-    """(class, method, part) of every method that is timed."""
-    yield from _SEAMS
-    for base, name, part in _FAMILIES:
-        for owner in _family(base):
-            if name in vars(owner):
-                yield owner, name, part
 
 
 def _family(base: type[Any]) -> Iterator[type]:

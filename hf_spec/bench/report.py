@@ -24,6 +24,32 @@ SYNTHETIC = (
 )
 # Positions of a draft whose acceptance tables show; plots show all.
 SHOWN_POSITIONS = 5
+# Heading of a speed -> its cell for a contender.
+SPEEDS: dict[str, Callable[[Summary], str]] = {
+    "": lambda row: row["contender"],
+    "ratio to plain, median (p20 - p80)": lambda row: _with_spread(row, "ratio", 2),
+    f"ratio to {IDLE}": lambda row: _number(row.get("ratio_to_none"), 2),
+    "total time ratio": lambda row: _number(row["total_ratio"], 2),
+    "tokens/s, median (p20 - p80)": lambda row: _with_spread(row, "tokens_per_second", 1),
+    "tau": lambda row: _number(row.get("tau"), 2),
+    "tokens / target forward": lambda row: _number(row["tokens_per_forward"], 2),
+    "peak memory, MiB": lambda row: _number(row["peak_bytes"] and row["peak_bytes"] / 2**20, 0),
+    "identical": lambda row: _count(row["identical"], row["outputs"]),
+}
+DRAFTS: dict[str, Callable[[Summary], str]] = {
+    "per generation": lambda row: row["contender"],
+    f"acceptance at position 1 to {SHOWN_POSITIONS}": lambda row: " ".join(
+        f"{share:.2f}" for share in row["acceptance_by_position"][:SHOWN_POSITIONS]
+    ),
+    "drafted": lambda row: f"{row['drafted_tokens']:.1f}",
+    "drafted, not sent included": lambda row: f"{row['draft_nodes']:.1f}",
+    "draft forwards": lambda row: f"{row['draft_forwards']:.1f}",
+    "rounds with a merged token accepted": lambda row: f"{row['rounds_with_merged_accepted']:.1%}",
+    "draft / verify / other time": lambda row: (
+        f"{100 * row['draft_share']:.0f} / {100 * row['verify_share']:.0f} / "
+        f"{100 * (1 - row['draft_share'] - row['verify_share']):.0f} %"
+    ),
+}
 
 
 def sections(results: Mapping[str, Any]) -> dict[str, list[Table]]:
@@ -33,7 +59,8 @@ def sections(results: Mapping[str, Any]) -> dict[str, list[Table]]:
         rows = [row for row in results["summary"] if row["batch_size"] == size]
         overall = [row for row in rows if row["task"] == ALL]
         profiles = [p for p in results.get("profiles", []) if p["batch_size"] == size]
-        tables = (_speeds(overall), _by_task(rows), _drafts(overall), _profile(profiles))
+        drafting = Table.of(DRAFTS, [row for row in overall if row.get("drafted_tokens")])
+        tables = (Table.of(SPEEDS, overall), _by_task(rows), drafting, _profile(profiles))
         found[f"batch size {size}"] = [table for table in tables if table.rows]
     return found
 
@@ -58,21 +85,6 @@ def _pages(
     return "\n\n".join(parts)
 
 
-def _speeds(rows: Sequence[Summary]) -> Table:
-    columns: dict[str, Callable[[Summary], str]] = {
-        "": lambda row: row["contender"],
-        "ratio to plain, median (p20 - p80)": lambda row: _with_spread(row, "ratio", 2),
-        f"ratio to {IDLE}": lambda row: _number(row.get("ratio_to_none"), 2),
-        "total time ratio": lambda row: _number(row["total_ratio"], 2),
-        "tokens/s, median (p20 - p80)": lambda row: _with_spread(row, "tokens_per_second", 1),
-        "tau": lambda row: _number(row.get("tau"), 2),
-        "tokens / target forward": lambda row: _number(row["tokens_per_forward"], 2),
-        "peak memory, MiB": lambda row: _number(row["peak_bytes"] and row["peak_bytes"] / 2**20, 0),
-        "identical": lambda row: _count(row["identical"], row["outputs"]),
-    }
-    return Table.of(columns, rows)
-
-
 def _by_task(rows: Sequence[Summary]) -> Table:
     """Ratios and identical outputs by task; of batches that mix tasks the outputs alone."""
     found = {(row["contender"], row["task"]): row for row in rows}
@@ -88,28 +100,6 @@ def _by_task(rows: Sequence[Summary]) -> Table:
 
     head = ["ratio (identical outputs) by task", *tasks]
     return Table(head, [[row["contender"], *(cell(row, t) for t in tasks)] for row in overall])
-
-
-def _drafts(rows: Sequence[Summary]) -> Table:
-    columns: dict[str, Callable[[Summary], str]] = {
-        "per generation": lambda row: row["contender"],
-        f"acceptance at position 1 to {SHOWN_POSITIONS}": lambda row: " ".join(
-            f"{share:.2f}" for share in row["acceptance_by_position"][:SHOWN_POSITIONS]
-        ),
-        "drafted": lambda row: f"{row['drafted_tokens']:.1f}",
-        "drafted, not sent included": lambda row: f"{row['draft_nodes']:.1f}",
-        "draft forwards": lambda row: f"{row['draft_forwards']:.1f}",
-        "rounds with a merged token accepted": lambda row: (
-            f"{row['rounds_with_merged_accepted']:.1%}"
-        ),
-        "draft / verify / other time": _shares,
-    }
-    return Table.of(columns, [row for row in rows if row.get("drafted_tokens")])
-
-
-def _shares(row: Summary) -> str:
-    draft, verify = row["draft_share"], row["verify_share"]
-    return " / ".join(f"{100 * part:.0f}" for part in (draft, verify, 1 - draft - verify)) + " %"
 
 
 def _profile(profiles: Sequence[Mapping[str, Any]]) -> Table:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from hf_spec.bench.contenders import Contender, Run
+from hf_spec.bench.known_answers import PlainAnswers
 from hf_spec.bench.timing import peak_bytes, reset_peak, timed
 from hf_spec.data.prompts import Batch, Prompt, make_batches
 from hf_spec.outputs import SpecStats
@@ -32,13 +33,7 @@ KEPT_STATS = (
 
 @dataclass(frozen=True)
 class Row:
-    """One output of a batch.
-
-    Attributes:
-        prompt, task: which one.
-        identical: whether it is what the reference says to this prompt alone; None if outputs are
-            sampled.
-    """
+    """One output of a batch, and whether the reference says the same; None if it is sampled."""
 
     prompt: str
     task: str
@@ -50,9 +45,7 @@ class Record:
     """One timed generation.
 
     Attributes:
-        prompt: its id; those of a batch joined by "+".
-        task: of all rows, or "mixed".
-        contender, repeat: which one.
+        prompt, task: of a batch the ids joined by "+", and "mixed" if tasks differ.
         seconds: wall-clock time of the call.
         plain_seconds: what plain generate took on the same batch in the same repetition, times the
             share of its tokens that this one made: 1 where outputs are equal.
@@ -60,7 +53,6 @@ class Record:
         target_forwards: None where they cannot be counted.
         identical: whether every output is what it should be; None if outputs are sampled.
         stats: those of our own strategies, None for others.
-        batch_size: rows.
         rows: the outputs one by one.
         peak_bytes: see `hf_spec.bench.timing`.
     """
@@ -107,7 +99,6 @@ class Plan:
     Attributes:
         new_tokens: most tokens generated per row.
         repeats: timed repetitions; the order of the contenders rotates from one to the next.
-        batch_size: rows of a batch.
         seed: of sampled outputs, which are not compared; None for greedy ones.
         ends: tokens that end a sequence; what follows is padding.
         device: whose memory is watched.
@@ -130,38 +121,33 @@ def time_contenders(
 ) -> Iterator[list[Record]]:
     """Time every contender on every batch of prompts.
 
-    Outputs are compared with those of the first contender: in the same repetition, or, if there
-    are several rows, with what it says to each prompt alone.
-
-    Args:
-        contenders: the first one is the reference (plain generate).
-        prompts: what to generate from.
-        tokenizer: the model's.
-        plan: how much.
-        progress: called after every generation.
+    The first contender, plain generate, is the reference. Outputs are compared with its own: in the
+    same repetition, or, if there are several rows, with what it says to each prompt alone.
+    `progress` is called after every generation.
 
     Yields:
         Batch by batch, one record per contender and repetition; a warm-up on the widest batch is
         not timed.
-
-    Raises:
-        OptionError: if there are fewer prompts than rows of a batch.
     """
     batches = make_batches(prompts, tokenizer, plan.batch_size)
     widest = max(batches, key=lambda batch: batch.ids.shape[1])
+    answers, sampled = PlainAnswers(contenders[0]), plan.seed is not None
     for contender in contenders:
         tokens = plan.new_tokens if contender.compiles else min(plan.new_tokens, WARM_UP_TOKENS)
         contender.run(widest.ids, tokens, widest.mask)
     for batch in batches:
         call = batch.ids, plan.new_tokens, batch.mask
         counts = {c.name: c.prepare(*call) for c in contenders if c.prepare is not None}
-        alone = _alone(contenders[0], batch, plan) if plan.batch_size > 1 else None
+        compared = plan.batch_size > 1 and not sampled
+        alone = _until_end(answers(*call), plan.ends) if compared else None
         records: list[Record] = []
         for repeat in range(plan.repeats):
             runs = _in_turn(contenders, repeat, batch, plan, progress)
             reference = runs[contenders[0].name]
             for name, run in runs.items():
-                rows = _rows(batch, run.outputs, alone or reference.outputs, plan)
+                outputs = zip(run.outputs, alone or reference.outputs, strict=True)
+                same = [None if sampled else output == right for output, right in outputs]
+                named = zip(batch.prompts, same, strict=True)
                 record = Record(
                     batch.name,
                     batch.task,
@@ -171,10 +157,10 @@ def time_contenders(
                     reference.seconds * run.new_tokens / reference.new_tokens,
                     run.new_tokens,
                     counts.get(name) or run.run.target_forwards,
-                    None if plan.seed is not None else all(row.identical for row in rows),
+                    None if sampled else all(same),
                     run.run.stats,
                     plan.batch_size,
-                    rows,
+                    tuple(Row(prompt.id, prompt.task, right) for prompt, right in named),
                     run.peak_bytes,
                 )
                 records.append(record)
@@ -210,37 +196,13 @@ def _in_turn(
             torch.manual_seed(plan.seed + repeat)
         reset_peak(plan.device)
         run, seconds = timed(partial(contender.run, batch.ids, plan.new_tokens, batch.mask))
-        outputs = _outputs(run, batch.ids.shape[1], plan.ends)
+        outputs = _until_end(run.sequences[:, batch.ids.shape[1] :].tolist(), plan.ends)
         found[contender.name] = _Timed(run, outputs, seconds, peak_bytes(plan.device))
         progress()
     return found
 
 
-def _rows(
-    batch: Batch, outputs: list[list[int]], expected: list[list[int]], plan: Plan
-) -> tuple[Row, ...]:
-    return tuple(
-        Row(prompt.id, prompt.task, None if plan.seed is not None else output == right)
-        for prompt, output, right in zip(batch.prompts, outputs, expected, strict=True)
-    )
-
-
-def _outputs(run: Run, width: int, ends: frozenset[int]) -> list[list[int]]:
-    """The new tokens of each row, up to its end."""
-    rows = []
-    for tokens in run.sequences[:, width:].tolist():
-        end = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
-        rows.append(tokens[: end + 1])
-    return rows
-
-
-def _alone(contender: Contender, batch: Batch, plan: Plan) -> list[list[int]]:
-    """What the contender says to every row of a batch without the others; untimed."""
-    if plan.seed is not None:
-        return [[] for _ in batch.prompts]
-    outputs = []
-    for row, seen in zip(batch.ids, batch.mask.bool(), strict=True):
-        ids = row[seen][None]
-        run = contender.run(ids, plan.new_tokens, torch.ones_like(ids))
-        outputs += _outputs(run, ids.shape[1], plan.ends)
-    return outputs
+def _until_end(rows: list[list[int]], ends: frozenset[int]) -> list[list[int]]:
+    """The tokens of each row up to its end."""
+    lengths = (next((i for i, t in enumerate(row) if t in ends), len(row)) for row in rows)
+    return [row[: length + 1] for row, length in zip(rows, lengths, strict=True)]

@@ -1,25 +1,15 @@
-"""Cost of one target forward by number of tree nodes, plain forward and each CPU form, interleaved.
-
-Run as `python -m hf_spec.bench.step_cost --help` says.
-"""
+"""Cost of a target forward by number of tree nodes, plain and in each CPU form, interleaved."""
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
-from statistics import median
-from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
-from hf_spec.bench.tables import Table
 from hf_spec.bench.timing import timed
-from hf_spec.data.machine import environment
 from hf_spec.execution.cpu_linear import set_cpu_packing
 from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.tree import DraftTree
@@ -30,13 +20,9 @@ NODE_COUNTS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 def measure_step_cost(
     model: PreTrainedModel, context: list[int], repeats: int, counts: tuple[int, ...] = NODE_COUNTS
 ) -> dict[str, dict[int, list[float]]]:
-    """Time forwards of trees of different size after the same context.
+    """Time forwards of trees of different size, root included, after the same context.
 
-    Args:
-        model: the target.
-        context: token ids before the root.
-        repeats: timed rounds; each round runs every form and size once.
-        counts: numbers of nodes, root included.
+    Each of the `repeats` runs every form and size once.
 
     Returns:
         form -> node count -> seconds of each repetition. Forms: "transformers" runs as many tokens
@@ -59,12 +45,7 @@ def measure_step_cost(
 
 
 def tree_of(nodes: int, tokens: Sequence[int]) -> DraftTree:
-    """A root with chains of up to eight tokens below it.
-
-    Args:
-        nodes: how many, the root included.
-        tokens: repeated over them, the first is the root's.
-    """
+    """A root and chains of up to eight tokens below it; `tokens` are repeated over all nodes."""
     parents = [-1, *(0 if node % 8 == 0 else node for node in range(nodes - 1))]
     return DraftTree.from_rows([([tokens[node % len(tokens)] for node in range(nodes)], parents)])
 
@@ -82,38 +63,3 @@ def _plain_step(model: PreTrainedModel, context: list[int], count: int) -> float
     prompt = torch.tensor([context], device=model.device)
     model(prompt, past_key_values=cache, use_cache=True)
     return timed(partial(model, prompt[:, :count], past_key_values=cache, use_cache=True))[1]
-
-
-def table(seconds: dict[str, dict[int, list[float]]]) -> str:
-    """Markdown: median milliseconds by node count, and cost relative to one node."""
-    counts = sorted(seconds["auto"])
-    middle = {form: {n: median(v) * 1e3 for n, v in rows.items()} for form, rows in seconds.items()}
-    auto, plain = middle["auto"], middle["transformers"]
-    rows = [[f"{form}, ms", *(f"{ms[n]:.0f}" for n in counts)] for form, ms in middle.items()]
-    for name, unit in (("its own 1 node", auto[1]), ("transformers' 1 token", plain[1])):
-        cells = (f"{auto[n] / unit:.2f}" for n in counts)
-        rows.append([f"auto, relative to {name}", *cells])
-    return Table(["nodes", *map(str, counts)], rows).markdown()
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Command line; prints the table and writes every repetition as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", required=True, help="folder or Hub id")
-    parser.add_argument("--context", type=int, default=200, help="tokens before the root")
-    parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--out", type=Path, help="JSON file")
-    options = parser.parse_args(argv)
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
-    vocab = model.config.get_text_config().vocab_size
-    generator = torch.Generator().manual_seed(0)
-    context = torch.randint(3, vocab, (options.context,), generator=generator).tolist()
-    seconds = measure_step_cost(model, context, options.repeats)
-    print(table(seconds))  # noqa: T201 - the command's result
-    if options.out:
-        facts: dict[str, Any] = {"environment": environment(), "context": options.context}
-        options.out.write_text(json.dumps({**facts, "seconds": seconds}, indent=1))
-
-
-if __name__ == "__main__":
-    main()

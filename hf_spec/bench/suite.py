@@ -15,16 +15,23 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from hf_spec.bench import contenders as ways
 from hf_spec.bench.contenders import Contender, Settings
-from hf_spec.bench.entries import Entry
-from hf_spec.bench.known_answers import PlainAnswers
-from hf_spec.bench.lineup import Suite, make_contenders
+from hf_spec.bench.entries import Entry, assistant_finder
+from hf_spec.bench.known_answers import PlainAnswers, oracle, synthetic
 from hf_spec.bench.profiling import profiled
 from hf_spec.bench.runner import Plan, Record, time_contenders
+from hf_spec.bench.settings import Suite
 from hf_spec.bench.step_cost import measure_step_cost
 from hf_spec.bench.summary import summary
 from hf_spec.data.machine import environment
 from hf_spec.data.prompts import Prompt, as_conversations, check_batch_size, make_batches
+from hf_spec.errors import OptionError
+from hf_spec.execution.model_checks import check_model
+from hf_spec.execution.vocabulary import num_embeddings
+from hf_spec.models.trained_draft import METHOD as DRAFT
+from hf_spec.strategies.assistants import resolve_draft_model
+from hf_spec.strategies.registry import make_drafter
 from hf_spec.training.responses import end_tokens
 
 # Tokens before the root where the cost of a forward is measured.
@@ -34,13 +41,10 @@ PROFILED_BATCHES = 6
 
 @dataclass
 class Results:
-    """What has been measured so far.
+    """What has been measured so far, and how and where.
 
-    Attributes:
-        facts: that do not change: how was measured, and where.
-        records: one per timed generation.
-        profiles: seconds by part of a step, one entry per batch size and contender.
-        step_cost: seconds of each repetition by form of the forward and number of nodes.
+    Profiles are seconds by part of a step, one entry per batch size and contender; the step cost is
+    seconds of each repetition by form of the forward and number of nodes.
     """
 
     facts: dict[str, Any]
@@ -61,15 +65,9 @@ class Results:
 
 
 class Benchmark:
-    """A suite on one model.
+    """A suite on one model in evaluation mode; a strategy stored with it is taken off.
 
-    Args:
-        model: the target, in evaluation mode; a strategy stored with it is taken off.
-        tokenizer: its own.
-        prompts: what to generate from.
-        entries: our strategies.
-        suite: what is measured.
-        **settings: what else `generate()` is given.
+    Strategies are `entries`, and `settings` are what else `generate()` is given.
 
     Attributes:
         prompts: one per output; of conversations one per turn.
@@ -103,22 +101,27 @@ class Benchmark:
         """Timed generations in all."""
         return sum(
             math.ceil(len(self.prompts) / size) * len(self._of_size(size)) * self.suite.repeats
-            for size in self.suite.batch_sizes
+            for size in set(self.suite.batch_sizes)
         )
 
     def run(self, progress: Callable[[], object] = lambda: None) -> Iterator[Results]:
-        """Measure everything.
-
-        Args:
-            progress: called after every timed generation.
+        """Measure everything; `progress` is called after every timed generation.
 
         Yields:
             The same results again and again, with every batch more of them.
         """
         suite = self.suite
-        results = Results(self._facts())
-        for size in sorted(suite.batch_sizes):
-            seed = None if suite.temperature is None else suite.seed
+        results = Results(
+            {
+                "dtype": str(self.model.dtype).removeprefix("torch."),
+                "synthetic_acceptance": suite.synthetic_acceptance,
+                "prompts": len(self.prompts),
+                "suite": asdict(suite),
+                "environment": environment(self.model.device),
+            }
+        )
+        for size in sorted(set(suite.batch_sizes)):
+            seed = suite.seed if suite.sample else None
             ends, device = frozenset(end_tokens(self.model)), self.model.device
             plan = Plan(suite.new_tokens, suite.repeats, size, seed, ends, device)
             contenders = self._of_size(size)
@@ -156,9 +159,9 @@ class Benchmark:
         ]
 
     def _settings(self) -> dict[str, Any]:
-        settings: dict[str, Any] = {"do_sample": self.suite.temperature is not None}
-        if self.suite.temperature is not None:
-            settings["temperature"] = self.suite.temperature
+        settings: dict[str, Any] = {"do_sample": self.suite.sample}
+        if self.suite.sample:
+            settings["temperature"] = self.suite.temperature or 1.0
         pad = self.model.generation_config.pad_token_id
         if pad is None:
             pad = self.tokenizer.pad_token_id
@@ -168,7 +171,7 @@ class Benchmark:
 
     def _turns(self, prompts: Sequence[Prompt], settings: Settings) -> list[Prompt]:
         """One prompt per turn, after the model's own greedy answers to the turns before."""
-        answers = PlainAnswers(self.model, {**settings, "do_sample": False})
+        answers = PlainAnswers(ways.plain(self.model, {**settings, "do_sample": False}))
 
         def answer(prompt: Prompt) -> str:
             output = answers(prompt.encode(self.tokenizer), self.suite.new_tokens)[0]
@@ -176,12 +179,61 @@ class Benchmark:
 
         return as_conversations(prompts, self.tokenizer, answer)
 
-    def _facts(self) -> dict[str, Any]:
-        synthetic = self.suite.synthetic
-        return {
-            "dtype": str(self.model.dtype).removeprefix("torch."),
-            "synthetic_acceptance": synthetic[0] if synthetic else None,
-            "prompts": len(self.prompts),
-            "suite": asdict(self.suite),
-            "environment": environment(self.model.device),
-        }
+
+def make_contenders(
+    model: PreTrainedModel, entries: Sequence[Entry], suite: Suite, settings: Settings
+) -> list[Contender]:
+    """Plain generate first, then what others offer, then ours.
+
+    Raises:
+        SpecError: if an assistant cannot be used, two entries are the same, or compiling fails.
+    """
+    check_model(model)
+    find = assistant_finder(model)
+    ours = [Entry(one.short_name, one.config, find(one.assistant)) for one in entries]
+    for entry in ours:
+        # An adapter that does not fit is refused here, not when its turn comes.
+        make_drafter(entry.config, model, entry.assistant)
+    found: list[Contender | None] = [ways.plain(model, settings)]
+    if suite.compiled:
+        found.append(ways.compiled(model, settings))
+    if suite.baselines:
+        lengths = suite.match_length, suite.copy_length
+        names = ("max_matching_ngram_size", "prompt_lookup_num_tokens")
+        others: dict[str, Any] = {"transformers lookup": dict(zip(names, lengths, strict=True))}
+        for name, draft in _draft_models(model, ours).items():
+            others[name] = {"assistant_model": draft}
+        found += [
+            ways.transformers(name, model, {**settings, **given}, batches=False)
+            for name, given in others.items()
+        ]
+        if not suite.sample:
+            found.append(ways.economize_lookup(model, *lengths))
+    found += [
+        ways.strategy(model, config, assistant, name, settings) for name, config, assistant in ours
+    ]
+    if suite.synthetic_acceptance is not None:
+        found.append(synthetic(model, suite.synthetic_acceptance, suite.synthetic_length))
+    if suite.oracle is not None:
+        found.append(oracle(model, resolve_draft_model("oracle", find(suite.oracle), model)))
+    contenders = [contender for contender in found if contender is not None]
+    for name, count in Counter(contender.name for contender in contenders).items():
+        if count > 1:
+            raise OptionError(f"--strategy {name} is given {count} times")
+    return contenders
+
+
+def _draft_models(model: PreTrainedModel, entries: Sequence[Entry]) -> dict[str, PreTrainedModel]:
+    """Every draft model that an entry has and transformers takes, once, by its baseline's name."""
+    found: dict[int, PreTrainedModel] = {}
+    for _, config, assistant in entries:
+        # Transformers' own assisted decoding takes draft models alone.
+        if config.adapter_methods == (DRAFT,):
+            draft = resolve_draft_model(config.strategy, assistant, model)
+            # Another size needs both tokenizers there, and goes through text.
+            if num_embeddings(draft) == num_embeddings(model):
+                found.setdefault(id(draft), draft)
+    return {
+        "transformers assistant" + (f" {number}" if number > 1 else ""): draft
+        for number, draft in enumerate(found.values(), start=1)
+    }

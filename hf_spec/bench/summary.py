@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
 from statistics import fmean, median, quantiles
 from typing import Any
 
@@ -31,18 +30,6 @@ def spread(values: Sequence[float]) -> tuple[float, float, float]:
         return values[0], values[0], values[0]
     fifths = quantiles(values, n=5, method="inclusive")
     return fifths[0], median(values), fifths[3]
-
-
-def total(stats: Iterable[SpecStats]) -> SpecStats:
-    """Counts and times of several generations together."""
-    found = SpecStats([])
-    for one in stats:
-        for name in (field.name for field in fields(one)):
-            if name != "counters":
-                setattr(found, name, getattr(found, name) + getattr(one, name))
-        for name, count in one.counters.items():
-            found.counters[name] = found.counters.get(name, 0) + count
-    return found
 
 
 def summary(records: Sequence[Record]) -> list[Summary]:
@@ -96,8 +83,8 @@ def _row(batch_size: int, contender: str, task: str, group: Sequence[Record]) ->
         "contender": contender,
         "task": task,
         "batches": len(first),
-        **_spread_of(group, "ratio"),
-        **_spread_of(group, "tokens_per_second"),
+        **spread_of(group, "ratio"),
+        **spread_of(group, "tokens_per_second"),
         "total_ratio": sum(r.plain_seconds for r in group) / sum(r.seconds for r in group),
         "tokens_per_forward": tokens / sum(forwards) / batch_size if counted else None,
         "peak_bytes": max(peaks, default=None),
@@ -111,7 +98,8 @@ def _row(batch_size: int, contender: str, task: str, group: Sequence[Record]) ->
     return row
 
 
-def _spread_of(group: Sequence[Record], figure: str) -> Summary:
+def spread_of(group: Sequence[Record], figure: str) -> Summary:
+    """The spread of a figure over prompts, of each the median over repetitions."""
     low, middle, high = spread(list(per_prompt(group, figure).values()))
     return {f"{figure}_p20": low, figure: middle, f"{figure}_p80": high}
 
@@ -133,7 +121,7 @@ def _identical(group: Sequence[Record]) -> dict[str, tuple[int, int]] | None:
 
 def _drafting(stats: Sequence[SpecStats], seconds: float) -> Summary:
     """What only our own strategies count: acceptance, drafts, where the time went."""
-    together, count = total(stats), len(stats)
+    together, count = sum(stats, SpecStats([])), len(stats)
     rounds = together.counters.get("rounds", 0)
     merged = together.counters.get("rounds_with_merged_accepted", 0)
     reached = zip(together.accepted_by_position, together.drafted_by_position, strict=False)

@@ -1,7 +1,8 @@
-"""Tables of texts: as Markdown for a page, and in columns of equal width for a pipe or a log."""
+"""Tables of texts: as Markdown for a page, in columns for a pipe or a log, drawn on a terminal."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,15 +10,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells under a head.
-
-    Attributes:
-        head: one heading per column; the first column names the row.
-        rows: as many cells each.
-    """
+    """Rows of cells, of which the first names the row; `drawn` takes texts of rich as well."""
 
     head: Sequence[str]
-    rows: Sequence[Sequence[str]]
+    rows: Sequence[Sequence[Any]]
 
     @classmethod
     def of(cls, columns: Mapping[str, Callable[[Any], str]], items: Iterable[Any]) -> Table:
@@ -38,3 +34,18 @@ class Table:
             "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])
             for line in (self.head, rule, *self.rows)
         )
+
+    def drawn(self, title: str | None = None) -> Any:
+        """A table of rich, aligned like `text`, with headings in lines as long as their cells."""
+        from rich import box, table
+        from rich.text import Text
+
+        found = table.Table(box=box.SIMPLE_HEAD, title=title, pad_edge=False, collapse_padding=True)
+        found.title_justify, found.title_style = "left", "bold"
+        for place, (heading, *cells) in enumerate(zip(self.head, *self.rows, strict=True)):
+            width = max(map(len, [*heading.split(), *cells]), default=1)
+            lines = "\n".join(textwrap.wrap(heading, width))
+            found.add_column(Text(lines), justify="right" if place else "left", min_width=width)
+        for row in self.rows:
+            found.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+        return found

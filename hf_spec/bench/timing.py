@@ -46,10 +46,7 @@ def reset_peak(device: torch.device) -> None:
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """Most bytes held since `reset_peak`; None where it is not known.
-
-    On CUDA those that tensors took, elsewhere what the process had in memory (Linux only).
-    """
+    """Most bytes held since `reset_peak`; None where it is not known."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if device.type != "cpu" or not _RESET.exists():

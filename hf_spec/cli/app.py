@@ -95,20 +95,15 @@ def load_command(name: str) -> Any:
     else:
         app.command(name)(found)
         command = get_command(app)
-    add_config_option(command)
-    _import_package_first(command)
+    for one in getattr(command, "commands", {"": command}).values():
+        add_config_option(one)
+        one.callback = _after_import(one.callback)
     return command
 
 
-def _import_package_first(command: Any) -> None:
-    """Before a command does its work, generate() learns `spec_strategy`; help does without."""
-    for below in getattr(command, "commands", {}).values():
-        _import_package_first(below)
-    if command.callback is not None and not hasattr(command, "commands"):
-        command.callback = _after_import(command.callback)
-
-
 def _after_import(work: Callable[..., Any]) -> Callable[..., Any]:
+    """Before a command does its work, generate() learns `spec_strategy`; help does without."""
+
     @functools.wraps(work)
     def run(*args: Any, **kwargs: Any) -> Any:
         importlib.import_module("hf_spec.public")
@@ -126,14 +121,13 @@ def _say_versions(asked: bool) -> None:
     raise typer.Exit
 
 
-class _Unloaded(TyperCommand):
-    """Stands for a sub-command in help and completion, until it is called."""
-
-
 class _RootGroup(TyperGroup):
     def __init__(self, **attributes: Any):
         super().__init__(**attributes)
-        self.commands = {name: _Unloaded(name, help=said) for name, (_, said) in COMMANDS.items()}
+        # In help and completion these stand for the sub-commands, until one is called.
+        self.commands = {
+            name: TyperCommand(name, help=said) for name, (_, said) in COMMANDS.items()
+        }
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, command, rest = super().resolve_command(ctx, args)

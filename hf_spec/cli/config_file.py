@@ -17,13 +17,11 @@ from typer.main import get_command
 
 
 def add_config_option(command: Any) -> None:
-    """Let a command, or every command of a group, take `--config`."""
-    below = getattr(command, "commands", None)
-    if below is None:
-        command.params.append(_config_option())
-        return
-    for one in below.values():
-        add_config_option(one)
+    """Let a command take `--config`."""
+    # The option as typer builds it from a signature.
+    app = typer.Typer(add_completion=False)
+    app.command()(_carrier)
+    command.params.append(get_command(app).params[0])
 
 
 def read_defaults(path: Path, command: Any) -> dict[str, str | list[str]]:
@@ -38,22 +36,19 @@ def read_defaults(path: Path, command: Any) -> dict[str, str | list[str]]:
         raise typer.BadParameter(f"{path} cannot be read as YAML: {error}") from error
     if not isinstance(found, dict):
         raise typer.BadParameter(f"{path} must be a table of `option: value` lines")
-    known = _parameters(command)
+    # By its longest name, as it stands in a file.
+    names = {max(one.opts, key=len).lstrip("-").replace("_", "-"): one for one in command.params}
+    known = {name: one for name, one in names.items() if name not in {"config", "help"}}
     defaults = {}
     for key, value in found.items():
         name = str(key).replace("_", "-")
         if name not in known:
-            raise typer.BadParameter(_unknown(path, key, name, list(known), command.name))
+            near = " or ".join(difflib.get_close_matches(name, known))
+            choice = f"did you mean {near}?" if near else f"it has {', '.join(sorted(known))}"
+            raise typer.BadParameter(f"{path}: {command.name} has no option {str(key)!r}; {choice}")
         if value is not None:
             defaults[known[name].name] = _as_typed(path, key, value, known[name])
     return defaults
-
-
-def _config_option() -> Any:
-    """The option itself, as typer builds it from a signature."""
-    app = typer.Typer(add_completion=False)
-    app.command()(_carrier)
-    return get_command(app).params[0]
 
 
 def _take(ctx: typer.Context, path: Path | None) -> None:
@@ -77,12 +72,6 @@ def _carrier(
 ) -> None: ...
 
 
-def _parameters(command: Any) -> dict[str, Any]:
-    """Every parameter that a file may set, by its key: the longest name it has."""
-    keys = {max(one.opts, key=len).lstrip("-").replace("_", "-"): one for one in command.params}
-    return {key: one for key, one in keys.items() if key not in {"config", "help"}}
-
-
 def _as_typed(path: Path, key: Any, value: Any, parameter: Any) -> str | list[str]:
     values = value if isinstance(value, list) else [value]
     if any(isinstance(one, (dict, list)) or one is None for one in values):
@@ -93,9 +82,3 @@ def _as_typed(path: Path, key: Any, value: Any, parameter: Any) -> str | list[st
     if isinstance(value, list):
         raise typer.BadParameter(f"{path}: {key} takes one value, not a list")
     return texts[0]
-
-
-def _unknown(path: Path, key: Any, name: str, known: list[str], command: str) -> str:
-    near = difflib.get_close_matches(name, known)
-    choice = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(sorted(known))}"
-    return f"{path}: {command} has no option {str(key)!r}; {choice}"

@@ -38,11 +38,7 @@ DEBUG_VARIABLE = "HF_SPEC_DEBUG"
 
 @contextmanager
 def in_one_sentence(debug: bool = False) -> Iterator[None]:
-    """Turn an error into its message on standard error and an exit status.
-
-    Args:
-        debug: let it through instead.
-    """
+    """Turn an error into one sentence on standard error and a status, unless `debug` is set."""
     try:
         yield
     except (ValueError, OSError) as error:
@@ -52,12 +48,7 @@ def in_one_sentence(debug: bool = False) -> Iterator[None]:
         Console(stderr=True, soft_wrap=True).print(
             Text("error: ", style="bold red"), Text(str(error) or type(error).__name__), sep=""
         )
-        raise typer.Exit(status_of(error)) from error
+        mistake = isinstance(error, CALLERS_MISTAKES) and not isinstance(error, HubError)
+        raise typer.Exit(WRONG_USAGE if mistake else FAILED) from error
     except KeyboardInterrupt as stop:
         raise typer.Exit(INTERRUPTED) from stop
-
-
-def status_of(error: Exception) -> int:
-    """The exit status that an error leads to."""
-    mistake = isinstance(error, CALLERS_MISTAKES) and not isinstance(error, HubError)
-    return WRONG_USAGE if mistake else FAILED

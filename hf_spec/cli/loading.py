@@ -10,50 +10,40 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_spec.adapters.folder import is_adapter
-from hf_spec.cli.options import AUTO
+from hf_spec.cli.options import Placement
 from hf_spec.data.hub import load_named
 from hf_spec.errors import OptionError, SpecError
 from hf_spec.training.trainer import processes
 
+ANYWHERE = Placement()
 
-def load_target(name: str, dtype: str = AUTO, device: str | None = None) -> PreTrainedModel:
-    """The model `name` in evaluation mode.
 
-    Args:
-        name: folder or Hub id.
-        dtype: "float32", "bfloat16", "float16", or "auto": as it is stored, but float32 on a CPU,
-            where outputs are equal token by token, few processors compute in bfloat16 and long
-            forwards in float16 are several times slower.
-        device: of torch; the GPU of this process, if there is one, by default.
+def load_target(name: str, placement: Placement = ANYWHERE) -> PreTrainedModel:
+    """The model `name`, a folder or Hub id, in evaluation mode.
+
+    With dtype "auto" it is as it is stored, but float32 on a CPU, where outputs are equal token by
+    token, few processors compute in bfloat16 and long forwards in float16 are several times slower.
+    By default it is on the GPU of this process, if there is one.
 
     Raises:
         OptionError: if there is no such model or device.
         HubError: if the model must be fetched and the Hub cannot be reached.
     """
-    place = _device(device)
+    place, dtype = _device(placement.device), placement.dtype
     if Path(name).is_dir() and is_adapter(name):
         raise OptionError(
             f"{name} is an adapter, not a model; name its base as the model, and the adapter "
             f"after a strategy: --strategy NAME@{name}"
         )
-    if dtype == AUTO and place.type == "cpu":
+    if dtype == "auto" and place.type == "cpu":
         dtype = "float32"
-    model: Any = _load(
-        AutoModelForCausalLM,
-        name,
-        dtype=dtype if dtype == AUTO else getattr(torch, dtype),
-        use_safetensors=True,
-    )
+    kind = dtype if dtype == "auto" else getattr(torch, dtype)
+    model: Any = _load(AutoModelForCausalLM, name, dtype=kind, use_safetensors=True)
     return model.to(place).eval()
 
 
 def load_tokenizer(name: str) -> Any:
-    """The tokenizer of the model `name`.
-
-    Raises:
-        OptionError: if there is none.
-        HubError: if it must be fetched and the Hub cannot be reached.
-    """
+    """The tokenizer of the model `name`; errors are those of `load_target`."""
     return _load(AutoTokenizer, name)
 
 

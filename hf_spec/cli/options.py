@@ -1,12 +1,14 @@
 """Options that several commands have, and options made from settings, with one default each."""
 
+# Imports neither torch nor transformers, see `hf_spec.settings`.
+
 from __future__ import annotations
 
 import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from inspect import Parameter
 from pathlib import Path
 from types import GenericAlias
@@ -15,15 +17,59 @@ from typing import Annotated, Any, Literal
 import typer
 
 from hf_spec.errors import OptionError
-from hf_spec.settings import Setting, Settings, described
+from hf_spec.settings import Count, Setting, Settings, Share, Within, described
 
 # How a command line names a strategy; `hf_spec.bench.entries` reads it.
 ENTRY = "NAME[:OPTION=JSON,...][@ASSISTANT]"
 
-DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
-# The default of every command that loads a target, see `hf_spec.cli.loading`.
-AUTO: DtypeName = "auto"
+@dataclass(frozen=True)
+class Placement(Settings):
+    """How a target is loaded, see `hf_spec.cli.loading`.
+
+    Attributes:
+        dtype: of the target; auto: as it is stored, on a CPU float32.
+        device: such as cpu or cuda:1; by default the GPU, or the CPU if there is none.
+    """
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: str | None = None
+
+
+@dataclass(frozen=True)
+class AnswerSettings(Settings):
+    """How prompts are answered.
+
+    Attributes:
+        strategy: NAME[:OPTION=JSON,...][@ASSISTANT], such as lookup, falcon@HEAD or
+            tree:max_nodes=24@DRAFT.
+        max_new_tokens: longest output, in tokens.
+        sample: draw from the model's distribution; greedy otherwise.
+        temperature: of --sample; the model's own by default.
+        top_p: of --sample: probability mass that is kept.
+        seed: of --sample, to draw the same again.
+    """
+
+    strategy: str = "auto"
+    max_new_tokens: Count = 256
+    sample: bool = False
+    temperature: Annotated[float | None, Within(0.01)] = None
+    top_p: Share | None = None
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given = {"--temperature": self.temperature, "--top-p": self.top_p, "--seed": self.seed}
+        useless = [name for name, value in given.items() if value is not None]
+        if useless and not self.sample:
+            raise typer.BadParameter(f"{useless[0]} has no effect on greedy decoding; add --sample")
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Arguments of `generate()`."""
+        given = {"temperature": self.temperature, "top_p": self.top_p}
+        chosen = {name: value for name, value in given.items() if value is not None}
+        return {"do_sample": self.sample, **chosen}
 
 
 def _named_model(name: str) -> str:
@@ -37,22 +83,27 @@ def _named_model(name: str) -> str:
 _MODEL_HELP = "The target model: folder or Hub id."
 ModelArgument = Annotated[str, typer.Argument(help=_MODEL_HELP, callback=_named_model)]
 ModelOption = Annotated[str, typer.Option(help=_MODEL_HELP, callback=_named_model)]
-Dtype = Annotated[
-    DtypeName,
-    typer.Option(help="Of the target; auto: as it is stored, on a CPU float32."),
+Assistants = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="For strategies that name none: folder or Hub id of an adapter or a draft model; "
+        "repeated, a list (for auto)."
+    ),
 ]
-Device = Annotated[
-    str | None,
-    typer.Option(help="Such as cpu or cuda:1; by default the GPU, or the CPU if there is none."),
+Prompts = Annotated[
+    Path | None,
+    typer.Option(
+        exists=True,
+        dir_okay=False,
+        help="JSON lines with id, task and turns (.jsonl), or a text file with one prompt a line; "
+        "the package's own by default.",
+    ),
 ]
+PerTask = Annotated[int, typer.Option(min=1, help="Prompts of each task.")]
 
 
 def check_out(path: Path | None) -> None:
-    """Refuse, before anything is computed, a file that cannot be written.
-
-    Raises:
-        OptionError: names --out and what is in the way.
-    """
+    """Refuse, before anything is computed, a file that cannot be written."""
     if path is None:
         return
     if not path.parent.is_dir():
@@ -61,14 +112,14 @@ def check_out(path: Path | None) -> None:
         raise OptionError(f"--out {path}: that is a folder, and a file is written")
 
 
-def options_from_settings(command: Callable[..., None]) -> Callable[..., None]:
+def from_settings(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command, for each parameter that is a `Settings`, an option a setting.
 
     Defaults are those of the parameter's own default, or else of its class; the help is what the
     class says of its attributes. The command gets the settings whole:
 
         @app.command()
-        @options_from_settings
+        @from_settings
         def search(*, model: ModelOption, settings: SearchSettings) -> None: ...
 
     A tuple is given by repeating its option. Where a setting that has a value may be None, 0 says
@@ -118,8 +169,10 @@ def _parameter(setting: Setting, default: Any) -> Parameter:
         text = text.removesuffix(".") + "; may be repeated."
     elif setting.optional and default is not None:
         limits["min"], text = 0, text.replace("None", "0")
-    # A switch that is off has no second name that turns it off.
+    # A switch that is off has no second name that turns it off, unless it is given one.
     names = [f"--{name.replace('_', '-')}"] if default is False else []
+    if setting.off is not None:
+        names = [f"{names[0]}/--{setting.off}"]
     option = typer.Option(*names, **limits, help=text)
     return Parameter(
         name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
@@ -137,5 +190,6 @@ def _filled(defaults: Settings, values: Mapping[str, Any]) -> Any:
             value = values[setting.option]
             if setting.repeated:
                 value = tuple(value) if value else default
-            changes[setting.name] = (value or None) if setting.optional else value
+            none = setting.optional and default is not None and not value
+            changes[setting.name] = None if none else value
     return replace(defaults, **changes)

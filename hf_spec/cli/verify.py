@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hf_spec.cli import options
 from hf_spec.cli.failures import FAILED, UNPROVEN
-from hf_spec.cli.method_options import Assistants, PerTask, Prompts
-from hf_spec.cli.options import AUTO, ENTRY, Device, Dtype, ModelArgument, check_out
+from hf_spec.verify.settings import VerificationPlan
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
+    from hf_spec.bench.tables import Table
     from hf_spec.verify.sampling import SamplingResult
     from hf_spec.verify.verify import Verification
 
@@ -23,21 +23,18 @@ if TYPE_CHECKING:
 STATUS = {"passed": 0, "failed": FAILED, "unproven": UNPROVEN}
 
 
+@options.from_settings
 def verify(  # noqa: PLR0913 - one parameter an option
-    model: ModelArgument,
-    strategy: Annotated[list[str], typer.Option(help=f"{ENTRY}, without spaces; may be repeated.")],
-    assistant: Assistants = None,
-    prompts: Prompts = None,
-    per_task: PerTask = 2,
-    new_tokens: Annotated[int, typer.Option(min=1, help="Of each greedy output.")] = 64,
-    sampled_prompts: Annotated[
-        int, typer.Option(min=0, help="Prompts sampled from, the shortest ones; 0 for none.")
-    ] = 4,
-    draws: Annotated[int, typer.Option(min=20, help="Short samples after each of them.")] = 500,
-    temperature: Annotated[float, typer.Option(min=0.01, help="Of the samples.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of the samples.")] = 0,
-    dtype: Dtype = AUTO,
-    device: Device = None,
+    *,
+    model: options.ModelArgument,
+    strategy: Annotated[
+        list[str], typer.Option(help=f"{options.ENTRY}, without spaces; may be repeated.")
+    ],
+    assistant: options.Assistants = None,
+    prompts: options.Prompts = None,
+    per_task: options.PerTask = 2,
+    plan: VerificationPlan,
+    placement: options.Placement,
     out: Annotated[Path | None, typer.Option(help="JSON file.")] = None,
 ) -> None:
     """Prove on your own model and prompts that a strategy leaves the output as it is.
@@ -59,15 +56,12 @@ def verify(  # noqa: PLR0913 - one parameter an option
     from hf_spec.data.prompts import load_prompts
     from hf_spec.files import write_json
     from hf_spec.verify import verify as checks
-    from hf_spec.verify.sampling import SamplingPlan
 
-    check_out(out)
+    options.check_out(out)
     entries = parse_entries(strategy, assistant or [])
     texts = load_prompts(prompts, per_task)
-    target, tokenizer = load_target(model, dtype, device), load_tokenizer(model)
-    sampling = SamplingPlan(draws=draws, temperature=temperature, seed=seed)
-    plan = checks.VerificationPlan(new_tokens, sampled_prompts, sampling)
-    runs = len(entries) * (len(texts) + bool(sampled_prompts))
+    target, tokenizer = load_target(model, placement), load_tokenizer(model)
+    runs = len(entries) * (len(texts) + bool(plan.sampled_prompts))
     with tqdm(total=runs, desc="checks", disable=None) as bar:
         found = checks.verify(target, tokenizer, texts, entries, plan, bar.update)
     console = Console()
@@ -81,7 +75,7 @@ def verify(  # noqa: PLR0913 - one parameter an option
             "model": model,
             "dtype": str(target.dtype).removeprefix("torch."),
             "environment": environment(),
-            "new_tokens": new_tokens,
+            "new_tokens": plan.new_tokens,
             "passed": verdict == checks.PASSED,
             "verdict": verdict,
         }
@@ -107,47 +101,44 @@ def _show(console: Console, verification: Verification, tokenizer: Any) -> None:
         f"{ties} ties, {mistakes} mistakes"
     )
     if differing:
-        console.print(_differences(verification, tokenizer))
+        title = "differences from plain generate()"
+        console.print(_differences(verification, tokenizer).drawn(title))
     if verification.sampling is not None:
         _show_sampling(console, verification.sampling)
-    console.print(_verdict(verification))
-
-
-def _verdict(verification: Verification) -> str:
     unproven = " and ".join(verification.unproven)
-    return {
+    said = {
         "passed": "[bold green]passed",
         "failed": "[bold red]FAILED",
         "unproven": f"[bold yellow]NOT PROVEN[/]: no draft was accepted ({unproven}), so none "
         "could be accepted wrongly; try other prompts, more --new-tokens or more --draws",
-    }[verification.verdict]
+    }
+    console.print(said[verification.verdict])
 
 
 def _differences(verification: Verification, tokenizer: Any) -> Table:
-    from rich.markup import escape
-    from rich.table import Table
+    from rich.text import Text
 
+    from hf_spec.bench.tables import Table
     from hf_spec.verify.mismatch import TIE
 
-    table = Table(title="differences from plain generate()")
-    for column in ("prompt", "token", "plain", "came", "margin", "error", "found"):
-        table.add_column(column)
-    for output in verification.greedy:
-        for found in output.differences:
-            texts = [
-                "the end" if token is None else escape(repr(tokenizer.decode([token])))
-                for token in (found.plain_token, found.token)
-            ]
-            color = "green" if found.kind == TIE else "bold red"
-            table.add_row(
-                escape(output.prompt),
-                str(found.position),
-                *texts,
-                f"{found.margin:.2g}",
-                f"{found.error:.2g}",
-                f"[{color}]{found.kind}[/]: {found.reason}",
-            )
-    return table
+    def text(token: int | None) -> str:
+        return "the end" if token is None else repr(tokenizer.decode([token]))
+
+    rows = [
+        (
+            output.prompt,
+            str(found.position),
+            *map(text, (found.plain_token, found.token)),
+            f"{found.margin:.2g}",
+            f"{found.error:.2g}",
+            Text.assemble(
+                (found.kind, "green" if found.kind == TIE else "bold red"), f": {found.reason}"
+            ),
+        )
+        for output in verification.greedy
+        for found in output.differences
+    ]
+    return Table(("prompt", "token", "plain", "came", "margin", "error", "found"), rows)
 
 
 def _show_sampling(console: Console, result: SamplingResult) -> None:

@@ -23,11 +23,7 @@ OUT_OF_ORDER = 500
 
 
 def check_name(name: str) -> None:
-    """Refuse what is no folder and cannot be the id of a repository, which has the form OWNER/NAME.
-
-    Raises:
-        OptionError: says that the folder is missing.
-    """
+    """Refuse what is no folder and cannot be the id of a repository, OWNER/NAME."""
     if Path(name).is_dir():
         return
     if Path(name).exists():
@@ -39,11 +35,7 @@ def check_name(name: str) -> None:
 
 
 def reach_hub() -> None:
-    """Ask the Hub once whether it answers.
-
-    Raises:
-        HubError: if it does not within `PATIENCE` seconds; says why.
-    """
+    """Ask the Hub once whether it answers; `HubError` says why if it does not."""
     try:
         answer = get_session().head(constants.ENDPOINT, timeout=PATIENCE)
     except Exception as error:
@@ -58,12 +50,7 @@ def reach_hub() -> None:
 
 
 def load_named(kind: Any, name: str, **arguments: Any) -> Any:
-    """Load from a folder, from the Hub, or from the cache if the Hub cannot be reached.
-
-    Args:
-        kind: a class of transformers with `from_pretrained`.
-        name: a folder or a Hub id.
-        **arguments: of `from_pretrained`.
+    """`kind.from_pretrained` of a folder, of the Hub, or of the cache if it cannot be reached.
 
     Raises:
         OptionError: if `name` can only be a folder, and there is none.

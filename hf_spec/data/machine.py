@@ -18,11 +18,10 @@ import transformers
 def environment(device: torch.device | None = None) -> dict[str, Any]:
     """Device, processor, threads, versions, and the commit if the package is in a git checkout.
 
-    Args:
-        device: that was measured; the GPU if there is one by default.
+    The device is the one that was measured, by default the GPU if there is one.
     """
     on_gpu = torch.cuda.is_available() if device is None else device.type == "cuda"
-    return {
+    found = {
         "device": torch.cuda.get_device_name(device) if on_gpu else _processor(),
         "cpu": _processor(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
@@ -30,19 +29,12 @@ def environment(device: torch.device | None = None) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        **_versions(),
-        **_commit(),
     }
-
-
-def _versions() -> dict[str, str]:
-    """Of what is installed as a distribution, ours and the peer's."""
-    found = {}
+    # Ourselves and the peer, if installed as distributions, which have either kind of dash.
     for name in ("hf_spec", "economize"):
-        # Distributions are named alike with either kind of dash.
         with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-    return found
+    return {**found, **_commit()}
 
 
 def _processor() -> str:

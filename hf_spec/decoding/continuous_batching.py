@@ -106,11 +106,6 @@ class ContinuousBatch:
         """Counts so far; `rows` by the index of the request."""
         return self._state.stats
 
-    @property
-    def memory_bytes(self) -> int:
-        """Memory of the target's keys and values."""
-        return self._target.pool.nbytes()
-
     @contextmanager
     def active(self) -> Iterator[None]:
         """Make the models ready for steps; they are as they were found when the block ends."""

@@ -137,13 +137,10 @@ class NodeProcessors:
     def __call__(
         self, rows: Sequence[int], prefixes: Sequence[Tensor] | None, scores: Tensor
     ) -> Tensor:
-        """(M, V) processed scores of some nodes, changed in place maybe.
+        """Process (M, V) float32 scores of nodes in sequences `rows`, changed in place maybe.
 
-        Args:
-            rows: (M) the sequence of each node.
-            prefixes: per node (L,) int64, the frame up to and including the node; may be None when
-                `reads_prefix` is False.
-            scores: (M, V) float32.
+        A prefix is (L,) int64, the frame up to and including the node; there are none needed where
+        `reads_prefix` is False.
         """
         for step in self._steps:
             scores = step(rows, prefixes or [], scores)

@@ -88,13 +88,9 @@ class GenerationState:
     def create(
         cls, input_ids: Tensor, attention_mask: Tensor, stop: StopRules, **options: Any
     ) -> GenerationState:
-        """Start from a prompt in the layout of plain `generate()`.
+        """Start from a prompt in the layout of plain `generate()`: (B, L) int64 ids and mask.
 
-        Args:
-            input_ids: (B, L) int64, padded on the left.
-            attention_mask: (B, L), 0 for padding.
-            stop: the stop rules; their maximum length, if any, sizes the frames.
-            **options: the remaining attributes.
+        It is padded on the left. The maximum length of the stop rules, if any, sizes the frames.
         """
         num_rows, width = input_ids.shape
         capacity = stop.max_length or 2 * width

@@ -34,11 +34,7 @@ def for_one_sequence(criteria: Sequence[Any]) -> list[Any]:
 
 
 class StopRules:
-    """The stopping criteria of one call of `generate()`.
-
-    Args:
-        criteria: as `generate()` prepared them.
-        num_rows: B of the call.
+    """The stopping criteria of one call of `generate()` on B rows, as it prepared them.
 
     Attributes:
         max_length: longest frame, or None.

@@ -23,11 +23,8 @@ class BatchStreamer(BaseStreamer):
     """Hands on the generated tokens of every sequence, block by block.
 
     For `generate(batch, spec_strategy=..., streamer=...)` and `generate_batch(...)`; prompts are
-    not streamed. Subclasses may override `put_row` and `end_row` instead of passing functions.
-
-    Args:
-        on_tokens: called with the number of a sequence and its newest tokens.
-        on_end: called with the number of a sequence that has ended.
+    not streamed. `on_tokens` gets the number of a sequence and its newest tokens, `on_end` that of
+    one that has ended. Subclasses may override `put_row` and `end_row` instead.
     """
 
     def __init__(
@@ -67,11 +64,8 @@ class BatchTextStreamer(BatchStreamer):
     The pieces of a sequence put together are what the tokenizer makes of all its tokens; a
     character of several tokens comes whole.
 
-    Args:
-        tokenizer: the model's.
-        on_text: called with the number of a sequence, its newest text, and whether it has ended;
-            the last call of a sequence may have no text.
-        **decode_kwargs: for `tokenizer.decode`, such as `skip_special_tokens=True`.
+    `on_text` gets the number of a sequence, its newest text, and whether it has ended; the last
+    call of a sequence may have no text. `decode_kwargs` are such as `skip_special_tokens=True`.
     """
 
     def __init__(

@@ -47,12 +47,7 @@ class Verifier(LogitsProcessor):
         return self.processors(range(input_ids.shape[0]), list(input_ids), scores)
 
     def verify(self, tree: DraftTree, logits: Tensor, state: GenerationState) -> Verdict:
-        """Walk every unfinished row down its tree.
-
-        Args:
-            tree: N draft nodes.
-            logits: (N, V) of the target, one row per node.
-            state: the sequences; not changed.
+        """Walk every unfinished row down its tree, by the target's (N, V) logits of its N nodes.
 
         Returns:
             Accepted nodes and the bonus token per row, with scores if the state keeps them.

@@ -9,26 +9,12 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass
 from inspect import Parameter
 from typing import Any
 
-
-@dataclass(frozen=True)
-class Addition:
-    """A keyword argument that a wrapper adds.
-
-    Attributes:
-        annotation: its type, as `inspect.signature` shows it.
-        text: what it is, for the docstring.
-    """
-
-    annotation: str
-    text: str
-
-
+# Keyword arguments that wrappers add: type, as `inspect.signature` shows it, and meaning.
 ADDITIONS = {
-    "spec_strategy": Addition(
+    "spec_strategy": (
         "str | StrategyConfig | dict[str, Any] | None",
         "Speculative decoding with hf_spec: the name of a strategy such as 'lookup', 'draft', "
         "'tree', 'falcon' or 'auto' (`hf_spec.known_strategies()` lists them), or a config such as "
@@ -36,31 +22,22 @@ ADDITIONS = {
         "`generation_config.spec_strategy`; without one, transformers decodes as ever. Greedy "
         "output stays the same token for token, sampling keeps its distribution.",
     ),
-    "assistant": Addition(
+    "assistant": (
         "PreTrainedModel | SpecAdapter | str | os.PathLike[str] | Sequence[Any] | None",
         "What the strategy drafts with: a draft model, an adapter, or the folder or Hub id of "
         "either; for 'auto' also a list of them. Strategies 'lookup' and 'none' take none.",
     ),
-    "max_batch": Addition(
-        "int | None",
-        "With a strategy, most sequences at a time, 8 by default.",
-    ),
+    "max_batch": ("int | None", "With a strategy, most sequences at a time, 8 by default."),
 }
 
 
 def describe(wrapper: Callable[..., Any], original: Callable[..., Any], *names: str) -> None:
-    """Give a wrapper the original's signature and text, with additions before `**kwargs`.
-
-    Args:
-        wrapper: takes what the original takes, and the additions by keyword; changed.
-        original: what it wraps.
-        *names: of `ADDITIONS`.
-    """
+    """Give a wrapper the original's signature and text, with `ADDITIONS` before `**kwargs`."""
     known = inspect.signature(original)
     parameters = list(known.parameters.values())
     rest = [p for p in parameters if p.kind is Parameter.VAR_KEYWORD]
     added = [
-        Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=ADDITIONS[name].annotation)
+        Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=ADDITIONS[name][0])
         for name in names
     ]
     fixed = [p for p in parameters if p not in rest]
@@ -85,7 +62,7 @@ def _with_additions(text: str, names: tuple[str, ...]) -> str:
 
 
 def _entry(name: str, margin: str) -> str:
-    addition = ADDITIONS[name]
-    lines = textwrap.fill(addition.text, 116 - len(margin), break_long_words=False)
-    head = f"{name} (`{addition.annotation}`, *optional*):"
+    annotation, text = ADDITIONS[name]
+    lines = textwrap.fill(text, 116 - len(margin), break_long_words=False)
+    head = f"{name} (`{annotation}`, *optional*):"
     return f"{margin}{head}\n{textwrap.indent(lines, margin + '    ')}\n"

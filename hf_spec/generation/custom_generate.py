@@ -15,16 +15,10 @@ from hf_spec.strategies.assistants import read_once
 def custom_generate(
     model: PreTrainedModel, revision: str | None = None, token: Any = None, **arguments: Any
 ) -> Any:
-    """Generate with the adapter whose repository holds the code that was called.
+    """`model.generate()` with the adapter whose repository holds the code that was called.
 
-    Args:
-        model: the target.
-        revision: branch, tag or commit of the repository, if it is on the Hub.
-        token: of the Hub; by default the stored one.
-        **arguments: as in `model.generate()`.
-
-    Returns:
-        What `model.generate()` returns.
+    `revision` is a branch, tag or commit of the repository, if it is on the Hub, and `token` that
+    of the Hub, by default the stored one.
 
     Raises:
         AssistantError: if the adapter cannot be used with `model`.

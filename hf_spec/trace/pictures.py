@@ -42,13 +42,7 @@ LONGEST_WORD = 10
 
 
 class Canvas:
-    """Shapes of an SVG picture, on white ground or, where the reader prefers it, on dark.
-
-    Args:
-        width: in pixels.
-        height: in pixels.
-        title: what the picture shows, for those who cannot see it.
-    """
+    """Shapes of an SVG picture, in pixels, on white or dark ground as the reader prefers."""
 
     def __init__(self, width: int, height: int, title: str):
         self.title = title
@@ -111,13 +105,9 @@ def token_tree(
     accepted: Sequence[int] = (),
     bonus: str | None = None,
 ) -> Canvas:
-    """A draft tree after its verification.
+    """A draft tree after its verification, by the words and parents of its nodes, the root first.
 
-    Args:
-        words: per node, the root first.
-        parents: per node, -1 for the root; parents precede children.
-        accepted: the accepted nodes in order, without the root.
-        bonus: the target's own token after them.
+    The accepted nodes are in order, without the root; `bonus` is the target's own token after them.
     """
     kept = [0, *accepted]
     words, parents = list(words), list(parents)
@@ -146,13 +136,9 @@ def token_tree(
 def token_graph(
     graph: TokenGraph, words: Sequence[str], accepted: Sequence[int] = (), note: str | None = None
 ) -> Canvas:
-    """A token graph; merge edges are dashed.
+    """The token graph of a row, by the words of its nodes, the root first; merge edges are dashed.
 
-    Args:
-        graph: of one row.
-        words: per node, the root first.
-        accepted: the accepted nodes, without the root.
-        note: below the picture; the number of nodes and merge edges by default.
+    Counts of nodes and merge edges stand below it, and the note.
     """
     spots = places(graph.parents)
     canvas = _fitting(spots, "A token graph: a merge edge leads to a run that is drafted once")
@@ -171,10 +157,8 @@ def token_graph(
 def padding(batching: str, nodes: Sequence[int], gains: Sequence[Sequence[int]]) -> Canvas:
     """What a batch pads, in red: the inputs of a step, and the keys and values after several.
 
-    Args:
-        batching: a key of `BATCHING`.
-        nodes: per row the tokens that it sends through the linear layers in a step.
-        gains: per step, per row the tokens that it gained.
+    `nodes` has per row the tokens that it sends through the linear layers in a step, `gains` per
+    step and row those that it gained; `batching` is a key of `BATCHING`.
     """
     way = BATCHING[batching]
     stored = [_line(row, [step[row] for step in gains]) for row in range(len(nodes))]

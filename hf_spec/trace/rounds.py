@@ -6,7 +6,6 @@ rounds[3].verdict.tokens(0)  # what the fourth round added to the first row
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +13,6 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from hf_spec.adapters.folder import SpecAdapter
 from hf_spec.drafting.config import StrategyConfig
 from hf_spec.drafting.graph import TokenGraph
 from hf_spec.execution.runner import ForwardOutput
@@ -22,17 +20,12 @@ from hf_spec.execution.tree import Verdict
 from hf_spec.generation.one_call import generate_with
 from hf_spec.strategies.registry import make_drafter, parse_strategy
 
-Assistant = PreTrainedModel | SpecAdapter | str | os.PathLike[str]
-
 
 @dataclass(frozen=True)
 class Round:
     """One draft of every unfinished row, judged by the target.
 
-    Attributes:
-        verdict: the draft tree, the accepted nodes and the bonus tokens.
-        graphs: per row the graph that the tree was spelled out from, for drafters with a draft
-            model; empty for others.
+    For drafters with a draft model `graphs` has per row the graph that the tree was spelled out of.
     """
 
     verdict: Verdict
@@ -51,23 +44,15 @@ def record_rounds(
     model: PreTrainedModel,
     inputs: Mapping[str, Any],
     spec_strategy: str | StrategyConfig,
-    assistant: Assistant | None = None,
+    assistant: Any = None,
     **settings: Any,
 ) -> tuple[Any, list[Round]]:
     """Generate as `generate()` does, and keep every round.
 
-    Args:
-        model: the target.
-        inputs: `input_ids` and `attention_mask`.
-        spec_strategy: a name or a config.
-        assistant: what the strategy drafts with.
-        **settings: what else it takes.
+    `inputs` are `input_ids` and `attention_mask`, and `settings` what else it takes.
 
     Returns:
         What `generate()` returns, and the rounds in order.
-
-    Raises:
-        SpecError: as from `generate()`.
     """
     config = parse_strategy(spec_strategy)
     drafter = make_drafter(config, model, assistant)

@@ -9,6 +9,7 @@ that of the noncentral distribution with n * sum((p' - p)**2 / p).
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -33,7 +34,6 @@ class Cells:
     """A division of all continuations of `steps` tokens, or fewer where one ends.
 
     Attributes:
-        steps: their length.
         leaves: whole continuations with their probability.
         rests: beginnings, with the probability that something else follows than a longer entry.
         possible: of each beginning, which tokens may follow it, (V,) bool.
@@ -61,13 +61,9 @@ class Cells:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Chi-square of counts against their expectation.
+    """Chi-square of counts against their expectation, with `cells - 1` degrees of freedom.
 
-    Attributes:
-        draws: n.
-        cells: how many were compared.
-        statistic: chi-square, with `cells - 1` degrees of freedom.
-        impossible: draws that have probability 0.
+    `impossible` are draws that have probability 0.
     """
 
     draws: int
@@ -86,13 +82,9 @@ class Comparison:
 def divide(
     next_probs: NextProbs, steps: int, min_probability: float, ends: Collection[int] = ()
 ) -> Cells:
-    """Find the cells of a model's continuations.
+    """Find the cells of a model's continuations of `steps` tokens; nothing follows `ends`.
 
-    Args:
-        next_probs: what follows paths; called once per step.
-        steps: length of the continuations.
-        min_probability: of a continuation that gets a cell of its own.
-        ends: tokens that nothing follows.
+    `next_probs` is called once per step; `min_probability` is that of a cell of its own.
     """
     cells = Cells(steps)
     level: dict[Path, float] = {(): 1.0}
@@ -115,26 +107,16 @@ def divide(
 
 def compare(cells: Cells, continuations: Iterable[Path]) -> Comparison:
     """Chi-square of drawn continuations, each of `cells.steps` tokens or ended before."""
-    counts: dict[Path, int] = {}
-    draws = impossible = 0
-    for continuation in continuations:
-        path, possible = cells.place(continuation)
-        draws += 1
-        impossible += not possible
-        # Leaves and beginnings have names of their own: one is never a part of the other.
-        counts[path] = counts.get(path, 0) + 1
-    cells_of = {**cells.leaves, **cells.rests}
-    found = ((prob * draws, counts.get(path, 0)) for path, prob in cells_of.items())
-    return chi_square(found, impossible)
+    places = [cells.place(continuation) for continuation in continuations]
+    counts = Counter(path for path, _ in places)
+    # Leaves and beginnings have names of their own: one is never a part of the other.
+    probs = {**cells.leaves, **cells.rests}
+    found = ((prob * len(places), counts[path]) for path, prob in probs.items())
+    return chi_square(found, sum(not possible for _, possible in places))
 
 
 def chi_square(found: Iterable[tuple[float, int]], impossible: int = 0) -> Comparison:
-    """Compare counts with their expectation.
-
-    Args:
-        found: per cell how many were expected, and how many there are.
-        impossible: how many of these have probability 0.
-    """
+    """Compare how many were expected in each cell with how many there are, `impossible` of them."""
     merged = merge_rare(found)
     statistic = sum((seen - expected) ** 2 / expected for expected, seen in merged)
     return Comparison(sum(seen for _, seen in merged), len(merged), statistic, impossible)
@@ -180,9 +162,8 @@ def detectable_share(draws: int, freedom: int, significance: float, wanted: floa
     """The least share of probability that no bias can move between cells without being found.
 
     Moving a share d has a noncentrality of at least 4 * n * d**2 (Cauchy-Schwarz, reached where it
-    goes from one half of the probability to the other).
-
-    It is found with the probability `wanted`; 1 means a test that finds nothing for certain.
+    goes from one half of the probability to the other). It is found with the probability `wanted`;
+    1 means a test that finds nothing for certain.
     """
     if not draws or freedom <= 0:
         return 1.0

@@ -71,14 +71,8 @@ def differences(
     """Explain how `got` departs from plain decoding.
 
     After a tie plain decoding goes on from the token that came, so that the rest of the output is
-    checked too. The first mistake is the last one looked at.
-
-    Args:
-        model: the target.
-        prompt: (1, L) int64.
-        expected: plain decoding's output, with the prompt.
-        got: the output to be explained, likewise.
-        new_tokens: most tokens that either may have.
+    checked too. The first mistake is the last one looked at. Both outputs have `new_tokens` at the
+    most, after the (1, L) prompt that they begin with.
     """
     start = prompt.shape[1]
     limit = start + new_tokens

@@ -26,47 +26,15 @@ from hf_spec.verify.distribution import (
     detectable_share,
     divide,
 )
+from hf_spec.verify.settings import SamplingPlan
 
 # Rows of one plain forward; bounds its logits.
 ROWS = 16
 
 
 @dataclass(frozen=True)
-class SamplingPlan:
-    """How much is drawn.
-
-    Attributes:
-        draws: continuations per text.
-        steps: their length in tokens.
-        rows: of one call of generate().
-        look_ahead: tokens of the answer among which the place to start is chosen.
-        significance: probability of a false alarm, all texts together.
-        seed: of the draws.
-        temperature: of the draws.
-    """
-
-    draws: int = 500
-    steps: int = 3
-    rows: int = 50
-    look_ahead: int = 24
-    significance: float = 1e-4
-    seed: int = 0
-    temperature: float = 1.0
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The arguments of generate() that make it sample."""
-        return {"do_sample": True, "temperature": self.temperature, "top_k": 0, "top_p": 1.0}
-
-
-@dataclass(frozen=True)
 class SampledText:
-    """The draws after one text.
-
-    Attributes:
-        comparison: with the distribution of plain generate().
-        drafted, accepted: draft tokens in these draws.
-    """
+    """The draws after one text beside the distribution of plain generate(), and their drafts."""
 
     comparison: Comparison
     drafted: int
@@ -75,12 +43,7 @@ class SampledText:
 
 @dataclass(frozen=True)
 class SamplingResult:
-    """All texts together.
-
-    Attributes:
-        texts: one each.
-        significance: of the test.
-    """
+    """All texts together, tested with a significance."""
 
     texts: tuple[SampledText, ...]
     significance: float
@@ -119,14 +82,7 @@ class SamplingResult:
 def check_sampling(
     model: Any, prompts: Sequence[Tensor], plan: SamplingPlan, **method: Any
 ) -> SamplingResult:
-    """Compare the draws of a strategy with the model's own distribution.
-
-    Args:
-        model: the target.
-        prompts: (1, L) int64 each.
-        plan: how much is drawn.
-        **method: what makes `generate()` speculate.
-    """
+    """Compare what is drawn by `method` after (1, L) prompts with the model's own distribution."""
     devices = [model.device] if model.device.type == "cuda" else []
     found = []
     with torch.random.fork_rng(devices):

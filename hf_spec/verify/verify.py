@@ -20,7 +20,8 @@ from hf_spec.bench.contenders import plain, speculative
 from hf_spec.bench.entries import Entry
 from hf_spec.data.prompts import Prompt
 from hf_spec.verify.mismatch import TIE, Difference, differences
-from hf_spec.verify.sampling import SamplingPlan, SamplingResult, check_sampling
+from hf_spec.verify.sampling import SamplingResult, check_sampling
+from hf_spec.verify.settings import VerificationPlan
 
 # Verdicts, the worst first.
 VERDICTS = FAILED, UNPROVEN, PASSED = "failed", "unproven", "passed"
@@ -30,11 +31,7 @@ VERDICTS = FAILED, UNPROVEN, PASSED = "failed", "unproven", "passed"
 class GreedyOutput:
     """One greedy output beside that of plain `generate()`.
 
-    Attributes:
-        prompt, task: which one.
-        new_tokens: length of the output.
-        tau: accepted draft tokens per target forward.
-        differences: in order; what follows a tie is compared with plain decoding from there on.
+    What follows a difference that is a tie is compared with plain decoding from there on.
     """
 
     prompt: str
@@ -51,13 +48,7 @@ class GreedyOutput:
 
 @dataclass(frozen=True)
 class Verification:
-    """What was found about one strategy.
-
-    Attributes:
-        name: as the command line gave it.
-        greedy: one per prompt.
-        sampling: None if nothing was drawn.
-    """
+    """What was found about one strategy; `sampling` is None if nothing was drawn."""
 
     name: str
     greedy: tuple[GreedyOutput, ...]
@@ -86,18 +77,16 @@ class Verification:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values, with what follows from them."""
-        sampling = None
-        if self.sampling is not None:
-            sampling = {
-                "significance": self.sampling.significance,
-                "p_value": self.sampling.p_value,
-                "detectable_share": self.sampling.detectable,
-                "passed": self.sampling.passed,
-                "texts": [
-                    {**dataclasses.asdict(text), "p_value": text.comparison.p_value}
-                    for text in self.sampling.texts
-                ],
-            }
+        sampling = self.sampling and {
+            "significance": self.sampling.significance,
+            "p_value": self.sampling.p_value,
+            "detectable_share": self.sampling.detectable,
+            "passed": self.sampling.passed,
+            "texts": [
+                {**dataclasses.asdict(text), "p_value": text.comparison.p_value}
+                for text in self.sampling.texts
+            ],
+        }
         return {
             "strategy": self.name,
             "passed": self.passed,
@@ -108,21 +97,6 @@ class Verification:
         }
 
 
-@dataclass(frozen=True)
-class VerificationPlan:
-    """How much is compared.
-
-    Attributes:
-        new_tokens: most tokens of a greedy output.
-        sampled_prompts: how many prompts are sampled from, the shortest ones.
-        sampling: how; the parts that a strategy does not change.
-    """
-
-    new_tokens: int = 64
-    sampled_prompts: int = 4
-    sampling: SamplingPlan = dataclasses.field(default_factory=SamplingPlan)
-
-
 def verify(
     model: PreTrainedModel,
     tokenizer: Any,
@@ -131,15 +105,9 @@ def verify(
     plan: VerificationPlan,
     progress: Callable[[], None] = lambda: None,
 ) -> list[Verification]:
-    """Check every strategy on every prompt.
+    """Check every strategy on every prompt; the model is in evaluation mode.
 
-    Args:
-        model: the target, in evaluation mode.
-        tokenizer: the model's.
-        prompts: what to generate from.
-        entries: the strategies.
-        plan: how much is compared.
-        progress: called after every greedy output and every sampled strategy.
+    `progress` is called after every greedy output and every sampled strategy.
     """
     encoded = [prompt.encode(tokenizer).to(model.device) for prompt in prompts]
     shortest = sorted(encoded, key=lambda ids: ids.shape[1])[: plan.sampled_prompts]
@@ -173,14 +141,12 @@ def verify(
 @contextmanager
 def _plain_by_default(model: Any) -> Iterator[None]:
     """A strategy that is stored with the model would make plain generate() speculate as well."""
-    config = model.generation_config
-    stored = config.spec_strategy
-    if stored is None:
-        # Naming it would leave an entry in the config, which is saved with the model.
-        yield
-        return
-    config.spec_strategy = None
+    config, stored = model.generation_config, model.generation_config.spec_strategy
+    # Named where it is None already, it would leave an entry in the config, which is saved.
+    if stored is not None:
+        config.spec_strategy = None
     try:
         yield
     finally:
-        config.spec_strategy = stored
+        if stored is not None:
+            config.spec_strategy = stored

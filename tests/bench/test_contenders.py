@@ -15,6 +15,7 @@ from hf_spec import (
     UnsupportedError,
 )
 from hf_spec.bench import contenders as ways
+from hf_spec.bench.contenders import GREEDY
 from hf_spec.bench.known_answers import PlainAnswers
 from tests.model_watch import count_forwards
 from tests.tiny_models import draft_model, ragged_batch, settled_prompt
@@ -43,15 +44,16 @@ def test_the_hook_that_counts_is_gone_afterwards(model: Any) -> None:
 def test_the_others_agree_with_plain(model: Any) -> None:
     ids, draft = settled_prompt("llama"), draft_model("llama")
     expected = ways.plain(model).run(ids, NEW_TOKENS).sequence
+    lookup = {**GREEDY, "prompt_lookup_num_tokens": 5, "max_matching_ngram_size": 2}
     contenders = [
-        ways.transformers_lookup(model, 2, 5),
-        ways.transformers_assistant(model, copy.deepcopy(draft)),
+        ways.transformers("lookup of others", model, lookup, batches=False),
+        ways.transformers("assistant", model, {**GREEDY, "assistant_model": copy.deepcopy(draft)}),
         ways.strategy(model, LookupConfig()),
         ways.strategy(model, TreeConfig(), draft),
     ]
     assert [c.name for c in contenders] == [
-        "transformers lookup",
-        "transformers assistant",
+        "lookup of others",
+        "assistant",
         "lookup",
         "tree",
     ]
@@ -89,7 +91,7 @@ def test_economize(model: Any) -> None:
 def test_padded_rows_are_generated_as_if_alone(model: Any) -> None:
     batch = ragged_batch((9, 5, 7))
     ids, mask = batch["input_ids"], batch["attention_mask"]
-    expected = PlainAnswers(model)(ids, NEW_TOKENS, mask)
+    expected = PlainAnswers(ways.plain(model))(ids, NEW_TOKENS, mask)
     for contender in (
         ways.plain(model),
         ways.strategy(model, LookupConfig()),
@@ -105,7 +107,7 @@ def test_sampling_is_a_setting(model: Any) -> None:
     settings = {"do_sample": True, "temperature": 2.0}
     for contender in (
         ways.plain(model, settings),
-        ways.transformers_lookup(model, 2, 5, settings),
+        ways.transformers("lookup", model, {**settings, "prompt_lookup_num_tokens": 5}),
         ways.strategy(model, LookupConfig(), settings=settings),
     ):
         outputs = set()

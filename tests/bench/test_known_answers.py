@@ -139,7 +139,10 @@ def test_acceptance_is_what_was_asked_at_every_position(model: Any) -> None:
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(3, 90, (1, 8), generator=generator)
         run = contender.run(ids, 60)
-        assert run.sequence.tolist() == [*ids[0].tolist(), *PlainAnswers(model)(ids, 60)[0]]
+        assert run.sequence.tolist() == [
+            *ids[0].tolist(),
+            *PlainAnswers(ways.plain(model))(ids, 60)[0],
+        ]
         assert run.stats is not None
         for position in range(3):
             accepted[position] += run.stats.accepted_by_position[position]
@@ -163,5 +166,7 @@ def test_rows_of_a_padded_batch(model: Any) -> None:
     ids, mask = batch["input_ids"], batch["attention_mask"]
     contender = synthetic(model, 1.0, 4)
     run = contender.run(ids, 20, mask)
-    assert run.sequences[:, ids.shape[1] :].tolist() == PlainAnswers(model)(ids, 20, mask)
+    assert run.sequences[:, ids.shape[1] :].tolist() == PlainAnswers(ways.plain(model))(
+        ids, 20, mask
+    )
     assert run.target_forwards == 4

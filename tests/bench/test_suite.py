@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hf_spec import OptionError, UnsupportedError
-from hf_spec.bench.entries import parse_entry
-from hf_spec.bench.lineup import Suite
-from hf_spec.bench.suite import Benchmark
+from hf_spec import AssistantError, LookupConfig, OptionError, TreeConfig, UnsupportedError
+from hf_spec.bench.contenders import GREEDY
+from hf_spec.bench.entries import Entry, parse_entry
+from hf_spec.bench.settings import Suite
+from hf_spec.bench.suite import Benchmark, make_contenders
 from hf_spec.data.prompts import Prompt
+from tests.model_watch import count_forwards
+from tests.tiny_models import VOCAB, build, draft_model, padded, save_disco_adapter
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.content }} {% endfor %}"
     "{% if add_generation_prompt %}the{% endif %}"
 )
-LOOKUP = parse_entry("lookup")
+LOOKUP, TREE, DRAFT = (
+    parse_entry(text) for text in ("lookup", "tree@truncated:2", "draft@truncated:2")
+)
 SHORT: dict[str, Any] = {"new_tokens": 6, "repeats": 1, "baselines": False}
 
 
@@ -54,7 +61,7 @@ class TestResults:
         assert {record["stats"] for record in report["records"]} == {None}
 
     def test_knowing_drafters_do(self, model: Any, prompts: list[Prompt], tokenizer: Any) -> None:
-        suite = Suite(**SHORT, synthetic=(0.5, 3), oracle="truncated:2")
+        suite = Suite(**SHORT, synthetic_acceptance=0.5, synthetic_length=3, oracle="truncated:2")
         benchmark = Benchmark(model, tokenizer, prompts, [], suite)
         assert names(benchmark) == ["plain", "synthetic, 3 tokens, acceptance 0.5", "oracle"]
         report = last(benchmark)
@@ -93,7 +100,7 @@ class TestResults:
         assert all(record["identical"] for record in report["records"])
 
     def test_sampling(self, model: Any, prompts: list[Prompt], tokenizer: Any) -> None:
-        suite = Suite(**SHORT, temperature=1.5)
+        suite = Suite(**SHORT, sample=True, temperature=1.5)
         report = last(Benchmark(model, tokenizer, prompts, [LOOKUP], suite))
         assert {record["identical"] for record in report["records"]} == {None}
 
@@ -104,3 +111,50 @@ class TestResults:
         assert (profile["batch_size"], profile["contender"]) == (1, "lookup")
         assert profile["seconds"]["verify: forward"] > 0
         assert len(report["step_cost"]["auto"]["64"]) == 1
+
+
+def names_of(model: Any, entries: Any, suite: Suite) -> list[str]:
+    return [contender.name for contender in make_contenders(model, entries, suite, GREEDY)]
+
+
+class TestContenders:
+    def test_others_take_part(self, model: Any) -> None:
+        economize = ["economize lookup"] if importlib.util.find_spec("economize") else []
+        ours = ["lookup", "tree@truncated:2", "draft@truncated:2"]
+        # Both of our strategies have the same draft model, so it is measured once.
+        others = ["transformers lookup", "transformers assistant", *economize]
+        assert names_of(model, [LOOKUP, TREE, DRAFT], Suite()) == ["plain", *others, *ours]
+
+    def test_two_draft_models_are_two_baselines(self, model: Any) -> None:
+        entries = [TREE, parse_entry("gsd@truncated:1")]
+        found = names_of(model, entries, Suite())
+        assert [n for n in found if n.startswith("transformers assistant")] == [
+            "transformers assistant",
+            "transformers assistant 2",
+        ]
+
+    def test_transformers_takes_drafts_of_its_own_width_alone(self, model: Any) -> None:
+        entries = [Entry("padded", TreeConfig(), padded(draft_model("llama"), VOCAB + 3))]
+        assert names_of(model, entries, Suite())[-1] == "padded"
+        assert "transformers assistant" not in names_of(model, entries, Suite())
+
+    def test_economize_cannot_sample(self, model: Any) -> None:
+        assert names_of(model, [], Suite(sample=True)) == ["plain", "transformers lookup"]
+
+
+class TestRefusedContenders:
+    @pytest.mark.parametrize("knowing", [{"synthetic_acceptance": 0.5}, {"oracle": "x"}])
+    def test_sampling_with_known_answers(self, knowing: dict[str, Any]) -> None:
+        with pytest.raises(OptionError, match="choose greedy"):
+            Suite(sample=True, **knowing)
+
+    def test_the_same_entry_twice(self, model: Any) -> None:
+        with pytest.raises(OptionError, match="--strategy a is given 2 times"):
+            names_of(model, [Entry("a", LookupConfig())] * 2, Suite())
+
+    def test_an_adapter_of_another_model(self, tmp_path: Path, model: Any) -> None:
+        save_disco_adapter(tmp_path, build("gpt2"))
+        entries = [parse_entry(f"disco@{tmp_path}")]
+        with count_forwards(model) as calls, pytest.raises(AssistantError):
+            names_of(model, entries, Suite())
+        assert not calls

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hf_spec.bench.runner import Record, Row
-from hf_spec.bench.summary import per_prompt, spread, summary, total
+from hf_spec.bench.summary import per_prompt, spread, summary
 from hf_spec.outputs import RowStats, SpecStats
 
 
@@ -152,12 +152,3 @@ class TestSummary:
         # Of p twice and once as fast, of q half as fast.
         assert found["a"]["ratio_to_none"] == pytest.approx(1.0)
         assert summary(ours)[0]["ratio_to_none"] is None
-
-
-def test_the_total_of_generations() -> None:
-    both = total([statistics(1.0, 3.0, rounds=4), statistics(2.0, 4.0, rounds=3, merges=1)])
-    assert (both.draft_forwards, both.verify_seconds, both.drafted_tokens) == (10, 7.0, 24)
-    assert both.counters == {"rounds": 7, "merges": 1}
-    assert both.accepted_by_position == [6, 2]
-    assert both.tau == 1.5
-    assert total([]) == SpecStats([])

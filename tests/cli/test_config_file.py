@@ -37,7 +37,8 @@ def other() -> None:
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
     command = get_command(app)
-    add_config_option(command)
+    for one in command.commands.values():  # type: ignore[attr-defined]
+        add_config_option(one)
 
     def run(text: str, *arguments: str) -> tuple[int, str]:
         path = tmp_path / "config.yaml"
@@ -120,7 +121,8 @@ def test_what_is_required_stays_so(run: Any) -> None:
 
 def test_a_file_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     command = get_command(app)
-    add_config_option(command)
+    for one in command.commands.values():  # type: ignore[attr-defined]
+        add_config_option(one)
     with pytest.raises(SystemExit) as stopped:
         command.main(["work", "--config", "/no/such/file.yaml", "m"], "hf-spec")
     assert stopped.value.code == 2

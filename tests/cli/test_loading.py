@@ -10,6 +10,7 @@ import torch
 
 from hf_spec import OptionError
 from hf_spec.cli.loading import load_target, load_tokenizer
+from hf_spec.cli.options import Placement
 from tests.adapters.samples import save_sample
 from tests.cli.train.cli_files import save_model
 from tests.tiny_models import build
@@ -24,10 +25,10 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_dtypes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = load_target(str(folder), "bfloat16", "cpu")
+    model = load_target(str(folder), Placement("bfloat16", "cpu"))
     assert model.dtype == torch.bfloat16
     assert not model.training
-    assert load_target(str(folder), device="cpu").dtype == torch.float32
+    assert load_target(str(folder), Placement(device="cpu")).dtype == torch.float32
     # Where the weights would go to a GPU they stay as they are stored.
     monkeypatch.setattr("hf_spec.cli.loading._device", lambda name: torch.device("meta"))
     assert load_target(str(folder)).dtype == torch.bfloat16
@@ -36,7 +37,7 @@ def test_dtypes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_device_that_is_not_there(tmp_path: Path) -> None:
     for device in ("abacus", *([] if torch.cuda.is_available() else ["cuda:1"])):
         with pytest.raises(OptionError, match=f"--device {device}"):
-            load_target(str(tmp_path), "auto", device)
+            load_target(str(tmp_path), Placement(device=device))
 
 
 @pytest.mark.parametrize("load", [load_target, load_tokenizer])

@@ -1,4 +1,4 @@
-"""One default for the dtype and the device of every command; options made from settings."""
+"""What several commands are told; options made from settings."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import typer
 from typer.testing import CliRunner
 
 from hf_spec import OptionError
-from hf_spec.bench.calibrate import settings as calibrate
-from hf_spec.cli.options import AUTO, check_out, options_from_settings
+from hf_spec.bench import settings as bench
+from hf_spec.cli.options import AnswerSettings, Placement, check_out, from_settings
 from hf_spec.models.shapes import FalconShape
 from hf_spec.settings import Count, Internal, Named, Settings, Share, described
 from hf_spec.training import settings as train
+from hf_spec.verify.settings import SamplingPlan, VerificationPlan
 from tests.cli.test_app import LEAVES
 
 
@@ -26,9 +27,22 @@ def test_every_command_with_a_model_has_both_options(name: str) -> None:
     if "model" not in parameters:
         assert name in {"push", "demo"}
         return
-    assert parameters["dtype"].default == AUTO
+    assert parameters["dtype"].default == "auto"
     assert parameters["device"].default is None
     assert "on a CPU float32" in parameters["dtype"].help
+
+
+def test_what_generate_is_told() -> None:
+    assert AnswerSettings().sampling == {"do_sample": False}
+    assert AnswerSettings(sample=True).sampling == {"do_sample": True}
+    told = AnswerSettings(sample=True, temperature=0.5, top_p=0.9, seed=3).sampling
+    assert told == {"do_sample": True, "temperature": 0.5, "top_p": 0.9}
+
+
+@pytest.mark.parametrize("given", [{"temperature": 0.5}, {"top_p": 0.0}, {"seed": 0}])
+def test_useless_without_sample(given: dict[str, Any]) -> None:
+    with pytest.raises(typer.BadParameter, match="no effect on greedy decoding; add --sample"):
+        AnswerSettings(**given)
 
 
 def test_files_that_cannot_be_written(tmp_path: Path) -> None:
@@ -64,6 +78,8 @@ class Outer(Settings):
         layers: where.
         exact: search again.
         quiet: say nothing.
+        loud: say much.
+        seed: of chance.
         share: kept.
         hidden: of no concern.
     """
@@ -76,6 +92,8 @@ class Outer(Settings):
     layers: Annotated[tuple[str, ...], Named("layer")] = ()
     exact: bool = True
     quiet: bool = False
+    loud: Annotated[bool, Named("loud", off="soft")] = False
+    seed: int | None = None
     share: Share = 0.5
     hidden: Internal[int] = 7
 
@@ -88,7 +106,7 @@ class TestOptionsFromSettings:
         app, got = typer.Typer(), list[Any]()
 
         @app.command()
-        @options_from_settings
+        @from_settings
         def search(*, model: str, settings: Outer, other: Inner2 = OTHER) -> None:
             got.append((model, settings, other))
 
@@ -107,8 +125,16 @@ class TestOptionsFromSettings:
         words = ("--depth", "5", "--paths", "0", "--limit", "9", "--kind", "deep", "--sizes", "7")
         more = ("--sizes", "8", "--layer", "q", "--no-exact", "--quiet", "--share", "1")
         _, settings, other = call("m", *words, *more, "--speed", "4")
-        assert settings == Outer(Inner(5), None, 9, "deep", (7, 8), ("q",), False, True, 1.0)
+        given = Outer(Inner(5), None, 9, "deep", (7, 8), ("q",), exact=False, quiet=True, share=1.0)
+        assert settings == given
         assert other == Inner2(4)
+
+    def test_zero_is_a_value_where_none_is_the_default(self, call: Any) -> None:
+        assert call("m", "--seed", "0")[1] == Outer(seed=0)
+
+    def test_a_switch_may_have_a_name_that_turns_it_off(self, call: Any) -> None:
+        assert call("m", "--loud")[1] == Outer(loud=True)
+        assert call("m", "--loud", "--soft")[1] == Outer()
 
     @pytest.mark.parametrize(
         ("option", "value"),
@@ -132,7 +158,7 @@ class TestOptionsFromSettings:
     ) -> None:
         monkeypatch.setenv("COLUMNS", "160")
         app = typer.Typer()
-        app.command()(options_from_settings(help_only))
+        app.command()(from_settings(help_only))
         page = " ".join(CliRunner().invoke(app, ["--help"]).output.replace("│", " ").split())
         for text in (
             "How far it goes. [default: 3]",
@@ -171,8 +197,12 @@ SETTINGS_OF = {
     ),
     "train sdsat": (train.SdsatTrainSettings, train.TrainSettings),
     "train disco": (train.DiscoTrainSettings,),
-    "calibrate disco": (calibrate.CalibrationSettings,),
-    "calibrate falcon": (calibrate.TreeSettings,),
+    "generate": (AnswerSettings, Placement),
+    "chat": (AnswerSettings, Placement),
+    "bench": (bench.Suite, Placement),
+    "verify": (VerificationPlan, SamplingPlan, Placement),
+    "calibrate disco": (bench.CalibrationSettings,),
+    "calibrate falcon": (bench.TreeSettings,),
 }
 
 

@@ -54,7 +54,7 @@ def drain(batch: ContinuousBatch) -> list[int]:
     with batch.active():
         while batch.unfinished:
             batch.step()
-            sizes.append(batch.memory_bytes)
+            sizes.append(batch._target.pool.nbytes())
     return sizes
 
 

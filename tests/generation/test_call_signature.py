@@ -92,5 +92,5 @@ def test_texts_without_the_usual_places(text: str | None) -> None:
     original.__doc__ = text
     describe(wrapper, original, "max_batch")
     assert list(inspect.signature(wrapper).parameters) == ["self", "inputs", "max_batch"]
-    assert (wrapper.__doc__ or "").count(ADDITIONS["max_batch"].annotation) == 1
+    assert (wrapper.__doc__ or "").count(ADDITIONS["max_batch"][0]) == 1
     assert (text or "").splitlines()[:1] == (wrapper.__doc__ or "").splitlines()[: bool(text)]

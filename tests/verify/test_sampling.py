@@ -14,12 +14,12 @@ from hf_spec.decoding import drafter
 from hf_spec.verify.distribution import Comparison
 from hf_spec.verify.sampling import (
     SampledText,
-    SamplingPlan,
     SamplingResult,
     check_sampling,
     plain_probs,
     unsure_text,
 )
+from hf_spec.verify.settings import SamplingPlan
 from tests.biased_rules import NoResidual, RedrawnBonus
 from tests.tiny_models import draft_model, repetitive_prompt, settled_prompt
 

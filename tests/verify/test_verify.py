@@ -15,8 +15,8 @@ from hf_spec.bench.entries import Entry
 from hf_spec.data.prompts import Prompt
 from hf_spec.decoding import drafter
 from hf_spec.verify.mismatch import BUG
-from hf_spec.verify.sampling import SamplingPlan
-from hf_spec.verify.verify import PASSED, UNPROVEN, Verification, VerificationPlan, verify
+from hf_spec.verify.settings import SamplingPlan, VerificationPlan
+from hf_spec.verify.verify import PASSED, UNPROVEN, Verification, verify
 from tests.biased_rules import NoResidual, OneTooMany
 from tests.tiny_models import draft_model
 

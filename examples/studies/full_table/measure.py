@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hf_spec.bench.entries import Entry, parse_entries
-from hf_spec.bench.lineup import Suite
 from hf_spec.bench.report import markdown
+from hf_spec.bench.settings import Suite
 from hf_spec.bench.suite import Benchmark
 from hf_spec.cli.bench import run_and_write
 from hf_spec.cli.loading import load_target, load_tokenizer
+from hf_spec.cli.options import Placement
 from hf_spec.data.prompts import load_prompts
 from hf_spec.data.small_models import gemma3_270m, smollm2_135m_instruct
 
@@ -96,7 +97,7 @@ def main(argv: list[str] | None = None) -> None:
         tested = MODELS[name]
         folder = tested.folder()
         benchmark = Benchmark(
-            load_target(str(folder), options.dtype, options.device),
+            load_target(str(folder), Placement(options.dtype, options.device)),
             load_tokenizer(str(folder)),
             load_prompts(per_task=options.per_task, tasks=options.task),
             tested.entries(options.adapters),

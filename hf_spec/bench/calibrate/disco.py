@@ -4,8 +4,6 @@ Every pair of a threshold and a length cap generates every validation prompt, in
 static length; the pair with the best median speed relative to a static length of five goes into the
 adapter, and the whole table with it (Mamou et al. 2024, arXiv 2405.04304, appendix E). The best
 static length is found in the same runs: the baseline that was tuned as hard.
-
-Which prompts decide is the caller's choice, but never those that benchmarks report on.
 """
 
 from __future__ import annotations
@@ -22,10 +20,10 @@ from transformers import PreTrainedModel
 
 from hf_spec.adapters.card import save_with_card
 from hf_spec.adapters.folder import SpecAdapter, load_adapter
-from hf_spec.bench.calibrate.settings import CalibrationSettings
 from hf_spec.bench.contenders import strategy
 from hf_spec.bench.runner import Plan, Record, time_contenders
-from hf_spec.bench.summary import per_prompt, spread
+from hf_spec.bench.settings import CalibrationSettings
+from hf_spec.bench.summary import spread_of
 from hf_spec.data.machine import environment
 from hf_spec.data.prompts import Prompt, load_prompts
 from hf_spec.errors import OptionError
@@ -43,16 +41,10 @@ def calibrate_disco(  # noqa: PLR0913 - what is measured, on what, and how
     draft: PreTrainedModel | None = None,
     progress: Callable[[], None] = lambda: None,
 ) -> SpecAdapter:
-    """Measure the grid, and write the best threshold and length into the adapter.
+    """Measure the grid, and write the best threshold and length into the adapter in `folder`.
 
-    Args:
-        model: the target.
-        tokenizer: of the target.
-        folder: the adapter; its config is rewritten.
-        prompts: validation prompts.
-        settings: the grid.
-        draft: the draft model; the one that the adapter names by default.
-        progress: called after every timed run.
+    `prompts` are for validation, `draft` is by default the draft model that the adapter names, and
+    `progress` is called after every timed run.
 
     Returns:
         The adapter as written; `options["calibration"]` has the table.
@@ -100,25 +92,19 @@ def calibrate_disco(  # noqa: PLR0913 - what is measured, on what, and how
 
 
 def tabulate(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
-    """Way -> its speed relative to the reference, tau, and whether its outputs are the reference's.
-
-    The speed is the median over prompts of the median over repetitions, with its percentiles.
-    """
+    """Way -> its speed relative to the reference, tau, and whether its outputs are the same."""
     groups: dict[str, list[Record]] = defaultdict(list)
     for record in records:
         groups[record.contender].append(record)
-    table = {}
-    for name, group in groups.items():
-        low, middle, high = spread(list(per_prompt(group).values()))
-        table[name] = {
-            "ratio_p20": low,
-            "ratio": middle,
-            "ratio_p80": high,
+    return {
+        name: {
+            **spread_of(group, "ratio"),
             "tau": fmean(record.tau or 0.0 for record in group),
             "seconds": median(record.seconds for record in group),
             "identical": all(record.identical for record in group),
         }
-    return table
+        for name, group in groups.items()
+    }
 
 
 def fastest(table: dict[str, dict[str, Any]], names: Any) -> str:
@@ -127,11 +113,7 @@ def fastest(table: dict[str, dict[str, Any]], names: Any) -> str:
 
 
 def validation_prompts(adapter: SpecAdapter, prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Those of `prompts` that the classifier's training held back.
-
-    Raises:
-        OptionError: if there are none.
-    """
+    """Those of `prompts` that the classifier's training held back; there must be some."""
     held = set(adapter.options.get("validation_prompts", ()))
     found = [prompt for prompt in prompts if prompt.id in held]
     if not found:
@@ -143,11 +125,7 @@ def validation_prompts(adapter: SpecAdapter, prompts: Sequence[Prompt]) -> list[
 
 
 def check_prompts(prompts: Sequence[Prompt]) -> None:
-    """Refuse prompts that benchmarks report on, for a number tuned on them would be no result.
-
-    Raises:
-        OptionError: names the first such prompt.
-    """
+    """Refuse prompts that benchmarks report on, for a number tuned on them would be no result."""
     if not prompts:
         raise OptionError("there are no prompts to calibrate on")
     reported = {prompt.turns[0] for prompt in load_prompts()}

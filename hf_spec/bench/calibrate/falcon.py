@@ -11,7 +11,6 @@ trees, of which only the likeliest paths are sent, then compete with it (see `fa
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -29,10 +28,11 @@ from hf_spec.bench.calibrate.falcon_rounds import (
     generate_greedily,
     record_rounds,
 )
-from hf_spec.bench.calibrate.settings import TreeSettings
+from hf_spec.bench.settings import TreeSettings
 from hf_spec.data.machine import environment
 from hf_spec.data.prompts import load_prompts
 from hf_spec.drafting import rank_tree
+from hf_spec.drafting.costs import straight
 from hf_spec.drafting.rank_tree import RankTree, best_tree
 from hf_spec.errors import OptionError
 from hf_spec.models.falcon_head import METHOD, FalconHead
@@ -53,14 +53,10 @@ def calibrate_falcon(
     settings: TreeSettings,
     progress: Callable[[], None] = lambda: None,
 ) -> SpecAdapter:
-    """Write the fastest tree for this machine into an adapter.
+    """Write the fastest tree for this machine into the adapter in `folder`.
 
-    Args:
-        model: the target.
-        folder: the adapter; its config is rewritten.
-        responses: answers of the target that the head has not learned from.
-        settings: what is measured.
-        progress: called after every answer, every timed run and every tree.
+    `responses` are answers of the target that the head has not learned from; `progress` is called
+    after every answer, every timed run and every tree.
 
     Returns:
         The adapter as written; `options["tree"]` has the tree, `options["max_nodes"]` how much of
@@ -83,14 +79,13 @@ def calibrate_falcon(
     seconds = time_rounds(head, model, longest.prompt, settings, progress)
     size = head.shape.block_size
     static = best_tree(accepted, seconds.cost, size, settings.max_nodes)
-    rounds = []
-    for tree in dict.fromkeys(
-        [static, *candidates(accepted, size, settings.depth, settings.drafted_nodes)]
-    ):
+    choices = []
+    trees = [static, *candidates(accepted, size, settings.depth, settings.drafted_nodes)]
+    for tree in dict.fromkeys(trees):
         prompts = responses[: settings.generations]
-        rounds.append(record_rounds(model, head, tree, prompts, settings.new_tokens))
+        rounds = record_rounds(model, head, tree, prompts, settings.new_tokens)
+        choices.append(best_choice(rounds, seconds.verifying, settings.max_nodes))
         progress()
-    choices = [best_choice(one, seconds.verifying, settings.max_nodes) for one in rounds]
     choice = max(choices, key=lambda one: one.tokens_per_second)
     options = {
         **adapter.options,
@@ -116,11 +111,7 @@ def calibrate_falcon(
 
 
 def check_answers(responses: Sequence[Response]) -> None:
-    """Refuse answers to prompts that benchmarks report on; a tree tuned on them proves nothing.
-
-    Raises:
-        OptionError: names the first such answer.
-    """
+    """Refuse answers to prompts that benchmarks report on; a tree tuned on them proves nothing."""
     reported = {prompt.id for prompt in load_prompts()}
     for response in responses:
         if response.id in reported:
@@ -169,10 +160,7 @@ def accepted_paths(ranks: torch.Tensor, num_ranks: int) -> dict[rank_tree.Path, 
 
 
 def shares_by_rank(ranks: torch.Tensor, num_ranks: int) -> list[list[float]]:
-    """Per depth and rank the share among drafts whose tokens above stood in the lists.
-
-    0 at depths that no draft reached.
-    """
+    """Per depth and rank the share among drafts whose tokens above stood in the lists, if any."""
     inside = (ranks >= 0) & (ranks < num_ranks)
     shares = []
     alive = torch.ones(len(ranks), dtype=torch.bool)
@@ -186,12 +174,7 @@ def shares_by_rank(ranks: torch.Tensor, num_ranks: int) -> list[list[float]]:
 
 @dataclass(frozen=True)
 class RoundSeconds:
-    """What a round takes.
-
-    Attributes:
-        verify: number of drafted nodes -> seconds of all but drafting.
-        draft: passes -> seconds of drafting.
-    """
+    """What a round takes: seconds of all but drafting by nodes, and of drafting by passes."""
 
     verify: dict[int, float]
     draft: dict[int, float]
@@ -220,15 +203,14 @@ def time_rounds(
     bushes = {count: bush(count, min(size, settings.depth)) for count in counts}
     most = -(-settings.depth // size)
     chains = {n: RankTree.chain(min(n * size, settings.depth)) for n in range(1, most + 1)}
+    text = prompt[-PROMPT_TOKENS:]
     verify: dict[int, list[float]] = {count: [] for count in bushes}
     draft: dict[int, list[float]] = {count: [] for count in chains}
     for repeat in range(settings.repeats + 1):
         for table, trees in ((verify, bushes), (draft, chains)):
             for key, tree in trees.items():
                 way = {"spec_strategy": FalconConfig(tree=tree.paths), "assistant": head}
-                stats = generate_greedily(
-                    model, prompt[-PROMPT_TOKENS:], settings.new_tokens, **way
-                )
+                stats = generate_greedily(model, text, settings.new_tokens, **way)
                 if table is verify:
                     spent = (stats.verify_seconds + stats.other_seconds) / stats.target_forwards
                 else:  # With the prompt nothing is drafted.
@@ -249,9 +231,5 @@ def bush(num_nodes: int, depth: int) -> RankTree:
 
 
 def _between(table: dict[int, float], at: int) -> float:
-    places = sorted(table)
-    if len(places) == 1:
-        return table[places[0]]
-    right = min(max(bisect_right(places, at), 1), len(places) - 1)
-    low, high = places[right - 1], places[right]
-    return table[low] + (table[high] - table[low]) * (at - low) / (high - low)
+    sizes, seconds = zip(*sorted(table.items()), strict=True)
+    return seconds[0] if len(sizes) == 1 else straight(sizes, seconds, at)

@@ -10,29 +10,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from hf_spec.bench.contenders import speculative
 from hf_spec.drafting.rank_tree import Path, RankTree, likeliest_paths
-from hf_spec.execution.runner import ForwardOutput
 from hf_spec.execution.tree import Verdict, by_likelihood
-from hf_spec.generation.one_call import generate_with
 from hf_spec.models.falcon_head import FalconHead
-from hf_spec.strategies.falcon import FalconDrafter
+from hf_spec.outputs import SpecStats
+from hf_spec.strategies.falcon import FalconConfig
+from hf_spec.trace import rounds as trace
 from hf_spec.training.responses import Response
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """Rounds of generations that sent whole trees.
+    """Rounds that sent the whole of a tree, and the seconds that drafting it took on average.
 
-    Attributes:
-        tree: what was drafted and sent.
-        places: per round and accepted node how many nodes were likelier, ascending.
-        draft_seconds: of a round, on average.
+    `places` has per round and accepted node how many nodes were likelier, ascending.
     """
 
     tree: RankTree
@@ -47,14 +44,7 @@ class Rounds:
 
 @dataclass(frozen=True)
 class Choice:
-    """A tree and how much of it is sent.
-
-    Attributes:
-        tree: drafted.
-        max_nodes: sent.
-        tau: accepted nodes per round.
-        tokens_per_second: of generation, without the prompt.
-    """
+    """A drafted tree, how many nodes of it are sent, and what that brings after the prompt."""
 
     tree: RankTree
     max_nodes: int
@@ -72,47 +62,14 @@ class Choice:
         }
 
 
-class RecordingDrafter(FalconDrafter):
-    """Notes where among the likeliest nodes the accepted ones stood.
-
-    Attributes:
-        places: see `Rounds`.
-    """
-
-    def __init__(self, head: FalconHead, tree: RankTree):
-        super().__init__(head, tree)
-        self.places: list[list[int]] = []
-
-    def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
-        """Take the verdict as the drafter itself does."""
-        tree, probs = verdict.tree, verdict.tree.node_probs
-        assert probs is not None, "the head's drafts carry their probabilities"
-        for row, accepted in enumerate(verdict.accepted):
-            start, end = tree.row_start[row : row + 2]
-            # The prompt's own forward and the last token's have no draft.
-            if end - start > 1:
-                parents = [above - start for above in tree.parent[start:end]]
-                order = by_likelihood(parents, probs[start:end])
-                place = {start + node: index for index, node in enumerate(order[1:])}
-                self.places.append(sorted(place[node] for node in accepted))
-        super().observe(verdict, output)
-
-
 def generate_greedily(
-    model: PreTrainedModel, prompt: Sequence[int], new_tokens: int, **options: Any
-) -> Any:
-    """The `SpecStats` of a greedy generation."""
-    ids = torch.tensor([prompt], device=model.device)
-    generate: Any = model.generate
-    output = generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=new_tokens,
-        do_sample=False,
-        return_dict_in_generate=True,
-        **options,
-    )
-    return output.spec_stats
+    model: PreTrainedModel, prompt: Sequence[int], new_tokens: int, **method: Any
+) -> SpecStats:
+    """The statistics of a greedy generation, which `method` makes speculate."""
+    ids = torch.tensor([prompt])
+    stats = speculative(model, ids, new_tokens, torch.ones_like(ids), **method).stats
+    assert stats is not None, "our own strategies count"
+    return stats
 
 
 def record_rounds(
@@ -123,16 +80,27 @@ def record_rounds(
     new_tokens: int,
 ) -> Rounds:
     """Generate answers to the prompts of `responses`, greedily, sending all of `tree`."""
+    config = FalconConfig(tree=tree.paths, length_policy="static")
+    settings = {"max_new_tokens": new_tokens, "do_sample": False, "return_dict_in_generate": True}
     places: list[list[int]] = []
     seconds = 0.0
     for response in responses:
-        drafter = RecordingDrafter(head, tree)
-        way = partial(generate_with, drafter)
-        seconds += generate_greedily(
-            model, response.prompt, new_tokens, custom_generate=way
-        ).draft_seconds
-        places += drafter.places
+        ids = torch.tensor([response.prompt], device=model.device)
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        output, rounds = trace.record_rounds(model, inputs, config, head, **settings)
+        seconds += output.spec_stats.draft_seconds
+        # The prompt's own forward and the last token's have no draft.
+        verdicts = (one.verdict for one in rounds if one.verdict.tree.num_nodes > 1)
+        places += map(accepted_places, verdicts)
     return Rounds(tree, places, seconds / max(len(places), 1))
+
+
+def accepted_places(verdict: Verdict) -> list[int]:
+    """Of each accepted node of one row how many nodes were likelier, ascending."""
+    assert verdict.tree.node_probs is not None, "the head's drafts carry their probabilities"
+    order = by_likelihood(verdict.tree.parent, verdict.tree.node_probs)
+    place = {node: index for index, node in enumerate(order[1:])}
+    return sorted(place[node] for node in verdict.accepted[0])
 
 
 def candidates(

@@ -7,33 +7,21 @@ from typing import Annotated
 
 import typer
 
-from hf_spec.cli.method_options import (
-    Assistants,
-    MaxNewTokens,
-    Sample,
-    Sampling,
-    Seed,
-    Strategy,
-    Temperature,
-    TopP,
-)
-from hf_spec.cli.options import AUTO, Device, Dtype, ModelArgument
+from hf_spec.cli import options
+
+LONGER = options.AnswerSettings(max_new_tokens=512)
 
 
-def chat(  # noqa: PLR0913 - one parameter an option
-    model: ModelArgument,
-    strategy: Strategy = "auto",
-    assistant: Assistants = None,
+@options.from_settings
+def chat(
+    *,
+    model: options.ModelArgument,
+    settings: options.AnswerSettings = LONGER,
+    assistant: options.Assistants = None,
     system: Annotated[
         str | None, typer.Option(help="A system message before the conversation.")
     ] = None,
-    max_new_tokens: MaxNewTokens = 512,
-    sample: Sample = False,
-    temperature: Temperature = None,
-    top_p: TopP = None,
-    seed: Seed = None,
-    dtype: Dtype = AUTO,
-    device: Device = None,
+    placement: options.Placement,
 ) -> None:
     """Talk with a model in the terminal.
 
@@ -49,9 +37,7 @@ def chat(  # noqa: PLR0913 - one parameter an option
     from hf_spec.cli.answer.conversation import Conversation
     from hf_spec.cli.answer.speaker import Speaker
 
-    sampling = Sampling(sample, temperature, top_p, seed)
-    chosen = {"max_new_tokens": max_new_tokens, "sampling": sampling}
-    speaker = Speaker.load(model, dtype, device, strategy, assistant, **chosen)
+    speaker = Speaker.load(model, placement, settings, assistant)
     if importlib.util.find_spec("readline") is not None:
         # Its import lets input() edit lines and remember them.
         importlib.import_module("readline")

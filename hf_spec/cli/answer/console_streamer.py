@@ -40,13 +40,7 @@ class DraftedTextStreamer(BatchTextStreamer):
 
 
 class ConsoleStreamer(DraftedTextStreamer):
-    """Prints the text of one sequence piece by piece; `text` is all that was generated so far.
-
-    Args:
-        tokenizer: the model's.
-        console: where the text goes.
-        accepted_style: of the accepted draft tokens, a style of rich; the others are plain.
-    """
+    """Prints the text of one sequence, accepted draft tokens in a style of rich, and keeps it."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, console: Console, accepted_style: str = ""

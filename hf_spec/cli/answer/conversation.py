@@ -10,9 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from hf_spec.bench.summary import total
 from hf_spec.cli.answer.console_streamer import ACCEPTED_STYLE, ConsoleStreamer
-from hf_spec.cli.answer.figures import figures_table
 from hf_spec.cli.answer.speaker import Speaker
 from hf_spec.errors import SpecError
 from hf_spec.files import write_json
@@ -22,13 +20,7 @@ PROMPT = "[bold]>[/] "
 
 
 class Conversation:
-    """Messages, answers and what they cost.
-
-    Args:
-        speaker: the model, with the strategy chosen.
-        console: where everything is printed; lines are read from standard input.
-        system: a system message before the others.
-    """
+    """Messages, answers and what they cost; `system` is a message before the others."""
 
     def __init__(self, speaker: Speaker, console: Console, system: str | None = None):
         self.speaker = speaker
@@ -47,11 +39,7 @@ class Conversation:
         }
 
     def run(self) -> None:
-        """Read and answer lines until /exit or the end of the input.
-
-        Raises:
-            OptionError: if the model has no chat template.
-        """
+        """Read and answer lines until /exit or the end of the input."""
         self.speaker.encode([*self._start, {"role": "user", "content": "hello"}])
         self.console.print(
             f"{escape(self.speaker.entry.name)}; /help lists the commands", style="dim"
@@ -79,11 +67,7 @@ class Conversation:
             self.console.print(f"[bold red]error:[/] {escape(str(error))}")
 
     def answer(self, text: str) -> None:
-        """Say `text` to the model and print what it answers; Ctrl-C cuts the answer short.
-
-        Raises:
-            SpecError: if the model cannot answer; nothing is remembered then.
-        """
+        """Say `text` to the model and print what it answers; Ctrl-C cuts the answer short."""
         messages = [*self.messages, {"role": "user", "content": text}]
         ids = self.speaker.encode(messages)
         streamer = ConsoleStreamer(self.speaker.tokenizer, self.console, ACCEPTED_STYLE)
@@ -101,8 +85,8 @@ class Conversation:
         if not self._answers:
             self.console.print("nothing has been answered yet")
             return
-        columns = {"last answer": self._answers[-1], "all": total(self._answers)}
-        self.console.print(figures_table(columns))
+        together = sum(self._answers, SpecStats([]))
+        self.console.print(f"last answer:\n{self._answers[-1]}\n\nall:\n{together}", markup=False)
 
     def choose(self, entry: str) -> None:
         """NAME[@ASSISTANT]: draft in another way from now on."""

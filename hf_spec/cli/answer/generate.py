@@ -10,41 +10,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from hf_spec.cli.method_options import (
-    Assistants,
-    MaxNewTokens,
-    Sample,
-    Sampling,
-    Seed,
-    Strategy,
-    Temperature,
-    TopP,
-)
-from hf_spec.cli.options import AUTO, Device, Dtype, ModelArgument
+from hf_spec.cli import options
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from hf_spec.cli.answer.speaker import Speaker
 
-STDIN = "-"
 
-
+@options.from_settings
 def generate(  # noqa: PLR0913 - one parameter an option
-    model: ModelArgument,
+    *,
+    model: options.ModelArgument,
     prompt: Annotated[
         str | None, typer.Argument(help="The prompt; - reads it from standard input.")
     ] = None,
     prompt_file: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="Text file with the prompt.")
     ] = None,
-    strategy: Strategy = "auto",
-    assistant: Assistants = None,
-    max_new_tokens: MaxNewTokens = 256,
-    sample: Sample = False,
-    temperature: Temperature = None,
-    top_p: TopP = None,
-    seed: Seed = None,
+    settings: options.AnswerSettings,
+    assistant: options.Assistants = None,
     chat_template: Annotated[
         bool | None,
         typer.Option(
@@ -53,8 +38,7 @@ def generate(  # noqa: PLR0913 - one parameter an option
             "template, if there is one, by default.",
         ),
     ] = None,
-    dtype: Dtype = AUTO,
-    device: Device = None,
+    placement: options.Placement,
     stats: Annotated[
         bool, typer.Option("--stats", help="Say on standard error what speculation brought.")
     ] = False,
@@ -73,38 +57,31 @@ def generate(  # noqa: PLR0913 - one parameter an option
         hf-spec generate MODEL "A story." --sample --temperature 0.8 --seed 1 --json
     """
     from hf_spec.cli.answer.console_streamer import ConsoleStreamer
-    from hf_spec.cli.answer.figures import figures, figures_table
     from hf_spec.cli.answer.speaker import Speaker
 
     text = _prompt(prompt, prompt_file)
-    sampling = Sampling(sample, temperature, top_p, seed)
-    chosen = {"max_new_tokens": max_new_tokens, "sampling": sampling}
-    speaker = Speaker.load(model, dtype, device, strategy, assistant, **chosen)
+    speaker = Speaker.load(model, placement, settings, assistant)
     ids = _encode(speaker, text, chat_template)
     console = Console(highlight=False)
     live = console.is_terminal and not as_json
     streamer = ConsoleStreamer(speaker.tokenizer, console) if live else None
     output: Any = speaker.generate(ids, streamer)
     new = output.sequences[0, ids.shape[1] :].tolist()
-    spec_stats = output.spec_stats
     answer = speaker.tokenizer.decode(new, skip_special_tokens=True)
     if as_json:
         facts = {
             "model": model,
-            "strategy": strategy,
+            "strategy": settings.strategy,
             "prompt_tokens": ids.shape[1],
             "text": answer,
             "token_ids": new,
-            "stats": {
-                **figures(spec_stats),
-                "accepted_by_position": spec_stats.accepted_by_position,
-            },
+            "stats": output.spec_stats.to_dict(),
         }
         typer.echo(json.dumps(facts))
     else:
         typer.echo("" if live else answer)
     if stats:
-        Console(stderr=True).print(figures_table({speaker.entry.name: spec_stats}))
+        typer.echo(f"{speaker.entry.name}:\n{output.spec_stats}", err=True)
 
 
 def _prompt(prompt: str | None, file: Path | None) -> str:
@@ -112,7 +89,7 @@ def _prompt(prompt: str | None, file: Path | None) -> str:
         raise typer.BadParameter("give a prompt (- for standard input) or --prompt-file")
     if file is not None:
         return file.read_text(encoding="utf-8")
-    return sys.stdin.read() if prompt == STDIN else str(prompt)
+    return sys.stdin.read() if prompt == "-" else str(prompt)
 
 
 def _encode(speaker: Speaker, text: str, chat_template: bool | None) -> Tensor:

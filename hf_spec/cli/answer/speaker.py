@@ -3,77 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_spec.bench.entries import Entry, parse_entries
+from hf_spec.bench.entries import parse_entries
 from hf_spec.cli.loading import load_target, load_tokenizer
-from hf_spec.cli.method_options import Sampling
+from hf_spec.cli.options import AnswerSettings, Placement
 from hf_spec.data.prompts import encode_chat
 from hf_spec.errors import OptionError
 from hf_spec.outputs import SpecGenerateOutput
 
 
-@dataclass
 class Speaker:
-    """A target model, its tokenizer, and how it generates.
+    """A target model, its tokenizer, and how it generates."""
 
-    Attributes:
-        model, tokenizer: of the target.
-        max_new_tokens: longest output.
-        sampling: how tokens are chosen.
-        assistants: for strategies that name none.
-        entry: the strategy in use, with its assistant.
-    """
-
-    model: Any
-    tokenizer: Any
-    max_new_tokens: int
-    sampling: Sampling = field(default_factory=Sampling)
-    assistants: Sequence[str] = ()
-    entry: Entry = field(init=False)
+    def __init__(
+        self, model: Any, tokenizer: Any, settings: AnswerSettings, assistants: Sequence[str] = ()
+    ):
+        self.model, self.tokenizer, self.settings = model, tokenizer, settings
+        self.assistants = assistants
+        if settings.seed is not None:
+            torch.manual_seed(settings.seed)
+        self.choose(settings.strategy)
 
     @classmethod
     def load(
         cls,
         name: str,
-        dtype: str,
-        device: str | None,
-        strategy: str,
-        assistants: Sequence[str] | None,
-        **settings: Any,
+        placement: Placement,
+        settings: AnswerSettings,
+        assistants: Sequence[str] | None = None,
     ) -> Speaker:
-        """Load model and tokenizer, once strategy and assistants have been checked.
-
-        Args:
-            name: folder or Hub id.
-            dtype: "auto" or a name of torch.
-            device: of torch; None chooses.
-            strategy: the one to begin with, as on the command line.
-            assistants: for strategies that name none.
-            **settings: the other attributes.
+        """Load the model `name`, once strategy and assistants have been checked.
 
         Raises:
             SpecError: as `choose`, and if there is no such model.
         """
-        parse_entries([strategy], assistants or ())
-        model, tokenizer = load_target(name, dtype, device), load_tokenizer(name)
-        speaker = cls(model, tokenizer, assistants=assistants or (), **settings)
-        if speaker.sampling.seed is not None:
-            torch.manual_seed(speaker.sampling.seed)
-        speaker.choose(strategy)
-        return speaker
+        parse_entries([settings.strategy], assistants or ())
+        model, tokenizer = load_target(name, placement), load_tokenizer(name)
+        return cls(model, tokenizer, settings, assistants or ())
 
     def choose(self, strategy: str) -> None:
-        """Use another strategy, written as on the command line.
-
-        Raises:
-            OptionError: for an unknown strategy or option.
-            AssistantError: if it lacks its assistant.
-        """
+        """Use another strategy, written as on the command line; errors as of `parse_entries`."""
         [self.entry] = parse_entries([strategy], self.assistants)
 
     def encode(self, messages: list[dict[str, str]]) -> Tensor:
@@ -96,23 +69,20 @@ class Speaker:
             OptionError: if prompt and output are longer than the model's context.
             SpecError: if the model cannot be served.
         """
-        self._check_length(ids.shape[1])
+        prompt_len, new_tokens = ids.shape[1], self.settings.max_new_tokens
+        longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        if longest is not None and prompt_len + new_tokens > longest:
+            raise OptionError(
+                f"the prompt has {prompt_len} tokens; with {new_tokens} new ones that is more than "
+                f"the {longest} of the model's context: shorten it, or lower --max-new-tokens"
+            )
         ids = ids.to(self.model.device)
         return self.model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            max_new_tokens=self.max_new_tokens,
+            max_new_tokens=new_tokens,
             streamer=streamer,
             return_dict_in_generate=True,
             **self.entry.method,
-            **self.sampling.arguments(),
+            **self.settings.sampling,
         )
-
-    def _check_length(self, prompt_len: int) -> None:
-        longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        if longest is not None and prompt_len + self.max_new_tokens > longest:
-            raise OptionError(
-                f"the prompt has {prompt_len} tokens; with {self.max_new_tokens} new ones that is "
-                f"more than the {longest} of the model's context: shorten it, or lower "
-                "--max-new-tokens"
-            )

@@ -9,8 +9,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from hf_spec.cli.method_options import Assistants
-from hf_spec.cli.options import ENTRY
+from hf_spec.cli.options import ENTRY, Assistants
 
 
 def demo(
@@ -44,10 +43,9 @@ def demo(
             "dim",
         )
     )
-    from hf_spec.bench.lineup import Suite
+    from hf_spec.bench.settings import Suite
     from hf_spec.bench.suite import Benchmark
     from hf_spec.cli.demo import entries, session
-    from hf_spec.cli.demo.prompts import PROMPTS
     from hf_spec.cli.demo.replay import Recorder
 
     chosen = entries.chosen_entries(strategy or (), assistant or ())
@@ -58,8 +56,9 @@ def demo(
         chosen, missing = entries.default_entries(model, entries.find_head())
     if missing:
         console.print(Text(missing, "yellow"))
-    recorder, suite = Recorder(), Suite((1,), max_new_tokens, repeats, baselines=False)
-    benchmark = Benchmark(model, tokenizer, PROMPTS, chosen, suite, streamer=recorder)
+    suite = Suite(new_tokens=max_new_tokens, repeats=repeats, baselines=False)
+    recorder = Recorder()
+    benchmark = Benchmark(model, tokenizer, entries.PROMPTS, chosen, suite, streamer=recorder)
     identical = session.run(benchmark, recorder, console)
     ended = time.perf_counter()
     times = f"{ended - started:.0f} s in all, {loaded - started:.0f} s of them for the model"

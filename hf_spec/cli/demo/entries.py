@@ -1,4 +1,8 @@
-"""What the demo compares: by default everything that needs no training, and the shipped head."""
+"""What the demo compares: by default everything that needs no training, and the shipped head.
+
+The prompts are chosen among a hundred because SmolLM2-135M-Instruct answers them well and ends by
+itself. They differ in what drafts can bring: the summary copies most of its text, the fact nothing.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +14,31 @@ from transformers import PreTrainedModel
 from hf_spec.adapters.folder import CONFIG_NAME, load_adapter
 from hf_spec.bench.entries import Entry, parse_entries, parse_entry
 from hf_spec.bench.summary import IDLE
+from hf_spec.data.prompts import Prompt
 from hf_spec.errors import AssistantError
 
 # Thirteen megabytes, which only the repository has; the installed package does not.
 HEAD = Path("examples/adapters/smollm2-135m-falcon")
 CHECKOUT = Path(__file__).parents[3]
+
+TEXTS = {
+    "summary": (
+        "Summarize: The first bicycle with pedals was built in France in the 1860s. It had a "
+        "wooden frame and iron wheels, and people called it the boneshaker because riding it was "
+        "so rough. In 1888 John Dunlop made the first rubber tyre filled with air. After that, "
+        "bicycles became comfortable and millions were sold."
+    ),
+    "translation": (
+        "Translate this Python function to JavaScript:\n\n"
+        "```python\ndef add(a, b):\n    return a + b\n```"
+    ),
+    "code": (
+        "Write a Python function `is_palindrome(text)` that returns True if the text reads the "
+        "same backwards."
+    ),
+    "fact": "Explain photosynthesis in simple words.",
+}
+PROMPTS = tuple(Prompt(name, name, (text,)) for name, text in TEXTS.items())
 
 
 def find_head(roots: Sequence[Path] | None = None) -> Path | None:
@@ -26,12 +50,7 @@ def find_head(roots: Sequence[Path] | None = None) -> Path | None:
 
 
 def default_entries(model: PreTrainedModel, head: Path | None) -> tuple[list[Entry], str]:
-    """What is compared if nothing is named, and a sentence about what is missing, or "".
-
-    Args:
-        model: the target.
-        head: folder of the shipped Falcon head, if there is one.
-    """
+    """What is compared if nothing is named, and a sentence about what is missing, or ""."""
     missing = (
         f"its head, {HEAD}, is in the repository and not in the installed package; start the demo "
         "in a checkout, or add --strategy falcon@FOLDER"

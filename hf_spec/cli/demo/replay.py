@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -28,8 +28,7 @@ BORDER_WIDTH = 4
 BORDER_HEIGHT = 2
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """Text that appeared at once: when, and whether it was drafted and accepted."""
 
     seconds: float
@@ -63,12 +62,9 @@ class Lane:
 
 @dataclass(frozen=True)
 class Recording:
-    """One generation.
+    """One generation: its prompt, and blocks of tokens that came together, with the seconds so far.
 
-    Attributes:
-        prompt_ids: tokens of the prompt.
-        blocks: seconds since the generation began, and tokens that came together: of a speculative
-            round the accepted drafts, then the target's own.
+    Of a speculative round these are the accepted drafts, then the target's own.
     """
 
     prompt_ids: list[int]

@@ -1,20 +1,26 @@
-"""One demo: the model, its benchmark, and what is shown of it."""
+"""One demo: the model, its benchmark, and what is shown of it: texts, then tables of 80 columns."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
 
+import psutil
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
+from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_spec.bench.report import SPEEDS
 from hf_spec.bench.runner import Record
 from hf_spec.bench.suite import Benchmark
-from hf_spec.cli.demo.machine import CpuWatch, slowest_to_fastest, warnings
-from hf_spec.cli.demo.replay import Lane, Recorder, Recording, replay
-from hf_spec.cli.demo.results import Answer, copied_share, prompts_table, strategies_table
+from hf_spec.bench.summary import ALL, summary
+from hf_spec.bench.tables import Table
+from hf_spec.cli.demo.replay import Lane, Recorder, replay
 from hf_spec.cli.loading import load_target, load_tokenizer
+from hf_spec.cli.options import Placement
 from hf_spec.data.machine import environment
 from hf_spec.data.small_models import bars_on_a_terminal_only, smollm2_135m_instruct
 from hf_spec.training.responses import end_tokens
@@ -26,49 +32,72 @@ LEGEND = (
     "prompt, in runs of three or more. identical: to plain generate(), in every run."
 )
 
+# Chosen so that a machine which stays below both gives ratios worth reading.
+BUSY_SHARE = 0.10
+UNSTEADY_RATIO = 1.20
+# Shorter runs of tokens are shared by any two texts on the same subject.
+COPIED_NGRAM_LEN = 3
+# More does not fit.
+LEFT_OUT = ("tokens/s", "peak memory")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What plain `generate()` answered: tokens, share copied from the prompt, ended by itself."""
+
+    num_tokens: int
+    copied: float
+    ended: bool
+
 
 def load() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Fetch the model, if it is on no disk here, and load it in float32."""
     folder = smollm2_135m_instruct()
     with bars_on_a_terminal_only():
-        return load_target(str(folder), "float32"), load_tokenizer(str(folder))
+        return load_target(str(folder), Placement("float32")), load_tokenizer(str(folder))
 
 
 def run(benchmark: Benchmark, recorder: Recorder, console: Console) -> bool:
     """Time, show and compare everything; whether every output is that of plain `generate()`.
 
-    Args:
-        benchmark: plain `generate()` and the strategies, of which the last one is shown beside it.
-        recorder: its streamer.
-        console: where it is shown; without a terminal as plain lines.
+    The last strategy is shown beside plain `generate()`; without a terminal as plain lines.
+    `recorder` is the benchmark's streamer.
     """
-    console.print(Text(_conditions(benchmark.model), "dim"))
-    progress = _progress(console)
-    task = progress.add_task("timing, in turn", total=benchmark.num_runs)
-
-    def advance() -> None:
-        progress.advance(task)
-        progress.refresh()
-
+    device = benchmark.model.device
+    facts = environment(device)
+    threads = f", {facts['threads']} threads" if device.type == "cpu" else ""
+    conditions = (
+        f"SmolLM2-135M-Instruct, float32, greedy, on {facts['device']}{threads}; "
+        f"torch {facts['torch']}, transformers {facts['transformers']}"
+    )
+    console.print(Text(conditions, "dim"))
     records: list[Record] = []
     answers: dict[str, Answer] = {}
     watch = CpuWatch()
-    measured = benchmark.run(advance)
+    # Drawn after runs only: an animated bar would take processor time from what is timed.
+    drawing = {"leave": False, "mininterval": 0, "delay": 1e-3, "disable": not console.is_terminal}
+    bar = tqdm(total=benchmark.num_runs, desc="timing, in turn", file=console.file, **drawing)
+    measured = benchmark.run(bar.update)
     for prompt in benchmark.prompts:
         console.rule(prompt.id, align="left")
         console.print(Text(prompt.turns[0], "dim"))
-        with progress:
-            records = next(measured).records
+        records = next(measured).records
+        bar.clear()
         count = len(benchmark.contenders)
         # One recording a run, so those of the last repetition come last in both.
         runs = zip(records[-count:], recorder.recordings[-count:], strict=True)
         latest = {record.contender: (record, recording) for record, recording in runs}
         shown = [latest[benchmark.contenders[place].name] for place in (0, -1)]
         _show(console, [recording.lane(r, benchmark.tokenizer) for r, recording in shown])
-        answers[prompt.id] = _answer(shown[0][1], end_tokens(benchmark.model))
+        plain = shown[0][1]
+        copied = copied_share(plain.prompt_ids, plain.token_ids)
+        ended = plain.token_ids[-1] in end_tokens(benchmark.model)
+        answers[prompt.id] = Answer(len(plain.token_ids), copied, ended)
+    bar.close()
     for warning in warnings(watch.share_of_others(), slowest_to_fastest(records, "plain")):
         console.print(Text(f"warning: {warning}", "yellow"))
-    console.print(strategies_table(records), prompts_table(records, answers))
+    console.print(strategies_table(records).drawn("all prompts"))
+    console.print(prompts_table(records, answers).drawn("ratio to plain by prompt"))
     console.print(Text(LEGEND, "dim"))
     return all(record.identical for record in records)
 
@@ -84,29 +113,70 @@ def _show(console: Console, lanes: Sequence[Lane]) -> None:
     console.print(f"[{times}]", markup=False, soft_wrap=True)
 
 
-def _answer(plain: Recording, ends: Collection[int]) -> Answer:
-    copied = copied_share(plain.prompt_ids, plain.token_ids)
-    return Answer(len(plain.token_ids), copied, plain.token_ids[-1] in ends)
+def copied_share(prompt_ids: Sequence[int], output_ids: Sequence[int]) -> float:
+    """The share of output tokens, 0 to 1, in runs of three or more that the prompt has too."""
+    length = COPIED_NGRAM_LEN
+    in_prompt = set(zip(*(prompt_ids[start:] for start in range(length)), strict=False))
+    copied: set[int] = set()
+    for start in range(len(output_ids) - length + 1):
+        if tuple(output_ids[start : start + length]) in in_prompt:
+            copied.update(range(start, start + length))
+    return len(copied) / max(len(output_ids), 1)
 
 
-def _progress(console: Console) -> Progress:
-    # Drawn between runs only: an animated bar would take processor time from what is timed.
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        auto_refresh=False,
-        transient=True,
-        disable=not console.is_terminal,
-    )
+def strategies_table(records: Sequence[Record]) -> Table:
+    """One row for plain generate() and for each strategy, all prompts together."""
+    columns = {head: cell for head, cell in SPEEDS.items() if not head.startswith(LEFT_OUT)}
+    return Table.of(columns, [row for row in summary(records) if row["task"] == ALL])
 
 
-def _conditions(model: PreTrainedModel) -> str:
-    facts = environment(model.device)
-    threads = f", {facts['threads']} threads" if model.device.type == "cpu" else ""
-    return (
-        f"SmolLM2-135M-Instruct, float32, greedy, on {facts['device']}{threads}; "
-        f"torch {facts['torch']}, transformers {facts['transformers']}"
-    )
+def prompts_table(records: Sequence[Record], answers: Mapping[str, Answer]) -> Table:
+    """One row per prompt, with its answer and the ratio of each strategy to plain generate()."""
+    ratios: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for record in records:
+        ratios[record.prompt, record.contender].append(record.ratio)
+    strategies = list(dict.fromkeys(contender for _, contender in ratios))[1:]
+    rows = []
+    for prompt, answer in answers.items():
+        tokens = f"{answer.num_tokens}{'' if answer.ended else ', cut'}"
+        cells = (f"{median(ratios[prompt, name]):.2f}" for name in strategies)
+        rows.append([prompt, tokens, f"{answer.copied:.0%}", *cells])
+    return Table(["", "tokens", "copied", *strategies], rows)
+
+
+class CpuWatch:
+    """How much of the processors other programs take from now on."""
+
+    def __init__(self) -> None:
+        self._own = psutil.Process()
+        self.share_of_others()
+
+    def share_of_others(self) -> float:
+        """Their share of the time of all processors since it was asked last, 0 to 1."""
+        own = self._own.cpu_percent() / psutil.cpu_count()
+        return min(1.0, max(0.0, (psutil.cpu_percent() - own) / 100))
+
+
+def slowest_to_fastest(records: Sequence[Record], contender: str) -> float:
+    """Longest over shortest time of one contender for the same prompt, at worst."""
+    seconds = defaultdict(list)
+    for record in records:
+        if record.contender == contender:
+            seconds[record.prompt].append(record.seconds)
+    return max((max(times) / min(times) for times in seconds.values()), default=1.0)
+
+
+def warnings(share_of_others: float, disagreement: float) -> list[str]:
+    """What a reader must know before believing a timing; nothing on an idle machine."""
+    found = []
+    if share_of_others > BUSY_SHARE:
+        found.append(
+            f"Other programs took {share_of_others:.0%} of the processors during the timing; "
+            "the ratios are not to be trusted. Run the demo again on an idle machine."
+        )
+    if disagreement > UNSTEADY_RATIO:
+        found.append(
+            f"Two runs of plain generate() on the same prompt differ by a factor of "
+            f"{disagreement:.2f}; the machine's speed is not steady. Try --repeats 5."
+        )
+    return found

@@ -7,37 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_spec.cli.next_step import bench_command, next_command
-from hf_spec.cli.options import (
-    AUTO,
-    Device,
-    Dtype,
-    ModelOption,
-    check_out,
-    options_from_settings,
-)
-from hf_spec.cli.train.common import (
-    AdapterOut,
-    RecordedCommand,
-    ResponseFiles,
-    Responses,
-    TeacherFolder,
-    conclude,
-    known_answers,
-    show_table,
-)
-from hf_spec.training.settings import (
-    BATCH_SIZE,
-    DRAFT_RUN,
-    FALCON_RUN,
-    SDSAT_RUN,
-    DiscoTrainSettings,
-    DraftTrainSettings,
-    FalconTrainSettings,
-    ResponseSettings,
-    SdsatTrainSettings,
-    TrainSettings,
-)
+from hf_spec.cli import options
+from hf_spec.cli.train import common
+from hf_spec.training import settings as kinds
 
 if TYPE_CHECKING:
     from hf_spec.training.responses import Response
@@ -46,16 +18,15 @@ train = typer.Typer(no_args_is_help=True, help="Train the parts that strategies 
 
 
 @train.command("responses")
-@options_from_settings
-def train_responses_command(  # noqa: PLR0913 - one parameter an option
+@options.from_settings
+def train_responses_command(
     *,
-    model: ModelOption,
+    model: options.ModelOption,
     prompts: Annotated[Path, typer.Option(exists=True, help="JSON lines with id, task, turns.")],
     out: Annotated[Path, typer.Option(help="JSON lines; an interrupted run goes on here.")],
-    settings: ResponseSettings,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts per batch.")] = BATCH_SIZE,
-    dtype: Dtype = AUTO,
-    device: Device = None,
+    settings: kinds.ResponseSettings,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts per batch.")] = kinds.BATCH_SIZE,
+    placement: options.Placement,
 ) -> None:
     """Write the target's own answers, from which every other training learns.
 
@@ -70,9 +41,9 @@ def train_responses_command(  # noqa: PLR0913 - one parameter an option
     from hf_spec.data.prompts import load_prompts
     from hf_spec.training.responses import generate_responses
 
-    check_out(out)
+    options.check_out(out)
     known = load_prompts(prompts)
-    target, tokenizer = load_target(model, dtype, device), load_tokenizer(model)
+    target, tokenizer = load_target(model, placement), load_tokenizer(model)
     with tqdm(total=len(known), desc="prompts", disable=None) as bar:
 
         def progress(done: int, _: int) -> None:
@@ -81,21 +52,20 @@ def train_responses_command(  # noqa: PLR0913 - one parameter an option
         left_out = generate_responses(target, tokenizer, known, out, settings, batch_size, progress)
     typer.echo(f"{out} is complete; {left_out} prompts were too long")
     where = ("--model", model, "--responses", out, "--out", out.with_name(f"{out.stem}-head"))
-    typer.echo(f"next: {next_command('train', 'falcon', *where, dtype=dtype, device=device)}")
+    typer.echo(f"next: {common.next_command('train', 'falcon', *where, placement=placement)}")
 
 
-@train.command("draft", cls=RecordedCommand)
-@options_from_settings
+@train.command("draft", cls=common.RecordedCommand)
+@options.from_settings
 def train_draft_command(  # noqa: PLR0913 - one parameter an option
     *,
-    model: ModelOption,
-    responses: Responses,
-    out: AdapterOut,
-    teacher: TeacherFolder = None,
-    settings: DraftTrainSettings,
-    run: TrainSettings = DRAFT_RUN,
-    dtype: Dtype = AUTO,
-    device: Device = None,
+    model: options.ModelOption,
+    responses: common.Responses,
+    out: common.AdapterOut,
+    teacher: common.TeacherFolder = None,
+    settings: kinds.DraftTrainSettings,
+    run: kinds.TrainSettings = kinds.DRAFT_RUN,
+    placement: options.Placement,
 ) -> None:
     """Train a draft model out of the target's own first layers.
 
@@ -110,21 +80,23 @@ def train_draft_command(  # noqa: PLR0913 - one parameter an option
     from hf_spec.training.responses import read_responses
 
     answers = list(read_responses(responses))
-    target = load_target(model, dtype, device)
+    target = load_target(model, placement)
     examples = teacher_examples(target, answers, teacher or responses.with_suffix(".teacher"))
     adapter = train_draft(target, examples, out, settings, run)
-    conclude(adapter.options["held_back"], bench_command(model, f"tree@{out}", dtype, device))
+    common.conclude(
+        adapter.options["held_back"], common.bench_command(model, f"tree@{out}", placement)
+    )
 
 
-@train.command("falcon", cls=RecordedCommand)
-@options_from_settings
+@train.command("falcon", cls=common.RecordedCommand)
+@options.from_settings
 def train_falcon_command(  # noqa: PLR0913 - one parameter an option
     *,
-    model: ModelOption,
-    responses: ResponseFiles,
-    out: AdapterOut,
-    settings: FalconTrainSettings,
-    run: TrainSettings = FALCON_RUN,
+    model: options.ModelOption,
+    responses: common.ResponseFiles,
+    out: common.AdapterOut,
+    settings: kinds.FalconTrainSettings,
+    run: kinds.TrainSettings = kinds.FALCON_RUN,
     features: Annotated[
         Path | None, typer.Option(help="Folder for the target's features; beside the answers.")
     ] = None,
@@ -132,8 +104,7 @@ def train_falcon_command(  # noqa: PLR0913 - one parameter an option
         bool, typer.Option(help="Keep the features on disk, or compute them in every step.")
     ] = True,
     init: Annotated[Path | None, typer.Option(help="A Falcon adapter to go on from.")] = None,
-    dtype: Dtype = AUTO,
-    device: Device = None,
+    placement: options.Placement,
 ) -> None:
     """Train a Falcon head, which drafts several tokens in one pass.
 
@@ -158,27 +129,28 @@ def train_falcon_command(  # noqa: PLR0913 - one parameter an option
         typer.echo(f"the features of {len(answers)} texts take {need} in {own}")
         return stored_texts(target, answers, own)
 
-    target = load_target(model, dtype, device)
-    known = known_answers(responses, features, "features", texts)
+    target = load_target(model, placement)
+    known = common.known_answers(responses, features, "features", texts)
     start = None if init is None else load_adapter(init, METHOD)
     adapter = train_falcon(target, known, out, settings, run, start)
-    conclude(adapter.options["held_back"], bench_command(model, f"falcon@{out}", dtype, device))
+    common.conclude(
+        adapter.options["held_back"], common.bench_command(model, f"falcon@{out}", placement)
+    )
 
 
-@train.command("sdsat", cls=RecordedCommand)
-@options_from_settings
+@train.command("sdsat", cls=common.RecordedCommand)
+@options.from_settings
 def train_sdsat_command(  # noqa: PLR0913 - one parameter an option
     *,
-    model: ModelOption,
-    responses: ResponseFiles,
+    model: options.ModelOption,
+    responses: common.ResponseFiles,
     out: Annotated[
         Path, typer.Option(help="Folder for adapter or model; an interrupted run resumes.")
     ],
-    settings: SdsatTrainSettings,
-    run: TrainSettings = SDSAT_RUN,
-    teacher: TeacherFolder = None,
-    dtype: Dtype = AUTO,
-    device: Device = None,
+    settings: kinds.SdsatTrainSettings,
+    run: kinds.TrainSettings = kinds.SDSAT_RUN,
+    teacher: common.TeacherFolder = None,
+    placement: options.Placement,
 ) -> None:
     """Train adaptive tokens, after which the target drafts for itself.
 
@@ -199,39 +171,38 @@ def train_sdsat_command(  # noqa: PLR0913 - one parameter an option
             return teacher_examples(target, answers, own)
         return [Example.without_opinion(answer) for answer in answers]
 
-    target = load_target(model, dtype, device)
+    target = load_target(model, placement)
     needed = settings.infilling or settings.mode == "full"
     tokenizer = load_tokenizer(model) if needed else None
-    known = known_answers(responses, teacher, "teacher", examples)
+    known = common.known_answers(responses, teacher, "teacher", examples)
     adapter = train_sdsat(target, known, out, settings, run, tokenizer)
-    options = getattr(target.config, CONFIG_ENTRY) if adapter is None else adapter.options
-    step = bench_command(model, f"sdsat@{out}", dtype, device)
+    made = getattr(target.config, CONFIG_ENTRY) if adapter is None else adapter.options
+    step = common.bench_command(model, f"sdsat@{out}", placement)
     if settings.mode == "full":
-        step = bench_command(out, "sdsat", dtype, device)
+        step = common.bench_command(out, "sdsat", placement)
     elif settings.mode == "lora":
         step = f"in Python, hf_spec.models.adaptive_tokens.merge_lora(model, {str(out)!r})"
-    conclude(options["held_back"], step)
+    common.conclude(made["held_back"], step)
 
 
-@train.command("disco", cls=RecordedCommand)
-@options_from_settings
+@train.command("disco", cls=common.RecordedCommand)
+@options.from_settings
 def train_disco_command(  # noqa: PLR0913 - one parameter an option
     *,
-    model: ModelOption,
-    responses: Responses,
-    out: AdapterOut,
+    model: options.ModelOption,
+    responses: common.Responses,
+    out: common.AdapterOut,
     draft: Annotated[
         str | None, typer.Option(help="Draft model: folder or Hub id; or use --draft-layers.")
     ] = None,
     draft_layers: Annotated[
         int | None, typer.Option(min=1, help="Draft with the target's own first layers.")
     ] = None,
-    settings: DiscoTrainSettings,
+    settings: kinds.DiscoTrainSettings,
     task: Annotated[
         list[str] | None, typer.Option(help="Learn from this task alone; may be repeated.")
     ] = None,
-    dtype: Dtype = AUTO,
-    device: Device = None,
+    placement: options.Placement,
 ) -> None:
     """Train the classifier that tells a draft model when to stop.
 
@@ -250,12 +221,12 @@ def train_disco_command(  # noqa: PLR0913 - one parameter an option
         raise typer.BadParameter("give either --draft or --draft-layers")
     named: Any = draft if draft is not None else {"truncated": draft_layers}
     answers = list(read_responses(responses))
-    target = load_target(model, dtype, device)
+    target = load_target(model, placement)
     adapter = train_disco(target, named, answers, out, settings, task)
     if processes().is_main_process:
         # What the classifier and the fixed rules predict on prompts that were held back.
         validation = adapter.options["validation"]
-        show_table(
+        common.show_table(
             f"{validation['acceptance']:.0%} of the positions held back are accepted",
             ("rule", "class", "precision", "recall", "F1"),
             (
@@ -264,4 +235,4 @@ def train_disco_command(  # noqa: PLR0913 - one parameter an option
                 for name, found in classes.items()
             ),
         )
-        typer.echo(f"next: {bench_command(model, f'disco@{out}', dtype, device)}")
+        typer.echo(f"next: {common.bench_command(model, f'disco@{out}', placement)}")

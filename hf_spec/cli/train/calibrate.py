@@ -8,19 +8,18 @@ from typing import Annotated
 
 import typer
 
-from hf_spec.bench.calibrate.settings import CalibrationSettings, TreeSettings
-from hf_spec.cli.next_step import bench_command
-from hf_spec.cli.options import AUTO, Device, Dtype, ModelOption, options_from_settings
-from hf_spec.cli.train.common import Responses, show_table
+from hf_spec.bench.settings import CalibrationSettings, TreeSettings
+from hf_spec.cli import options
+from hf_spec.cli.train.common import Responses, bench_command, show_table
 
 calibrate = typer.Typer(no_args_is_help=True, help="Choose options by measured speed.")
 
 
 @calibrate.command("disco")
-@options_from_settings
+@options.from_settings
 def calibrate_disco_command(  # noqa: PLR0913 - one parameter an option
     *,
-    model: ModelOption,
+    model: options.ModelOption,
     adapter: Annotated[Path, typer.Option(exists=True, help="The folder of `train disco`.")],
     prompts: Annotated[
         Path,
@@ -31,8 +30,7 @@ def calibrate_disco_command(  # noqa: PLR0913 - one parameter an option
     ] = False,
     max_prompts: Annotated[int, typer.Option(min=1, help="At most so many prompts.")] = 12,
     settings: CalibrationSettings,
-    dtype: Dtype = AUTO,
-    device: Device = None,
+    placement: options.Placement,
 ) -> None:
     """Choose DISCO's threshold and longest draft by speed on this machine.
 
@@ -53,7 +51,7 @@ def calibrate_disco_command(  # noqa: PLR0913 - one parameter an option
     known = load_prompts(prompts)
     chosen = known if use_all else validation_prompts(load_adapter(adapter, METHOD), known)
     chosen = chosen[:max_prompts]
-    target, tokenizer = load_target(model, dtype, device), load_tokenizer(model)
+    target, tokenizer = load_target(model, placement), load_tokenizer(model)
     total = settings.num_ways * len(chosen) * settings.repeats
     with tqdm(total=total, desc="runs", disable=None) as bar:
         made = calibrate_disco(target, tokenizer, adapter, chosen, settings, progress=bar.update)
@@ -72,20 +70,19 @@ def calibrate_disco_command(  # noqa: PLR0913 - one parameter an option
             for name, row in found["table"].items()
         ),
     )
-    typer.echo(f"next: {bench_command(model, f'disco@{adapter}', dtype, device)}")
+    typer.echo(f"next: {bench_command(model, f'disco@{adapter}', placement)}")
 
 
 @calibrate.command("falcon")
-@options_from_settings
-def calibrate_falcon_command(  # noqa: PLR0913 - one parameter an option
+@options.from_settings
+def calibrate_falcon_command(
     *,
-    model: ModelOption,
+    model: options.ModelOption,
     adapter: Annotated[Path, typer.Option(exists=True, help="The folder of `train falcon`.")],
     responses: Responses,
     max_answers: Annotated[int, typer.Option(min=1, help="The first so many answers.")] = 100,
     settings: TreeSettings,
-    dtype: Dtype = AUTO,
-    device: Device = None,
+    placement: options.Placement,
 ) -> None:
     """Choose a Falcon head's tree by acceptance and by speed on this machine.
 
@@ -103,7 +100,7 @@ def calibrate_falcon_command(  # noqa: PLR0913 - one parameter an option
     from hf_spec.training.responses import read_responses
 
     answers = list(islice(read_responses(responses), max_answers))
-    target = load_target(model, dtype, device)
+    target = load_target(model, placement)
     with tqdm(desc="answers and runs", disable=None) as bar:
         made = calibrate_falcon(target, adapter, answers, settings, progress=bar.update)
     found = made.options["calibration"]
@@ -120,4 +117,4 @@ def calibrate_falcon_command(  # noqa: PLR0913 - one parameter an option
             for count, seconds in found["seconds"][kind].items()
         ),
     )
-    typer.echo(f"next: {bench_command(model, f'falcon@{adapter}', dtype, device)}")
+    typer.echo(f"next: {bench_command(model, f'falcon@{adapter}', placement)}")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from typer.core import TyperCommand
+
+from hf_spec.cli.options import Placement
 
 if TYPE_CHECKING:
     from hf_spec.training.responses import Response
@@ -48,11 +51,8 @@ def known_answers(
 ) -> list[Item]:
     """The answers of all files, with what `compute` says of those of each.
 
-    Args:
-        files: of `hf-spec train responses`.
-        folder: has a folder for each file; by default they lie beside the files.
-        kind: of what is computed; ends the name of a folder beside its file.
-        compute: gets the answers of a file and its folder, in one process before the others.
+    It gets the answers of a file and the file's own folder, in one process before the others: in
+    `folder`, or else beside the file, with the ending `kind`.
     """
     from hf_spec.training.responses import read_responses
     from hf_spec.training.trainer import processes
@@ -75,12 +75,25 @@ def conclude(figures: Mapping[str, float], next_step: str) -> None:
         typer.echo(f"next: {next_step}")
 
 
+def next_command(*words: object, placement: Placement) -> str:
+    """A command of `hf-spec` to be copied, quoted for the shell, at the same place."""
+    given = ["hf-spec", *map(str, words)]
+    if placement.dtype != "auto":
+        given += ["--dtype", placement.dtype]
+    if placement.device is not None:
+        given += ["--device", placement.device]
+    return shlex.join(given)
+
+
+def bench_command(model: object, strategy: str, placement: Placement) -> str:
+    """The command that measures what has just been trained or calibrated."""
+    return next_command("bench", model, "--strategy", strategy, placement=placement)
+
+
 def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Print a table."""
     from rich.console import Console
-    from rich.table import Table
 
-    table = Table(*columns, title=title)
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
+    from hf_spec.bench.tables import Table
+
+    Console().print(Table(columns, list(rows)).drawn(title))

@@ -20,8 +20,8 @@ from hf_spec.bench.calibrate.disco import (
     tabulate,
     validation_prompts,
 )
-from hf_spec.bench.calibrate.settings import CalibrationSettings
 from hf_spec.bench.runner import Record
+from hf_spec.bench.settings import CalibrationSettings
 from hf_spec.data.prompts import Prompt, load_prompts
 from hf_spec.outputs import RowStats, SpecStats
 from tests.tiny_models import build, save_disco_adapter, tokenizer

@@ -12,6 +12,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
 from hf_spec.cli.answer.speaker import Speaker
+from hf_spec.cli.options import AnswerSettings
 from tests.tiny_models import VOCAB, build
 
 PROMPT = " ".join(f"w{word}" for word in (11, 12, 13) * 4)
@@ -49,6 +50,4 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def speaker(tokenizer: Any) -> Speaker:
     """The tiny Llama with lookup, 24 new tokens."""
-    speaker = Speaker(build("llama"), tokenizer, max_new_tokens=24)
-    speaker.choose("lookup")
-    return speaker
+    return Speaker(build("llama"), tokenizer, AnswerSettings("lookup", 24))

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from hf_spec.cli.answer.console_streamer import ConsoleStreamer, printable
 from hf_spec.cli.answer.speaker import Speaker
+from hf_spec.cli.options import AnswerSettings
 from tests.cli.answer.conftest import PROMPT
 from tests.tiny_models import build, settled_prompt
 
@@ -27,7 +28,7 @@ def test_coloured_are_the_accepted_draft_tokens(speaker: Speaker, max_new_tokens
     page = io.StringIO()
     console = Console(file=page, force_terminal=True, color_system="standard", width=40)
     streamer = ConsoleStreamer(speaker.tokenizer, console, "green")
-    speaker.max_new_tokens = max_new_tokens
+    speaker.settings = AnswerSettings("lookup", max_new_tokens)
     # After a text in which the model has begun to repeat itself, drafts are accepted.
     ids = settled_prompt("llama")
     output: Any = speaker.generate(ids, streamer)

@@ -59,7 +59,7 @@ def test_auto_is_the_default(folder: Path, continued: str) -> None:
 def test_statistics_stand_beside_the_text(folder: Path, continued: str) -> None:
     result = run(folder, PROMPT, *RAW, "--stats")
     assert result.stdout == continued + "\n"
-    assert "tau, accepted per round" in result.stderr
+    assert "lookup:\nnew tokens  " in result.stderr
 
 
 def test_json(folder: Path, continued: str) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from hf_spec import AssistantError, OptionError
 from hf_spec.cli.answer.speaker import Speaker
-from hf_spec.cli.method_options import Sampling
+from hf_spec.cli.options import AnswerSettings, Placement
 from tests.cli.answer.conftest import make_tokenizer
 from tests.tiny_models import build
 
@@ -20,15 +20,14 @@ from tests.tiny_models import build
 def test_a_seed_draws_the_same_again(folder: Path) -> None:
     texts = []
     for seed in (1, 1, 2):
-        sampling = Sampling(True, temperature=2.0, seed=seed)
-        settings = {"max_new_tokens": 12, "sampling": sampling}
-        speaker = Speaker.load(str(folder), "auto", "cpu", "lookup", None, **settings)
+        settings = AnswerSettings("lookup", 12, sample=True, temperature=2.0, seed=seed)
+        speaker = Speaker.load(str(folder), Placement(device="cpu"), settings)
         texts.append(speaker.generate(torch.arange(9, 15)[None]).sequences.tolist())
     assert texts[0] == texts[1] != texts[2]
 
 
 def test_a_dtype(folder: Path) -> None:
-    speaker = Speaker.load(str(folder), "bfloat16", None, "lookup", None, max_new_tokens=1)
+    speaker = Speaker.load(str(folder), Placement("bfloat16"), AnswerSettings("lookup"))
     assert speaker.model.dtype == torch.bfloat16
 
 
@@ -65,7 +64,7 @@ def test_a_wrong_strategy_changes_nothing(
 
 
 def test_no_chat_template() -> None:
-    speaker = Speaker(build("llama"), make_tokenizer(template=None), max_new_tokens=4)
+    speaker = Speaker(build("llama"), make_tokenizer(template=None), AnswerSettings())
     with pytest.raises(OptionError, match=r"has no chat template.*generate --raw"):
         speaker.encode([{"role": "user", "content": "w11"}])
 
@@ -83,5 +82,5 @@ def test_code_of_a_model_is_not_run(folder: Path, tmp_path: Path) -> None:
     (own / "config.json").write_text(json.dumps(config))
     (own / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     with pytest.raises(ValueError, match="custom code"):
-        Speaker.load(str(own), "auto", "cpu", "lookup", None, max_new_tokens=1)
+        Speaker.load(str(own), Placement(device="cpu"), AnswerSettings("lookup"))
     assert not (tmp_path / "ran").exists()

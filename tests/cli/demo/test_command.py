@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from hf_spec.bench.suite import Benchmark
 from hf_spec.cli.app import build_app
 from hf_spec.cli.demo import session
-from hf_spec.cli.demo.prompts import PROMPTS
+from hf_spec.cli.demo.entries import PROMPTS
 from tests import tiny_models
 
 ROOT = Path(__file__).parents[3]

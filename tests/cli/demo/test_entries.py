@@ -1,18 +1,34 @@
-"""What is compared, in a checkout and outside of one."""
+"""What is compared, in a checkout and outside of one, on prompts that the model answers well."""
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hf_spec.cli.demo import entries
-from hf_spec.cli.demo.entries import HEAD, chosen_entries, default_entries, find_head
+from hf_spec.cli.demo.entries import (
+    HEAD,
+    PROMPTS,
+    chosen_entries,
+    default_entries,
+    find_head,
+)
+from hf_spec.cli.demo.session import copied_share
 from hf_spec.errors import SpecError
 from tests import tiny_models
 
 ROOT = Path(__file__).parents[3]
+
+# What a right answer holds, and the share of it that may come from the prompt.
+RIGHT = {
+    "summary": (("1860s", "boneshaker", "Dunlop", "rubber tyre filled with air"), (0.8, 0.9)),
+    "translation": (("```javascript\nfunction add(a, b) {\n    return a + b;\n}",), (0.6, 0.75)),
+    "code": (("def is_palindrome(text):\n    return text == text[::-1]\n",), (0.0, 0.15)),
+    "fact": (("energy from the sun", "light energy", "chemical energy"), (0.0, 0.0)),
+}
 
 
 def names(found: list[Any]) -> list[str]:
@@ -68,3 +84,19 @@ def test_options_and_assistants_are_those_of_bench() -> None:
 def test_unknown_strategies_are_refused() -> None:
     with pytest.raises(SpecError, match="lokup"):
         chosen_entries(["lokup"], [])
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("prompt", PROMPTS, ids=lambda prompt: prompt.id)
+def test_the_model_answers_well_and_ends(prompt: Any, smollm2: tuple[Any, Any]) -> None:
+    model, tokenizer = smollm2
+    ids = prompt.encode(tokenizer)
+    output = model.generate(ids, do_sample=False, max_new_tokens=128)[0, ids.shape[1] :].tolist()
+    text = tokenizer.decode(output, skip_special_tokens=True)
+    parts, (least, most) = RIGHT[prompt.id]
+    assert output[-1] == tokenizer.eos_token_id
+    assert [part for part in parts if part not in text] == []
+    assert least <= copied_share(ids[0].tolist(), output) <= most
+    # No loop: a run of eight tokens comes twice at most.
+    runs = Counter(zip(*(output[start:] for start in range(8)), strict=False))
+    assert max(runs.values()) <= 2

@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from hf_spec.cli.train.common import conclude, known_answers, show_table
+from hf_spec.cli.options import Placement
+from hf_spec.cli.train.common import (
+    bench_command,
+    conclude,
+    known_answers,
+    next_command,
+    show_table,
+)
 from hf_spec.training.responses import Response
 from tests.cli.train.cli_files import save_responses
 
@@ -42,3 +49,16 @@ def test_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     page = capsys.readouterr().out
     for text in ("a title", "tau", "one", "2.5"):
         assert text in page
+
+
+def test_words_are_quoted() -> None:
+    line = next_command("train", "falcon", "--out", Path("my heads/a"), placement=Placement())
+    assert line == "hf-spec train falcon --out 'my heads/a'"
+
+
+def test_dtype_and_device_go_along() -> None:
+    line = bench_command("org/model", "falcon@head", Placement("bfloat16", "cuda:1"))
+    assert line == (
+        "hf-spec bench org/model --strategy falcon@head --dtype bfloat16 --device cuda:1"
+    )
+    assert bench_command("m", "none", Placement()) == "hf-spec bench m --strategy none"

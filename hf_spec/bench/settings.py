@@ -1,4 +1,4 @@
-"""What calibrations measure: defaults, bounds, and the help of `hf-spec calibrate`."""
+"""What benchmarks and calibrations measure: defaults, bounds, and the help of their commands."""
 
 # Imports neither torch nor transformers, see `hf_spec.settings`.
 
@@ -9,6 +9,59 @@ from typing import Annotated
 
 from hf_spec.errors import OptionError
 from hf_spec.settings import Count, Internal, Named, Settings, Share, Within
+
+
+@dataclass(frozen=True)
+class Suite(Settings):
+    """What a benchmark measures, and how.
+
+    Attributes:
+        batch_sizes: rows of a call.
+        new_tokens: at most, per row.
+        repeats: timed repetitions.
+        sample: sampled outputs are not compared.
+        temperature: with --sample; 1 by default.
+        seed: with --sample.
+        baselines: also measure the lookups and assistants of others.
+        compiled: also plain generate, static cache and compiled.
+        match_length: n-gram of the others' lookups.
+        copy_length: tokens that these copy.
+        oracle: a draft model: chains of it that end where they must.
+        synthetic_acceptance: also drafts that are right with this probability, of no drafter.
+        synthetic_length: tokens of such a draft.
+        multi_turn: all turns of a prompt, as a conversation.
+        profile: also where the time of a step goes.
+        step_cost: also forwards by number of nodes.
+    """
+
+    batch_sizes: Annotated[tuple[Count, ...], Named("batch")] = (1,)
+    new_tokens: Count = 64
+    repeats: Count = 3
+    sample: Annotated[bool, Named("sample", off="greedy")] = False
+    temperature: Annotated[float | None, Within(0.01)] = None
+    seed: int = 0
+    baselines: bool = True
+    compiled: bool = False
+    match_length: Count = 2
+    copy_length: Count = 10
+    oracle: str | None = None
+    synthetic_acceptance: Share | None = None
+    synthetic_length: Count = 5
+    multi_turn: bool = False
+    profile: bool = False
+    step_cost: Internal[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.temperature is not None and not self.sample:
+            raise OptionError(f"--temperature {self.temperature} needs --sample")
+        knowing = {"oracle": self.oracle, "synthetic acceptance": self.synthetic_acceptance}
+        for name, value in knowing.items():
+            if value is not None and self.sample:
+                raise OptionError(
+                    f"{name} drafts what greedy decoding will say, which sampling does not; choose "
+                    "greedy decoding"
+                )
 
 
 @dataclass(frozen=True)

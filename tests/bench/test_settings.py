@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hf_spec import OptionError
-from hf_spec.bench.calibrate.settings import CalibrationSettings, TreeSettings
+from hf_spec.bench.settings import CalibrationSettings, TreeSettings
 
 
 @pytest.mark.parametrize(
