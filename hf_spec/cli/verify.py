@@ -110,7 +110,8 @@ def _show(console: Console, verification: Verification, tokenizer: Any) -> None:
         "passed": "[bold green]passed",
         "failed": "[bold red]FAILED",
         "unproven": f"[bold yellow]NOT PROVEN[/]: no draft was accepted ({unproven}), so none "
-        "could be accepted wrongly; try other prompts, more --new-tokens or more --draws",
+        "could be accepted wrongly; try other prompts, more --new-tokens, more --draws, or drafts "
+        "whose length is not measured, as in --strategy lookup:max_draft_tokens=5",
     }
     console.print(said[verification.verdict])
 
