@@ -315,9 +315,11 @@ def _check_cache(model: PreTrainedModel, cache: Any, input_ids: Tensor) -> None:
             "input_ids must hold the whole sequence, with at least one token that is not cached"
         )
     config = model.config.get_text_config()
-    layers = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
+    layers = config.num_hidden_layers
     rows = cache.layers[0].keys.shape[0]
-    if rows != num_rows or len(cache.layers) != layers:
+    # Layers that share keys and values stand in newer caches, empty, and not in older ones.
+    sharing = getattr(config, "num_kv_shared_layers", None) or 0
+    if rows != num_rows or len(cache.layers) not in {layers, layers - sharing}:
         raise UnsupportedError(
             f"past_key_values hold {rows} rows of {len(cache.layers)} layers, where the call has "
             f"{num_rows} rows and the model {layers} layers; pass the cache of the same batch"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -197,7 +197,7 @@ def read_prompt(
     config = GenerationConfig(
         max_new_tokens=1, do_sample=copies > 1, num_return_sequences=copies, pad_token_id=0
     )
-    found: Prompt = generate(
+    model_kwargs: dict[str, Any] = generate(
         draft,
         input_ids=prompt.input_ids[::copies],
         attention_mask=prompt.attention_mask[::copies],
@@ -205,11 +205,16 @@ def read_prompt(
         custom_generate=_take,
         **images,
     )
-    return found
+    return replace(prompt, model_kwargs=model_kwargs)
 
 
-def _take(model: PreTrainedModel, input_ids: Tensor, **prepared: Any) -> Prompt:
-    """Take what `generate()` prepared, in place of a decoding loop."""
-    for name in ("logits_processor", "stopping_criteria", "generation_config"):
-        del prepared[name]
-    return Prompt(input_ids, prepared["attention_mask"], prepared)
+def _take(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    **model_kwargs: Any,
+) -> dict[str, Any]:
+    """Take what `generate()` prepared for the model, in place of a decoding loop."""
+    return model_kwargs

@@ -139,10 +139,11 @@ def _gemma4() -> Any:
         "head_dim": 8,
         "global_head_dim": 8,
         "sliding_window": 12,
-        "layer_types": [*WINDOWS, "full_attention", "sliding_attention"],
+        "layer_types": [*WINDOWS, "sliding_attention", "full_attention"],
+        "use_bidirectional_attention": "vision",
         "hidden_size_per_layer_input": 8,
         "vocab_size_per_layer_input": VOCAB,
-        # The last two read the keys and values of the second and the third.
+        # The last two read the keys and values of the third and the second.
         "num_kv_shared_layers": 2,
         "tie_word_embeddings": False,
     }
@@ -384,5 +385,7 @@ class PartlyRight(Drafter):
                     tokens.append(coming[depth + 1])
                     parents.append(len(tokens) - 2)
                 kept = said[0] if len(said) == 1 else (token if depth < right else wrong)
-                last = max(n for n in range(len(tokens)) if parents[n] == last and tokens[n] == kept)
+                last = max(
+                    n for n in range(len(tokens)) if parents[n] == last and tokens[n] == kept
+                )
         return DraftTree.from_drafts(drafts, state.num_rows)
