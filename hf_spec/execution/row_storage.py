@@ -64,16 +64,9 @@ class RowStorage:
         self.stored[row] = min(self.stored[row], length)
         del self._held[row][length:]
 
-    def load(
-        self,
-        cache: Cache,
-        frame_masks: Sequence[Tensor],
-        position_offsets: Sequence[int] | None = None,
-    ) -> None:
-        """Start from the keys and values of an earlier forward; see `KVPool.load`."""
+    def load(self, cache: Cache, frame_masks: Sequence[Tensor]) -> None:
+        """Start from the keys and values of an earlier call; see `KVPool.load`."""
         self.pool.load(cache, frame_masks)
-        if position_offsets is not None:
-            self.position_offsets = list(position_offsets)
         for row, mask in enumerate(frame_masks):
             self._store(row, range(int(mask.sum())))
 

@@ -184,7 +184,8 @@ class ModelRunner(RowStorage):
         """
         num_rows, length = inputs["input_ids"].shape
         result = self.model(**inputs, **self._wanted_hidden(), return_dict=True)
-        self.load(result.past_key_values, frame_masks, position_offsets)
+        self.load(result.past_key_values, frame_masks)
+        self.position_offsets = list(position_offsets)
         ran = [
             (mask[-length:].nonzero()[:, 0] + row * length).tolist()
             for row, mask in enumerate(frame_masks)

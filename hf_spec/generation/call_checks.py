@@ -61,8 +61,9 @@ SERVED: dict[str, tuple[tuple[Any, ...], str]] = {
         ": speculative decoding keeps keys and values; leave it out",
     ),
     # Names of the cache that generate() makes by itself; "hybrid" stands in old files, is ignored.
+    # "static" is storage that does not move from step to step, which the engine's own is anyway.
     "cache_implementation": (
-        (None, "dynamic", "hybrid"),
+        (None, "dynamic", "hybrid", "static"),
         " cannot be combined with spec_strategy, which keeps its own keys and values; leave it out",
     ),
 }

@@ -259,6 +259,9 @@ def _settle(
     check_evaluation(model)
     settings = Settings(model, given)
     check_settings(settings)
+    if settings["cache_implementation"] == "static":
+        # The engine's storage is of that kind, so generate() need not reserve another.
+        given["cache_implementation"] = None
     return config, settings
 
 

@@ -82,7 +82,7 @@ def generate_with(  # noqa: PLR0913 - the signature that generate() calls
     target = ModelRunner(model, num_rows, drafter.hidden_layers, drafter.virtual_tokens, batching)
     cache = model_kwargs.get("past_key_values")
     prompt = Prompt(input_ids, attention_mask, model_kwargs)
-    if (stored := prompt.stored) and not alone:
+    if cache is not None and (stored := prompt.stored) and not alone:
         target.load(cache, [mask[:stored] for mask in state.frame_mask.cpu()])
     wants_cache = cache is not None and (as_dict or getattr(cache, "_is_user_defined", False))
     with target.active(), drafter.active(state):
