@@ -20,7 +20,7 @@ ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 # Architectures whose attention needs more than keys, values and a mask of visible tokens.
 UNSERVED = {
     "doge": "its mask weighs keys by their values, which a draft tree cannot carry",
-    "kosmos_2_5_text_model": "its text positions depend on where the images of the prompt stand",
+    "kosmos_2_5_text_model": "plain generate() has it count positions from its padding token on",
     "mllama_text_model": "its cross-attention layers read images, not keys of its tokens",
     "hrm_text": "its layers run several times per token, each time with other keys and values",
     "moshi": "its tokens stand for text and sound at once",
