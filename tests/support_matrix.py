@@ -65,8 +65,9 @@ line per row, padded to the longest of the step; keys and values are padded in n
 
 ## Image-text models
 
-{number_of_families} families, greedy, float32: the tokens of plain `generate()`, on one prompt and on a ragged batch of
-three, as chains and as trees (`tests/targets/test_image_text.py`). All strategies were run on {strategies_on}.
+{number_of_families} families, greedy, float32: the tokens of plain `generate()`, on one prompt and
+on a ragged batch of three, as chains and as trees (`tests/targets/test_image_text.py`). All
+strategies were run on {strategies_on}. How: [images](targets.md#images-in-the-prompt).
 
 {families}
 ## Dtypes

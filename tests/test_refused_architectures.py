@@ -67,7 +67,12 @@ REFUSED_WITH_IMAGES = {
     ),
     "mllama": (
         {
-            "text_config": {**SMALL, "num_key_value_heads": 2, "cross_attention_layers": [1]},
+            "text_config": {
+                **SMALL,
+                "num_key_value_heads": 2,
+                "cross_attention_layers": [1],
+                "pad_token_id": 0,
+            },
             "vision_config": {**TOWER, "attention_heads": 2, "num_global_layers": 1},
         },
         "Mllama.* cross-attention layers",

@@ -194,7 +194,7 @@ class ModelRunner(RowStorage):
         self.tokens_run += num_rows * length
         self.padding_run += num_rows * length - sum(map(len, ran))
         places = PackedInputs(nodes=[mine[-1] for mine in ran])
-        output = self._output(result.logits[:, -1], self._hidden(result), places)
+        output = self._output(result.logits[:, -1].contiguous(), self._hidden(result), places)
         output.pending = {row: mine[:-1] for row, mine in enumerate(ran)}
         return output
 

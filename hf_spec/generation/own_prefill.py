@@ -144,19 +144,18 @@ def first_round(
 def _fill(
     runner: ModelRunner, target: PreTrainedModel, prompt: Prompt, read: Callable[..., Prompt]
 ) -> None:
-    """Let a draft model that takes images run the prompt; others see placeholders, as tokens."""
+    """Let a draft model that takes images run the prompt; others see placeholders, as tokens.
+
+    So does every draft model where the images of earlier turns are in the target's cache alone.
+    """
     draft = runner.model
-    if not takes_images(draft):
+    if not takes_images(draft) or prompt.stored:
         return
     kinds = [model.config.model_type for model in (target, draft)]
-    if kinds[0] != kinds[1] or prompt.stored:
-        reason = (
-            f"takes images as {kinds[1]!r} does, the target as {kinds[0]!r}"
-            if kinds[0] != kinds[1]
-            else "has not seen what past_key_values hold"
-        )
+    if kinds[0] != kinds[1]:
         raise AssistantError(
-            f"the assistant {type(draft).__name__} {reason}; draft with a text model of the same "
+            f"the assistant {type(draft).__name__} takes images as {kinds[1]!r} does, the target "
+            f"as {kinds[0]!r}; draft with a model of the target's kind, with a text model of the same "
             "vocabulary, or with spec_strategy='lookup'"
         )
     read(draft, prompt).run(runner)
