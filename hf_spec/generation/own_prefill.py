@@ -155,8 +155,8 @@ def _fill(
     if kinds[0] != kinds[1]:
         raise AssistantError(
             f"the assistant {type(draft).__name__} takes images as {kinds[1]!r} does, the target "
-            f"as {kinds[0]!r}; draft with a model of the target's kind, with a text model of the same "
-            "vocabulary, or with spec_strategy='lookup'"
+            f"as {kinds[0]!r}; draft with a model of the target's kind, with a text model of the "
+            "same vocabulary, or with spec_strategy='lookup'"
         )
     read(draft, prompt).run(runner)
 
