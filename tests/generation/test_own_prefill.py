@@ -114,7 +114,8 @@ def test_the_round_leaves_what_an_ordinary_one_leaves() -> None:
         with torch.no_grad(), runner.active(), drafter.active(state):
             verifier = drafter.make_verifier([], 2)
             if alone:
-                prompt = Prompt(ids, mask, {"attention_mask": mask})
+                positions = (mask.cumsum(-1) - 1).clamp(min=0)
+                prompt = Prompt(ids, mask, {"attention_mask": mask, "position_ids": positions})
                 first_round(prompt, runner, drafter, verifier, state)
             else:
                 tree = drafter.draft(state, {0: 0, 1: 0})
