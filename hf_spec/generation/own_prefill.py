@@ -191,7 +191,8 @@ def read_prompt(
         prompt: as the target reads it.
     """
     images = {name: given[name] for name in IMAGE_INPUTS if name in given}
-    rows = next(given[name] for name in ("input_ids", "inputs") if given.get(name) is not None)
+    named = (given.get(name) for name in ("input_ids", "inputs"))
+    rows = next((ids for ids in named if ids is not None), prompt.input_ids)
     copies = len(prompt.input_ids) // len(rows)
     config = GenerationConfig(
         max_new_tokens=1, do_sample=copies > 1, num_return_sequences=copies, pad_token_id=0
