@@ -12,7 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+)
 
 from hf_spec.errors import UnsupportedError
 from hf_spec.execution.alibi import uses_alibi
@@ -20,9 +25,9 @@ from hf_spec.execution.attention import takes_packed
 from hf_spec.execution.model_checks import check_model
 from tests import tiny_models
 from tests.refusals import jamba, mamba, t5
-from tests.targets import test_half_precision
+from tests.targets import image_cases, test_half_precision, test_image_text
 from tests.test_identity import STRATEGIES
-from tests.test_refused_architectures import REFUSED
+from tests.test_refused_architectures import REFUSED, REFUSED_WITH_IMAGES
 
 TESTS = Path(__file__).parent
 PAGE = TESTS.parent / "docs" / "support-matrix.md"
@@ -58,6 +63,13 @@ its own.
 *Packed*: all rows as one sequence, for models that take an attention function. *Rectangular*: one
 line per row, padded to the longest of the step; keys and values are padded in neither.
 
+## Image-text models
+
+{number_of_families} families, greedy, float32: the tokens of plain `generate()`, on one prompt and
+on a ragged batch of three, as chains and as trees (`tests/targets/test_image_text.py`). All
+strategies were run on {strategies_on}. How: [images](targets.md#images-in-the-prompt).
+
+{families}
 ## Dtypes
 
 Greedy output beside plain `generate()`, in half precision up to ties of the two largest logits
@@ -87,6 +99,9 @@ def page() -> str:
     return TEMPLATE.format(
         number=len(tiny_models.ARCHITECTURES),
         architectures=architectures(),
+        number_of_families=len(image_cases.FAMILIES),
+        strategies_on=" and ".join(map(code, test_image_text.REPRESENTATIVES)),
+        families=families(),
         dtypes=dtypes(),
         placements=placements(),
         parallel=", ".join(map(code, others)),
@@ -111,6 +126,15 @@ def about(model: PreTrainedModel) -> tuple[str, str]:
     special = ["sliding window"] if getattr(config, "sliding_window", None) else []
     special += ["ALiBi"] if uses_alibi(model) else []
     return "packed" if takes_packed(model) else "rectangular", ", ".join(special)
+
+
+def families() -> str:
+    """Classes of image-text models, and the rows of the batch that they were run on."""
+    rows = []
+    for name, family in image_cases.FAMILIES.items():
+        images = ", ".join(map(str, family.num_images))
+        rows.append([code(name), family.model.__name__, "yes", "yes", images])
+    return table(["family", "class", "text", "images", "images of each row"], rows)
 
 
 def dtypes() -> str:
@@ -143,6 +167,10 @@ def refused() -> str:
         with torch.device("meta"):
             config = AutoConfig.for_model(kind, **options)
             models.append(AutoModelForCausalLM.from_config(config))
+    for kind, (options, _) in REFUSED_WITH_IMAGES.items():
+        with torch.device("meta"):
+            config = AutoConfig.for_model(kind, **options)
+            models.append(AutoModelForImageTextToText.from_config(config))
     rows = [[type(model).__name__, reason(model)] for model in models]
     return table(["class", "error"], sorted(rows))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from hf_spec.errors import UnsupportedError
 from hf_spec.execution.model_checks import check_model
@@ -49,6 +49,45 @@ REFUSED = {
     ),
     "roformer": ({**SMALL, "is_decoder": True}, "RoFormerForCausalLM .* no position_ids"),
 }
+
+TOWER = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 32}
+REFUSED_WITH_IMAGES = {
+    "kosmos-2.5": (
+        {
+            "text_config": {
+                "vocab_size": 97,
+                "embed_dim": 32,
+                "layers": 2,
+                "ffn_dim": 64,
+                "attention_heads": 4,
+            },
+            "vision_config": {**TOWER, "num_attention_heads": 2},
+        },
+        "Kosmos2_5.* positions from its padding token on",
+    ),
+    "mllama": (
+        {
+            "text_config": {
+                **SMALL,
+                "num_key_value_heads": 2,
+                "cross_attention_layers": [1],
+                "pad_token_id": 0,
+            },
+            "vision_config": {**TOWER, "attention_heads": 2, "num_global_layers": 1},
+        },
+        "Mllama.* cross-attention layers",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED_WITH_IMAGES)
+def test_image_text_models_refused_by_name(kind: str) -> None:
+    options, message = REFUSED_WITH_IMAGES[kind]
+    with torch.device("meta"):
+        config = AutoConfig.for_model(kind, **options)
+        model = AutoModelForImageTextToText.from_config(config)
+    with pytest.raises(UnsupportedError, match=message):
+        check_model(model)
 
 
 @pytest.mark.parametrize("kind", REFUSED)

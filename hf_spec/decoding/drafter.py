@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -17,7 +17,7 @@ from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.stopping import StopRules
 from hf_spec.decoding.verification import NodeDraw, ResidualRejection, Verifier
 from hf_spec.errors import UnsupportedError
-from hf_spec.execution.runner import ForwardOutput
+from hf_spec.execution.runner import ForwardOutput, ModelRunner
 from hf_spec.execution.tree import DraftTree, Verdict
 from hf_spec.execution.virtual_tokens import VirtualTokens
 
@@ -85,6 +85,13 @@ class Drafter(CandidateGenerator, ABC):
 
     def restart(self, row: int) -> None:
         """Forget what was kept of `row`: a new sequence begins there. Nothing by default."""
+
+    def prefill(self, run: Callable[[ModelRunner], object]) -> None:
+        """Let `run` give a model of its own a prompt that is more than tokens; nothing by default.
+
+        Called while active, before the first draft, where the target's prompt is so: with images,
+        for instance. `run` leaves models alone that know nothing of such prompts.
+        """
 
     @abstractmethod
     def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:

@@ -6,7 +6,8 @@ from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.padding_run import run_padding
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.verification import Verifier
-from hf_spec.execution.runner import ModelRunner
+from hf_spec.execution.runner import ForwardOutput, ModelRunner
+from hf_spec.execution.tree import DraftTree
 from hf_spec.outputs import SpecGenerateOutput, SpecStats
 
 
@@ -35,6 +36,18 @@ def speculative_step(
         tree = drafter.draft(state, state.draft_limits)
     with state.clock("verify"):
         output = target.forward(tree, state.tokens)
+    finish_step(target, drafter, verifier, state, tree, output)
+
+
+def finish_step(
+    target: ModelRunner,
+    drafter: Drafter,
+    verifier: Verifier,
+    state: GenerationState,
+    tree: DraftTree,
+    output: ForwardOutput,
+) -> None:
+    """Judge a draft by the target's output and commit what is right."""
     verdict = verifier.verify(tree, output.logits, state)
     state.commit(verdict)
     target.keep(verdict.paths)

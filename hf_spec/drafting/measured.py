@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -32,7 +32,7 @@ from hf_spec.drafting.length_policy import MEASURED, LengthPolicy, MeasuredPolic
 from hf_spec.drafting.sources import MergedTree, Source
 from hf_spec.errors import UnsupportedError
 from hf_spec.execution.distributed_checks import tensor_parallel_size
-from hf_spec.execution.runner import ForwardOutput
+from hf_spec.execution.runner import ForwardOutput, ModelRunner
 from hf_spec.execution.tree import DraftTree, Verdict
 
 Policed = TypeVar("Policed", bound=PolicyConfig)
@@ -99,6 +99,11 @@ class MeasuredDrafter(Drafter):
         """Forget the sequence before, in every drafter."""
         for source in self._sources:
             source.restart(row)
+
+    def prefill(self, run: Callable[[ModelRunner], object]) -> None:
+        """Every drafter may have a model that reads more than tokens."""
+        for source in self._sources:
+            source.drafter.prefill(run)
 
     @contextmanager
     def active(self, state: GenerationState) -> Iterator[None]:

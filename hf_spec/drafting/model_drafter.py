@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 import sys
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import compress
 
@@ -142,6 +142,11 @@ class DraftModelDrafter(Drafter):
         """Empty keys and values for one row, and a policy that knows nothing of it."""
         self._runner.restart(row)
         self.policy.restart(row)
+
+    def prefill(self, run: Callable[[ModelRunner], object]) -> None:
+        """Let the draft model run a prompt that is more than tokens."""
+        assert self._runner is not None, "prompts run while active"
+        run(self._runner)
 
     def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
         """One tree per unfinished row, one draft forward per level."""

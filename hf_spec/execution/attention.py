@@ -136,7 +136,9 @@ def tree_attention(  # noqa: PLR0913 - the signature that transformers calls
             "overwrite its own keys and values; generate without spec_strategy"
         )
     spec_step.written.add(layer_index)
-    keys, values = spec_step.pool.layer(layer_index, key, value)
+    storage = _storage_layer(module)
+    writes = storage == layer_index
+    keys, values = spec_step.pool.layer(storage, key, value)
     window = kwargs["sliding_window"] if "sliding_window" in kwargs else _mask_window(module)
     small = max(query.shape[-1], value.shape[-1]) <= MAX_HEAD_SIZE
     impl = "auto" if small and serves(query) else "torch"
@@ -145,9 +147,10 @@ def tree_attention(  # noqa: PLR0913 - the signature that transformers calls
         scoring = Scoring(scaling, window, softcap, sinks=sinks)
         layout, where = spec_step.layout(query.device)
         query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
-        kv_write(key, value, keys, values, where)
+        if writes:
+            kv_write(key, value, keys, values, where)
         return ragged_tree_attention(query, keys, values, layout, scoring, impl)[None], None
-    for slot, start, end, places in spec_step.writes:
+    for slot, start, end, places in spec_step.writes if writes else ():
         keys[slot, :, places] = key[0, :, start:end]
         values[slot, :, places] = value[0, :, start:end]
     num_heads, width = query.shape[1], value.shape[-1]
@@ -170,6 +173,17 @@ def tree_attention(  # noqa: PLR0913 - the signature that transformers calls
         attended = attended.reshape(num_heads, length, width)
         out[0, segment.start : segment.end] = attended.transpose(0, 1)
     return out, None
+
+
+def _storage_layer(module: nn.Module) -> int:
+    """Which layer has the keys and values of a layer: itself, or one that shares them with it."""
+    layer: Any = module
+    index: int = layer.layer_idx
+    if not getattr(layer, "is_kv_shared_layer", False):
+        return index
+    config = layer.config
+    kinds = config.layer_types[: config.num_hidden_layers - config.num_kv_shared_layers]
+    return len(kinds) - 1 - kinds[::-1].index(config.layer_types[index])
 
 
 def _mask_window(module: nn.Module) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_spec.errors import UnsupportedError
@@ -20,6 +20,8 @@ ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 # Architectures whose attention needs more than keys, values and a mask of visible tokens.
 UNSERVED = {
     "doge": "its mask weighs keys by their values, which a draft tree cannot carry",
+    "kosmos_2_5_text_model": "plain generate() has it count positions from its padding token on",
+    "mllama_text_model": "its cross-attention layers read images, not keys of its tokens",
     "hrm_text": "its layers run several times per token, each time with other keys and values",
     "moshi": "its tokens stand for text and sound at once",
 }
@@ -142,6 +144,28 @@ def check_peft_hooks(model: PreTrainedModel, num_rows: int) -> None:
 
 def check_rope(model: PreTrainedModel, max_length: int | None) -> None:
     """Refuse rotary frequencies that a draft would change, for lengths where they change."""
+    kind, limit = _length_dependent_rope(model)
+    if kind is not None and (max_length is None or max_length > limit):
+        raise UnsupportedError(
+            f"rope_type={kind!r} changes its frequencies past {limit} tokens, so a draft would "
+            f"change the output; keep max_length at {limit} or below (it is {max_length})"
+        )
+
+
+def is_past_rope(model: PreTrainedModel, attention_mask: Tensor) -> bool:
+    """Whether every row, by its (B, L) mask, begins past where rotary frequencies change once."""
+    kind, limit = _length_dependent_rope(model)
+    return kind == "longrope" and int(attention_mask.sum(dim=1).min()) > limit
+
+
+def takes_images(model: PreTrainedModel) -> bool:
+    """Whether a model reads images beside text; the text model inside says that it does, too."""
+    config = model.config
+    return "image" in model.input_modalities and config.get_text_config() is not config
+
+
+def _length_dependent_rope(model: PreTrainedModel) -> tuple[str | None, int]:
+    """The kind of rotary frequencies that follow from the length, and up to where they do not."""
     config = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None)
     rope = rope if isinstance(rope, Mapping) else {}
@@ -152,8 +176,4 @@ def check_rope(model: PreTrainedModel, max_length: int | None) -> None:
         or getattr(config, "max_position_embeddings", None)
         or 0
     )
-    if kind in LENGTH_DEPENDENT_ROPE and (max_length is None or max_length > limit):
-        raise UnsupportedError(
-            f"rope_type={kind!r} changes its frequencies past {limit} tokens, so a draft would "
-            f"change the output; keep max_length at {limit} or below (it is {max_length})"
-        )
+    return (kind if kind in LENGTH_DEPENDENT_ROPE else None), limit

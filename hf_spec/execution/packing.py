@@ -23,7 +23,8 @@ class PackedInputs:
     """All tokens in one sequence.
 
     Attributes:
-        tokens, positions: T of each, rows one after the other.
+        tokens: T of them, rows one after the other.
+        positions: T of them, as the model is told; segments count tokens.
         writes: per row (slot, start, end, places), as `PackedStep` takes them.
         segments: what each stretch of tokens attends to.
         pending: per row where its pending tokens are among the T.
@@ -46,7 +47,7 @@ class RectangularInputs:
     """One line of T columns per row, on the host.
 
     Attributes:
-        tokens, positions: (B, T) int64; padding holds zeros.
+        tokens, positions: (B, T) int64, positions as the model is told; padding holds zeros.
         places: (B, T) int64, storage place of each token.
         visible: (B, T, S) bool, what each token attends to.
         key_positions: (B, S) int64, the true position of each key.
@@ -71,14 +72,15 @@ def pack(work: Sequence[RowWork], tree: DraftTree) -> PackedInputs:
         begin = start + len(w.pending)
         after = begin + len(w.nodes)
         inputs.tokens += w.tokens(tree)
-        inputs.positions += w.positions(tree)
+        positions = w.positions(tree)
+        inputs.positions += w.told(positions)
         inputs.pending[w.row] = range(start, begin)
         inputs.nodes += range(begin, after)
         inputs.fill += range(after, after + min(w.fill, most_nodes - len(w.nodes)))
         if w.pending:
             inputs.segments.append(_chain_segment(w, start))
         if w.nodes:
-            inputs.segments.append(_tree_segment(w, begin, inputs.positions[begin:], tree))
+            inputs.segments.append(_tree_segment(w, begin, positions[len(w.pending) :], tree))
         elif w.fill:
             inputs.segments.append(_fill_segment(w, after))
         inputs.writes.append((w.row, start, len(inputs.tokens), span(w.places)))
@@ -109,7 +111,7 @@ def align_right(
         before, root = w.key_positions(), w.root_place
         depths = torch.tensor(w.node_depths(tree), dtype=torch.long)
         inputs.tokens[w.row, first:] = torch.tensor(w.tokens(tree))
-        inputs.positions[w.row, first:] = torch.tensor(w.positions(tree))
+        inputs.positions[w.row, first:] = torch.tensor(w.told(w.positions(tree)))
         inputs.places[w.row, first:] = torch.tensor(w.places)
         inputs.visible[w.row, first:] = False
         inputs.visible[w.row, first:begin, :root] = _up_to(before, w)

@@ -22,13 +22,15 @@ from hf_spec.execution.tree import DraftTree
 class RowStorage:
     """A pool with a slot per row and the bookkeeping of what they hold.
 
-    `stored` has per row how many committed tokens have keys and values.
+    `stored` has per row how many committed tokens have keys and values; `position_offsets`, how far
+    the positions that the model is told are from the number of tokens before, as after an image.
     """
 
     def __init__(self, num_rows: int, batching: Batching):
         self.pool = KVPool(num_rows)
         self.batching = batching
         self.stored = [0] * num_rows
+        self.position_offsets = [0] * num_rows
         # Per row in the round: storage place of its root, offsets of the nodes that have run.
         self._round: dict[int, tuple[int, set[int]]] = {}
         # With padded storage: per row the places of what is stored, and where all rows go on.
@@ -55,6 +57,7 @@ class RowStorage:
     def restart(self, row: int) -> None:
         """Forget everything stored of `row`: a new sequence begins there."""
         self.shorten(row, 0)
+        self.position_offsets[row] = 0
 
     def shorten(self, row: int, length: int) -> None:
         """Forget what is stored of `row` after its first `length` tokens."""
@@ -99,7 +102,12 @@ class RowStorage:
             width = max([*ran, *offsets]) + 1
             held = None if root == stored + len(pending) else list(self._held[row])
             start = root - len(pending)
-            work.append(RowWork(row, stored, pending, chosen, offsets, width, start, held))
+            shift = self.position_offsets[row]
+            work.append(
+                RowWork(
+                    row, stored, pending, chosen, offsets, width, start, held, position_offset=shift
+                )
+            )
         return work
 
     def idle(self, busy: set[int]) -> list[RowWork]:
@@ -110,7 +118,8 @@ class RowStorage:
             held = self._held[row]
             stored_end = held[-1] + 1 if held else self.stored[row]
             free = max(stored_end, root + max(ran, default=-1) + 1)
-            found.append(RowWork(row, self.stored[row], [], start=free))
+            shift = self.position_offsets[row]
+            found.append(RowWork(row, self.stored[row], [], start=free, position_offset=shift))
         return found
 
     def note(self, work: Sequence[RowWork]) -> None:

@@ -58,6 +58,7 @@ class RowWork:
             tokens without gaps.
         held: where there are gaps, the storage places of the stored tokens.
         fill: padding that runs after the nodes: copies of the root that nobody looks at.
+        position_offset: added to every position that the model is told.
     """
 
     row: int
@@ -69,6 +70,7 @@ class RowWork:
     start: int | None = None
     held: Sequence[int] | None = None
     fill: int = 0
+    position_offset: int = 0
 
     @property
     def base(self) -> int:
@@ -110,6 +112,11 @@ class RowWork:
         depths = (tree.depth[node] for node in self.nodes)
         nodes = (self.base + depth for depth in depths)
         return [*range(self.stored, self.base), *nodes, *[self.base] * self.fill]
+
+    def told(self, positions: list[int]) -> list[int]:
+        """Positions as the model is told them."""
+        offset = self.position_offset
+        return [position + offset for position in positions] if offset else positions
 
     def key_positions(self) -> Tensor:
         """(root_place,) int64, the position of the token at each place, -1 for a gap."""

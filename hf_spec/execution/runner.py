@@ -9,7 +9,7 @@ draft, and with the drafts of the other rows.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -166,6 +166,38 @@ class ModelRunner(RowStorage):
             output.put_after(part_output)
         return output
 
+    def prefill(
+        self,
+        inputs: Mapping[str, Any],
+        frame_masks: Sequence[Tensor],
+        position_offsets: Sequence[int],
+    ) -> ForwardOutput:
+        """Run a prompt as plain `generate()` does, in one forward of the model's own attention.
+
+        Args:
+            inputs: keyword arguments of the model, `input_ids` (B, T) among them.
+            frame_masks: per row (L,) bool, True where the cache holds a token afterwards.
+            position_offsets: see `RowStorage`.
+
+        Returns:
+            Logits of the last token of each row, hidden states of the B * T tokens.
+        """
+        num_rows, length = inputs["input_ids"].shape
+        result = self.model(**inputs, **self._wanted_hidden(), return_dict=True)
+        self.load(result.past_key_values, frame_masks)
+        self.position_offsets = list(position_offsets)
+        ran = [
+            (mask[-length:].nonzero()[:, 0] + row * length).tolist()
+            for row, mask in enumerate(frame_masks)
+        ]
+        self.forwards += 1
+        self.tokens_run += num_rows * length
+        self.padding_run += num_rows * length - sum(map(len, ran))
+        places = PackedInputs(nodes=[mine[-1] for mine in ran])
+        output = self._output(result.logits[:, -1].contiguous(), self._hidden(result), places)
+        output.pending = {row: mine[:-1] for row, mine in enumerate(ran)}
+        return output
+
     def _run(self, work: list[RowWork], tree: DraftTree) -> ForwardOutput:
         rows = work
         packed = self._attention
@@ -268,12 +300,15 @@ class ModelRunner(RowStorage):
             kwargs["position_ids"] = positions
         if self._keeps_logits:
             kwargs["logits_to_keep"] = logits_to_keep
-        if self._hidden_layers:
-            kwargs["output_hidden_states"] = self._hidden_layers if SELECTS_LAYERS else True
-        kwargs |= {"attention_mask": mask, "return_dict": True}
+        kwargs |= {**self._wanted_hidden(), "attention_mask": mask, "return_dict": True}
         if embeddings is not None:
             return self.model(inputs_embeds=embeddings, **kwargs)
         return self.model(input_ids=tokens, **kwargs)
+
+    def _wanted_hidden(self) -> dict[str, Any]:
+        if not self._hidden_layers:
+            return {}
+        return {"output_hidden_states": self._hidden_layers if SELECTS_LAYERS else True}
 
     def _hidden(self, result: Any) -> list[Tensor]:
         return [result.hidden_states[layer].flatten(0, 1) for layer in self._hidden_layers]

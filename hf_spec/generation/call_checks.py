@@ -6,7 +6,7 @@ names the argument, its value and the way out.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,8 +16,14 @@ from transformers import GenerationConfig, PreTrainedModel
 from hf_spec.decoding.streaming import BatchStreamer
 from hf_spec.errors import OptionError, UnsupportedError
 from hf_spec.execution.kv_cache import check_reusable
-from hf_spec.execution.model_checks import check_peft_hooks, check_rope
+from hf_spec.execution.model_checks import (
+    check_peft_hooks,
+    check_rope,
+    is_past_rope,
+    takes_images,
+)
 from hf_spec.execution.vocabulary import num_embeddings
+from hf_spec.generation.own_prefill import IMAGE_INPUTS, is_moved
 
 # Settings that choose another decoding method, and what to say about each.
 OTHER_METHODS = {
@@ -55,8 +61,9 @@ SERVED: dict[str, tuple[tuple[Any, ...], str]] = {
         ": speculative decoding keeps keys and values; leave it out",
     ),
     # Names of the cache that generate() makes by itself; "hybrid" stands in old files, is ignored.
+    # "static" is storage that does not move from step to step, which the engine's own is anyway.
     "cache_implementation": (
-        (None, "dynamic", "hybrid"),
+        (None, "dynamic", "hybrid", "static"),
         " cannot be combined with spec_strategy, which keeps its own keys and values; leave it out",
     ),
 }
@@ -71,6 +78,9 @@ UNDERSTOOD = {
     "logits_to_keep",
     "return_dict",
 }
+
+# Parts of the names of model inputs that are neither text nor images.
+OTHER_MODALITIES = ("video", "audio", "input_features", "input_values")
 
 
 class Settings:
@@ -110,6 +120,7 @@ def check_settings(settings: Settings) -> None:
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
     """Refuse inputs of the wrong type or shape, before `generate()` works on them."""
+    check_modalities(name for name, value in arguments.items() if value is not None)
     shape = None
     for name in ("inputs", "input_ids"):
         ids = arguments.get(name)
@@ -214,13 +225,7 @@ def check_inputs(
         model_kwargs: what `generate()` prepared for the model.
         max_length: longest sequence that can come out, in tokens.
     """
-    _check_token_types(model, model_kwargs.get("token_type_ids"))
-    known = {*UNDERSTOOD, "token_type_ids"}
-    if extra := sorted(k for k, v in model_kwargs.items() if v is not None and k not in known):
-        raise UnsupportedError(
-            f"model inputs {', '.join(extra)} cannot be used with spec_strategy; "
-            "text given as input_ids can"
-        )
+    _check_names(model, model_kwargs)
     low, high = int(input_ids.min()), int(input_ids.max())
     vocab = num_embeddings(model)
     if low < 0 or high >= vocab:
@@ -230,26 +235,51 @@ def check_inputs(
         )
     positions = model_kwargs.get("position_ids")
     for name, given in (("attention_mask", attention_mask), ("position_ids", positions)):
-        if given is not None and given.shape[1] != input_ids.shape[1]:
+        if given is not None and given.shape[-1] != input_ids.shape[1]:
             raise UnsupportedError(
-                f"{name} of {given.shape[1]} columns for a prompt of {input_ids.shape[1]} tokens; "
+                f"{name} of {given.shape[-1]} columns for a prompt of {input_ids.shape[1]} tokens; "
                 "leave it out, or give the prompt as input_ids"
             )
     check_peft_hooks(model, input_ids.shape[0])
     _check_mask(model, attention_mask)
-    if positions is not None:
-        expected = attention_mask.long().cumsum(-1) - 1
-        if bool(((positions != expected) & (attention_mask == 1)).any()):
-            raise UnsupportedError(
-                "position_ids other than 0, 1, 2, ... over the attended tokens cannot be used with "
-                "spec_strategy; leave them out"
-            )
+    if positions is not None and positions.ndim == 2 and is_moved(positions, attention_mask):
+        raise UnsupportedError(
+            "position_ids other than 0, 1, 2, ... over the attended tokens cannot be used with "
+            "spec_strategy; leave them out"
+        )
     if not isinstance(max_length, (int, type(None))):
         raise UnsupportedError(
             f"a length of {max_length} tokens: max_new_tokens and max_length must be whole numbers"
         )
     _check_cache(model, model_kwargs.get("past_key_values"), input_ids)
-    check_rope(model, max_length)
+    if not is_past_rope(model, attention_mask):
+        check_rope(model, max_length)
+
+
+def _check_names(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> None:
+    """Refuse inputs that no forward of the engine could hand on."""
+    known = {*UNDERSTOOD, "token_type_ids"}
+    if takes_images(model):
+        known |= IMAGE_INPUTS
+        check_modalities(model_kwargs.get("mm_encoder_outputs") or {})
+    else:
+        _check_token_types(model, model_kwargs.get("token_type_ids"))
+    # Image-text classes get an empty dictionary of what their towers saw.
+    empty = [name for name, value in model_kwargs.items() if value is None or value == {}]
+    if extra := sorted(model_kwargs.keys() - known - {*empty}):
+        raise UnsupportedError(
+            f"model inputs {', '.join(extra)} cannot be used with spec_strategy; "
+            "text given as input_ids can"
+        )
+
+
+def check_modalities(names: Iterable[str]) -> None:
+    """Refuse inputs, by name, of prompts that are neither text nor images."""
+    if odd := sorted(name for name in names if any(part in name for part in OTHER_MODALITIES)):
+        raise UnsupportedError(
+            f"{', '.join(odd)}: prompts with video or sound are not served with spec_strategy, "
+            "text and images are; generate without it"
+        )
 
 
 def _check_mask(model: PreTrainedModel, mask: Tensor) -> None:
@@ -262,6 +292,11 @@ def _check_mask(model: PreTrainedModel, mask: Tensor) -> None:
         raise UnsupportedError(
             f"rows {bad} end in padding (attention_mask 0 in the last column) or hold nothing else;"
             " pad on the left: tokenizer.padding_side = 'left'"
+        )
+    if model.config.model_type == "git" and not bool(mask.all()):
+        raise UnsupportedError(
+            f"{type(model).__name__} counts padding in its positions, so its answers would depend "
+            "on the longest row; generate one row at a time"
         )
     holes = (mask.long().diff(dim=-1) < 0).any(dim=-1)
     if bool(holes.any()) and getattr(model.config.get_text_config(), "sliding_window", None):
@@ -282,9 +317,11 @@ def _check_cache(model: PreTrainedModel, cache: Any, input_ids: Tensor) -> None:
             "input_ids must hold the whole sequence, with at least one token that is not cached"
         )
     config = model.config.get_text_config()
-    layers = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
+    layers = config.num_hidden_layers
     rows = cache.layers[0].keys.shape[0]
-    if rows != num_rows or len(cache.layers) != layers:
+    # Layers that share keys and values stand in newer caches, empty, and not in older ones.
+    sharing = getattr(config, "num_kv_shared_layers", None) or 0
+    if rows != num_rows or len(cache.layers) not in {layers, layers - sharing}:
         raise UnsupportedError(
             f"past_key_values hold {rows} rows of {len(cache.layers)} layers, where the call has "
             f"{num_rows} rows and the model {layers} layers; pass the cache of the same batch"

@@ -27,6 +27,7 @@ from hf_spec.execution.distributed_checks import check_ranks
 from hf_spec.execution.placement import execution_device
 from hf_spec.execution.row_work import BATCHING
 from hf_spec.execution.vocabulary import num_embeddings
+from hf_spec.generation import own_prefill
 from hf_spec.generation.call_checks import Settings, check_batch_streamer, check_inputs
 from hf_spec.outputs import SpecBatchOutput, SpecRequestOutput, SpecStats
 
@@ -152,6 +153,12 @@ def _take(
     """Take what `generate()` prepared, in place of a decoding loop."""
     stop = StopRules(for_one_sequence(stopping_criteria), 1)
     check_inputs(model, input_ids, torch.ones_like(input_ids), model_kwargs, stop.max_length)
+    if own_prefill.is_needed(model, torch.ones_like(input_ids), model_kwargs):
+        raise UnsupportedError(
+            f"{type(model).__name__} has to run such prompts (images, attention in both directions,"
+            " a length past its rotary limit) by themselves, and generate_batch() runs them with "
+            "the drafts of others; use generate()"
+        )
     check_processors(logits_processor, 1)
     check_ranks(model, input_ids, bool(generation_config.do_sample))
     return Prepared(logits_processor, stop, bool(generation_config.do_sample))

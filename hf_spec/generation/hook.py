@@ -34,6 +34,7 @@ from hf_spec.generation.generate_batch import (
     run_continuous_batch,
 )
 from hf_spec.generation.one_call import generate_with
+from hf_spec.generation.own_prefill import read_prompt
 from hf_spec.outputs import SpecBatchOutput, SpecRequestOutput
 from hf_spec.strategies.assistants import find_assistant
 from hf_spec.strategies.registry import make_drafter, parse_strategy
@@ -211,7 +212,13 @@ def _speculate(original: Any, model: PreTrainedModel, strategy: Any, given: dict
     def decode(model: PreTrainedModel, input_ids: Tensor, **prepared: Any) -> Any:
         # The original has put the prompt into the streamer already; it does not pass it on.
         return generate_with(
-            drafter, model, input_ids, streamer=streamer, batching=config.batching, **prepared
+            drafter,
+            model,
+            input_ids,
+            streamer=streamer,
+            batching=config.batching,
+            read=functools.partial(read_prompt, original, given),
+            **prepared,
         )
 
     return original(model, **given, custom_generate=decode)
@@ -252,6 +259,9 @@ def _settle(
     check_evaluation(model)
     settings = Settings(model, given)
     check_settings(settings)
+    if settings["cache_implementation"] == "static":
+        # The engine's storage is of that kind, so generate() need not reserve another.
+        given["cache_implementation"] = None
     return config, settings
 
 

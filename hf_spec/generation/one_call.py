@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,9 @@ from hf_spec.decoding.stopping import StopRules
 from hf_spec.execution.distributed_checks import check_ranks
 from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.tree import DraftTree
+from hf_spec.generation import own_prefill
 from hf_spec.generation.call_checks import check_inputs, check_padding, check_streamer
+from hf_spec.generation.own_prefill import Prompt
 from hf_spec.outputs import SpecGenerateOutput
 
 
@@ -30,6 +32,7 @@ def generate_with(  # noqa: PLR0913 - the signature that generate() calls
     generation_config: GenerationConfig,
     streamer: Any = None,
     batching: str = "unpadded",
+    read: Callable[..., Prompt] | None = None,
     **model_kwargs: Any,
 ) -> SpecGenerateOutput | Tensor:
     """Decode in place of the method that `generate()` would have chosen.
@@ -43,6 +46,7 @@ def generate_with(  # noqa: PLR0913 - the signature that generate() calls
         generation_config: the resolved settings.
         streamer: receives tokens; several rows need a `BatchStreamer`.
         batching: what is padded, a key of `BATCHING`.
+        read: called with a draft model that takes images and the target's prompt, gives its own.
         **model_kwargs: `attention_mask`, `past_key_values` and what else `generate()` prepared.
 
     Returns:
@@ -57,6 +61,7 @@ def generate_with(  # noqa: PLR0913 - the signature that generate() calls
     num_rows = input_ids.shape[0]
     stop = StopRules(stopping_criteria, num_rows)
     check_inputs(model, input_ids, attention_mask, model_kwargs, stop.max_length)
+    alone = own_prefill.is_needed(model, attention_mask, model_kwargs)
     check_processors(logits_processor, num_rows)
     check_streamer(streamer, num_rows)
     check_ranks(model, input_ids, bool(generation_config.do_sample))
@@ -76,11 +81,14 @@ def generate_with(  # noqa: PLR0913 - the signature that generate() calls
     )
     target = ModelRunner(model, num_rows, drafter.hidden_layers, drafter.virtual_tokens, batching)
     cache = model_kwargs.get("past_key_values")
-    if cache is not None and (stored := cache.get_seq_length()):
+    prompt = Prompt(input_ids, attention_mask, model_kwargs)
+    if cache is not None and (stored := prompt.stored) and not alone:
         target.load(cache, [mask[:stored] for mask in state.frame_mask.cpu()])
     wants_cache = cache is not None and (as_dict or getattr(cache, "_is_user_defined", False))
     with target.active(), drafter.active(state):
         verifier = drafter.make_verifier(logits_processor, num_rows)
+        if alone:
+            own_prefill.first_round(prompt, target, drafter, verifier, state, read)
         output = speculative_decode(target, drafter, verifier, state)
         if wants_cache:
             _run_to_the_end(target, state)

@@ -26,6 +26,7 @@ from hf_spec.adapters.adapter import AdapterMethod, BaseModel, register_method
 from hf_spec.adapters.folder import SpecAdapter
 from hf_spec.adapters.reading import VOCABULARY, check_tensors, read_vocabulary
 from hf_spec.errors import AssistantError, OptionError
+from hf_spec.execution.model_checks import takes_images
 from hf_spec.models.draft_head import FewTokensHead
 from hf_spec.models.shapes import FalconShape
 from hf_spec.models.truncated import own_copy, with_layers
@@ -65,9 +66,11 @@ class FalconHead(nn.Module):
         self.hidden_size: int = config.hidden_size
         self.base = BaseModel.of(target)
         first = depth - shape.num_layers
-        stack = own_copy(with_layers(target, range(first, depth)))
+        whole: Any = with_layers(target, range(first, depth))
+        # Beside a vision tower there is a model of text.
+        stack = own_copy(whole.get_decoder() if takes_images(target) else whole.base_model)
         _renumber(stack, first)
-        self.attention: Any = stack.base_model
+        self.attention: Any = stack
         self.head = FewTokensHead(target.get_output_embeddings(), vocabulary)
         mixer: Any = _Recurrent if shape.recurrent else _PerPair
         own: Any = {"device": target.device, "dtype": target.dtype}

@@ -22,7 +22,11 @@ def truncated_draft(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
 
     Args:
         model: a decoder-only model, or a PEFT model around one.
-        num_layers: at least 1, fewer than the model has; an `OptionError` otherwise.
+        num_layers: at least 1, fewer than the model has.
+
+    Raises:
+        OptionError: if `num_layers` is out of range or the layers cannot be found.
+        UnsupportedError: if its layers cannot be parted.
     """
     unwrap = getattr(model, "get_base_model", None)
     model = unwrap() if callable(unwrap) else model
@@ -37,6 +41,12 @@ def truncated_draft(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
 
 def with_layers(model: PreTrainedModel, kept: range) -> PreTrainedModel:
     """A model made of the layers `kept` of `model`; every module is shared, also those layers."""
+    if getattr(model.config.get_text_config(), "hidden_size_per_layer_input", None):
+        raise UnsupportedError(
+            f"{type(model).__name__} gives every layer an embedding of its own for each token, so "
+            "no part of its layers makes a model; use another draft model, or "
+            "spec_strategy='lookup'"
+        )
     depth = model.config.get_text_config().num_hidden_layers
     lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
     stacks = [layers for layers in lists if len(layers) == depth]

@@ -53,6 +53,18 @@ def test_rectangle_is_aligned_on_the_right_and_pads_to_the_spare_place() -> None
     assert inputs.nodes == [3, 4, 5, 17]
 
 
+def test_the_model_is_told_other_positions_than_segments_count() -> None:
+    work = [replace(WORK[0], position_offset=-2), WORK[1]]
+    plain, moved = pack(WORK, TREE), pack(work, TREE)
+    assert moved.positions == [0, 1, 2, 3, 4, 4, 4]
+    for before, after in zip(plain.segments, moved.segments, strict=True):
+        assert torch.equal(before.position, after.position)
+        assert torch.equal(before.key_position, after.key_position)
+    line = align_right(work, TREE, num_rows=3, spare_place=63)
+    assert line.positions.tolist() == [[0, 1, 2, 3, 4, 4], [0] * 6, [0, 0, 0, 0, 0, 4]]
+    assert line.key_positions[0].tolist() == [0, 1, 2, 3, 4, 5, 6, 6]
+
+
 # The same row 0 with gaps in its storage, and row 2 padded to four tokens.
 GAPS = replace(WORK[0], start=6, held=[1, 4])
 FILLED = replace(WORK[1], fill=3)

@@ -164,3 +164,12 @@ def test_what_is_shortened_is_forgotten() -> None:
     assert rows.stored == [7, 3]
     work = step(rows, texts, [0, 0], [0, 0])
     assert work[1].pending == texts[1][3:-2]
+
+
+def test_offsets_of_positions_end_with_their_sequence() -> None:
+    rows = storage("unpadded")
+    rows.position_offsets = [-3, 2]
+    offsets = [work.position_offset for work in step(rows, [*PROMPTS], [0, 0], [0, 0])]
+    assert offsets == [-3, 2]
+    rows.restart(0)
+    assert rows.position_offsets == [0, 2]

@@ -29,7 +29,7 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"prefill_chunk_size": 8}, "prefill_chunk_size=8 asks for"),
     ({"guidance_scale": 1.5}, "guidance_scale=1.5"),
     ({"use_cache": False}, "use_cache=False"),
-    ({"cache_implementation": "static"}, "cache_implementation='static'"),
+    ({"cache_implementation": "quantized"}, "cache_implementation='quantized'"),
     ({"cache_implementation": "offloaded"}, "cache_implementation='offloaded'"),
     ({"cache_implementation": "paged"}, "cache_implementation='paged'"),
     ({"output_attentions": True}, "output_attentions=True"),
@@ -45,7 +45,7 @@ class TestSettings:
     @pytest.mark.parametrize("where", ["generation_config", "model.generation_config"])
     @pytest.mark.parametrize("name", ["use_cache", "cache_implementation", "num_beams"])
     def test_in_a_config(self, name: str, where: str) -> None:
-        value = {"use_cache": False, "cache_implementation": "static", "num_beams": 2}[name]
+        value = {"use_cache": False, "cache_implementation": "paged", "num_beams": 2}[name]
         model = small_llama()
         given = {}
         if where == "generation_config":
@@ -54,11 +54,20 @@ class TestSettings:
             setattr(model.generation_config, name, value)
         refuse(f"{name}={value!r}", model=model, **given)
 
-    @pytest.mark.parametrize("value", [None, "dynamic", "hybrid"])
+    @pytest.mark.parametrize("value", [None, "dynamic", "hybrid", "static"])
     def test_names_of_the_usual_cache_are_served(self, value: str | None) -> None:
         call = {"input_ids": PROMPT, "max_new_tokens": 6, "cache_implementation": value}
         model = build("llama")
         assert torch.equal(model.generate(**call, spec_strategy="lookup"), model.generate(**call))
+
+    def test_a_static_cache_is_the_storage_that_there_is_anyway(self) -> None:
+        """None is made, also where a config asks for it; what comes back is an ordinary one."""
+        model = small_llama()
+        config = GenerationConfig(cache_implementation="static", return_dict_in_generate=True)
+        call = {"max_new_tokens": 6, "spec_strategy": "lookup"}
+        output = model.generate(PROMPT, generation_config=config, **call)
+        assert type(output.past_key_values) is T.DynamicCache
+        assert torch.equal(output.sequences, model.generate(PROMPT, max_new_tokens=6))
 
     def test_a_call_can_unset_what_a_config_asks_for(self) -> None:
         model = small_llama()
