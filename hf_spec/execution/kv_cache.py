@@ -18,12 +18,27 @@ import torch
 from hf_spec_kernels import Moves, kv_keep, serves
 from torch import Tensor
 from transformers import Cache, DynamicCache
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DummyLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
 
 from hf_spec.errors import UnsupportedError
 from hf_spec.execution.transfer import send
 
 MIN_CAPACITY = 256
+
+REUSABLE_LAYERS = (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+    LinearAttentionAndFullAttentionLayer,
+    DummyLayer,
+)
 
 
 class KVPool:
@@ -93,6 +108,8 @@ class KVPool:
         self.reserve(length)
         layers: Sequence[Any] = cache.layers
         for index, layer in enumerate(layers):
+            if getattr(layer, "keys", None) is None:
+                continue
             key_buffer, value_buffer = self.layer(index, layer.keys, layer.values)
             for row, mask in enumerate(frame_masks):
                 stored = layer.keys.shape[2]
@@ -141,7 +158,7 @@ def check_reusable(cache: object) -> None:
     """Refuse a user's `past_key_values` that cannot be moved into a `KVPool` and back."""
     layers = getattr(cache, "layers", None)
     if type(cache) is not DynamicCache or any(
-        type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers or []
+        type(layer) not in REUSABLE_LAYERS for layer in layers or []
     ):
         kinds = sorted({type(layer).__name__ for layer in layers or []})
         raise UnsupportedError(
