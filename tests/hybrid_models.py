@@ -140,7 +140,10 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_shared_expert_intermediate_size": 32,
         },
     ),
-    "falcon_h1": ("FalconH1Config", {**_BASE, **_MAMBA_2, "mamba_d_ssm": 64, "head_dim": 8}),
+    "falcon_h1": (
+        "FalconH1Config",
+        {**_BASE, **_MAMBA_2, "num_hidden_layers": 2, "mamba_d_ssm": 64, "head_dim": 8},
+    ),
     "zamba2": (
         "Zamba2Config",
         {

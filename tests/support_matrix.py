@@ -19,7 +19,7 @@ from hf_spec.execution.alibi import uses_alibi
 from hf_spec.execution.attention import takes_packed
 from hf_spec.execution.model_checks import check_model
 from tests import tiny_models
-from tests.refusals import jamba, mamba, t5
+from tests.refusals import minimax, rwkv, t5
 from tests.targets import test_half_precision
 from tests.test_identity import STRATEGIES
 from tests.test_refused_architectures import REFUSED
@@ -138,7 +138,7 @@ def placements() -> str:
 
 def refused() -> str:
     """Architectures that are refused, with the sentence that says so."""
-    models: list[PreTrainedModel] = [make() for make in (t5, mamba, jamba)]
+    models: list[PreTrainedModel] = [make() for make in (t5, rwkv, minimax)]
     for kind, (options, _) in REFUSED.items():
         with torch.device("meta"):
             config = AutoConfig.for_model(kind, **options)

@@ -25,7 +25,7 @@ from tests.refusals import refuse
 from tests.targets.cases import assert_same_up_to_ties
 
 ONE, RAGGED = (23,), (23, 9, 2)
-NEW_TOKENS = {ONE: 80, RAGGED: 30}
+NEW_TOKENS = {ONE: 48, RAGGED: 20}
 # A delta net, a short convolution, and attention beside Mamba-2 in every layer.
 THREE = ("qwen3_5_text", "lfm2", "falcon_h1")
 STRATEGIES = ("lookup", "draft", "tree", "gsd")
@@ -78,7 +78,8 @@ def test_greedy_output_is_that_of_plain_generate(name: str, branches: bool) -> N
 
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_what_is_compared_varies(name: str) -> None:
-    assert len(set(plain(name, ONE)[0, ONE[0] :].tolist())) >= 20
+    outputs = [plain(name, lengths)[:, lengths[0] :].flatten() for lengths in (ONE, RAGGED)]
+    assert len(set(torch.cat(outputs).tolist())) >= 20
 
 
 @pytest.mark.parametrize("lengths", [ONE, RAGGED], ids=["one", "ragged"])
@@ -127,12 +128,14 @@ def in_slots(name: str) -> tuple[list[list[int]], list[list[int]]]:
     lengths = (9, 4, 14, 1, 11)
     given = hybrid_models.inputs(lengths)
     prompts = [ids[mask.bool()].tolist() for ids, mask in zip(*given.values(), strict=True)]
-    options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
     alone = [build(name).generate(torch.tensor([p]), **options)[0, len(p) :] for p in prompts]
     found = build(name).generate_batch(
         prompts, spec_strategy="tree", assistant=noisy_copy(name), max_batch=2, **options
     )
-    return [output.generated_tokens for output in found], [tokens.tolist() for tokens in alone]
+    return [output.generated_tokens for output in found.values()], [
+        tokens.tolist() for tokens in alone
+    ]
 
 
 @pytest.mark.parametrize("name", [*THREE, "mamba"])
@@ -222,7 +225,7 @@ def roots_are_forgotten(
 
 
 @pytest.mark.parametrize("mistake", [rejected_are_kept, roots_are_forgotten])
-@pytest.mark.parametrize("name", [*THREE, "mamba"])
+@pytest.mark.parametrize("name", ["qwen3_5_text", "lfm2", "mamba"])
 def test_wrong_tokens_in_the_state_are_seen(
     name: str, mistake: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,7 +238,7 @@ def test_wrong_tokens_in_the_state_are_seen(
 
 
 @pytest.mark.parametrize("part", [0, 1], ids=["convolution", "recurrence"])
-@pytest.mark.parametrize("name", ["qwen3_5_text", "falcon_h1", "mamba"])
+@pytest.mark.parametrize("name", ["qwen3_5_text", "falcon_h1"])
 def test_half_a_state_taken_back_is_seen(
     name: str, part: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,7 +258,7 @@ def test_half_a_state_taken_back_is_seen(
     assert output.sequences.tolist() != plain(name, ONE).tolist()
 
 
-@pytest.mark.parametrize("name", [*THREE, "mamba"])
+@pytest.mark.parametrize("name", ["lfm2", "mamba"])
 def test_an_old_state_in_a_slot_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RecurrentMixers, "restart", lambda self, row: None)
     found, alone = in_slots(name)
@@ -343,13 +346,14 @@ def small(seed: int) -> Lfm2ForCausalLM:
 
 
 def sampled_p_value(monkeypatch: pytest.MonkeyPatch, draws: int) -> float:
+    call = {"spec_strategy": hf_spec.DraftConfig(max_draft_tokens=2), "assistant": small(1)}
     monkeypatch.setattr(test_distribution, "tiny", small)
-    prompts = [test_distribution.REPETITIVE]
-    return test_distribution.worst_p_value(prompts, {}, "draft", draws)
+    monkeypatch.setattr(test_distribution, "arguments", lambda _: call)
+    return test_distribution.worst_p_value([test_distribution.REPETITIVE], {}, "draft", draws)
 
 
 def test_sampling_keeps_the_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert sampled_p_value(monkeypatch, 4000) > test_distribution.ALPHA
+    assert sampled_p_value(monkeypatch, 2000) > test_distribution.ALPHA
 
 
 def test_sampling_from_a_wrong_state_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,4 +363,4 @@ def test_sampling_from_a_wrong_state_is_seen(monkeypatch: pytest.MonkeyPatch) ->
         "keep",
         lambda self, paths: keep(self, rejected_are_kept(self, keep, paths)),
     )
-    assert sampled_p_value(monkeypatch, 3000) < test_distribution.REJECTED
+    assert sampled_p_value(monkeypatch, 1500) < test_distribution.REJECTED
