@@ -18,9 +18,11 @@ from hf_spec.errors import UnsupportedError
 from hf_spec.execution.alibi import uses_alibi
 from hf_spec.execution.attention import takes_packed
 from hf_spec.execution.model_checks import check_model
-from tests import tiny_models
+from hf_spec.execution.recurrent import resumes
+from tests import hybrid_models, tiny_models
+from tests.hybrid_models import DELTA_NETS, HYBRIDS, PURE
 from tests.refusals import minimax, rwkv, t5
-from tests.targets import test_half_precision
+from tests.targets import test_half_precision, test_hybrids
 from tests.test_identity import STRATEGIES
 from tests.test_refused_architectures import REFUSED
 
@@ -58,6 +60,15 @@ its own.
 *Packed*: all rows as one sequence, for models that take an attention function. *Rectangular*: one
 line per row, padded to the longest of the step; keys and values are padded in neither.
 
+## Recurrent and hybrid models
+
+{hybrids} architectures with layers that keep a state instead of keys and values, greedy, float32:
+chains and trees that are right now and then, on one sequence and on a ragged batch
+(`tests/targets/test_hybrids.py`). Delta nets round differently in chunks and in steps, also in
+plain `generate()`, so that for them it is "equal up to ties" of the two largest logits. The last
+columns are the strategies with a draft model of the same kind.
+
+{recurrent}
 ## Dtypes
 
 Greedy output beside plain `generate()`, in half precision up to ties of the two largest logits
@@ -87,6 +98,8 @@ def page() -> str:
     return TEMPLATE.format(
         number=len(tiny_models.ARCHITECTURES),
         architectures=architectures(),
+        hybrids=len(HYBRIDS),
+        recurrent=recurrent(),
         dtypes=dtypes(),
         placements=placements(),
         parallel=", ".join(map(code, others)),
@@ -103,6 +116,21 @@ def architectures() -> str:
         cells = ["yes" if yes else "refused" for yes in served]
         rows.append([code(name), type(model).__name__, *about(model), *cells])
     return table(["architecture", "class", "inputs", "attention", *map(code, STRATEGIES)], rows)
+
+
+def recurrent() -> str:
+    """Architectures with recurrent layers, and what is tested of each."""
+    rows = []
+    for name in HYBRIDS:
+        model = hybrid_models.build(name)
+        output = "equal up to ties" if name in DELTA_NETS else "equal"
+        resumed = "refused" if not resumes(model) or name in PURE else ""
+        resumed = resumed or ("yes" if name in test_hybrids.RESUMED else "")
+        strategies = test_hybrids.STRATEGIES if name in test_hybrids.THREE else ()
+        cells = ["yes" if strategy in strategies else "" for strategy in test_hybrids.STRATEGIES]
+        rows.append([code(name), type(model).__name__, about(model)[0], output, resumed, *cells])
+    head = ["architecture", "class", "inputs", "output", "`past_key_values`"]
+    return table([*head, *map(code, test_hybrids.STRATEGIES)], rows)
 
 
 def about(model: PreTrainedModel) -> tuple[str, str]:

@@ -89,6 +89,11 @@ def num_recurrent_layers(config: PreTrainedConfig) -> int:
     return sum(map(_kinds(config).count, RECURRENT_LAYERS))
 
 
+def recurrent_share(config: PreTrainedConfig) -> float:
+    """Share of the layers of a text model that keep a state."""
+    return num_recurrent_layers(config) / config.num_hidden_layers
+
+
 def num_attention_layers(config: PreTrainedConfig) -> int:
     """How many layers of a text model attend."""
     kinds = _kinds(config)

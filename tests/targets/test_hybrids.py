@@ -15,19 +15,24 @@ from torch import Tensor
 from transformers import DynamicCache, Lfm2Config, Lfm2ForCausalLM
 
 import hf_spec
+from hf_spec.errors import OptionError, UnsupportedError
 from hf_spec.execution import recurrent
 from hf_spec.execution.recurrent import RecurrentMixers, mixers_of
+from hf_spec.models.falcon_head import FalconHead, FalconShape
+from hf_spec.models.gated_lora import GatedLora
 from hf_spec.outputs import SpecStats
 from tests import hybrid_models, test_distribution
 from tests.hybrid_models import DELTA_NETS, HYBRIDS, build, noisy_copy, speculate
 from tests.model_watch import snapshot
 from tests.refusals import refuse
 from tests.targets.cases import assert_same_up_to_ties
+from tests.tiny_models import random_adaptive_tokens, wide_tree
 
 ONE, RAGGED = (23,), (23, 9, 2)
 NEW_TOKENS = {ONE: 48, RAGGED: 20}
 # A delta net, a short convolution, and attention beside Mamba-2 in every layer.
 THREE = ("qwen3_5_text", "lfm2", "falcon_h1")
+RESUMED = (*THREE, "bamba")
 STRATEGIES = ("lookup", "draft", "tree", "gsd")
 
 
@@ -155,7 +160,7 @@ def conversation(name: str, **options: Any) -> tuple[Tensor, DynamicCache]:
     return model.generate(text, attention_mask=mask, past_key_values=cache, **call), cache
 
 
-@pytest.mark.parametrize("name", [*THREE, "bamba"])
+@pytest.mark.parametrize("name", RESUMED)
 def test_a_cache_is_resumed_and_handed_back(name: str) -> None:
     expected, theirs = conversation(name)
     found, ours = conversation(name, spec_strategy="draft", assistant=noisy_copy(name))
@@ -202,6 +207,46 @@ def test_the_cache_of_a_mamba_is_not_resumed() -> None:
         "JambaForCausalLM .* forgets its state", model=model, input_ids=text, past_key_values=cache
     )
     refuse("cache_params=", model=build("mamba2"), input_ids=text, cache_params=cache)
+
+
+# --- parts of the model itself as draft ---
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "jamba", "nemotron_h"])
+def test_the_first_layers_draft(name: str) -> None:
+    output = build(name).generate(
+        **hybrid_models.inputs(RAGGED),
+        max_new_tokens=NEW_TOKENS[RAGGED],
+        do_sample=False,
+        spec_strategy=hf_spec.TreeConfig(max_draft_tokens=3),
+        assistant=hf_spec.truncated_draft(build(name), 2),
+    )
+    assert_plain(name, RAGGED, output)
+
+
+@pytest.mark.parametrize("mode", ["embeddings", "gated"])
+def test_adaptive_tokens_draft(mode: str) -> None:
+    adapter = random_adaptive_tokens(build("lfm2"), mode=mode)
+    assert not any(".conv." in name for name in adapter.tensors)
+    output = build("lfm2").generate(
+        **hybrid_models.inputs(RAGGED),
+        max_new_tokens=NEW_TOKENS[RAGGED],
+        do_sample=False,
+        spec_strategy=hf_spec.SdsatConfig(tree=wide_tree()),
+        assistant=adapter,
+    )
+    assert_plain("lfm2", RAGGED, output)
+
+
+def test_drafts_of_copied_layers_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="Lfm2ForCausalLM has recurrent layers"):
+        FalconHead(build("lfm2"), FalconShape(), None)
+    with pytest.raises(OptionError, match="ZambaForCausalLM share weights"):
+        hf_spec.truncated_draft(build("zamba"), 1)
+    names = [name for name, _ in build("lfm2").named_modules() if name.endswith("conv.in_proj")]
+    lora = {name: (torch.zeros(1, 32), torch.zeros(96, 1)) for name in names}
+    with pytest.raises(UnsupportedError, match="belongs to a recurrent layer"):
+        GatedLora(lora).check(build("lfm2"))
 
 
 # --- planted mistakes ---
