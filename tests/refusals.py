@@ -39,7 +39,7 @@ def t5() -> T.PreTrainedModel:
 
 def rwkv() -> T.PreTrainedModel:
     config = T.RwkvConfig(
-        vocab_size=VOCAB, hidden_size=8, attention_hidden_size=8, num_hidden_layers=1
+        vocab_size=VOCAB, hidden_size=8, attention_hidden_size=8, num_hidden_layers=2
     )
     return T.RwkvForCausalLM(config).eval()
 

@@ -127,6 +127,7 @@ def recurrent() -> str:
         resumed = "refused" if not resumes(model) or name in PURE else ""
         resumed = resumed or ("yes" if name in test_hybrids.RESUMED else "")
         strategies = test_hybrids.STRATEGIES if name in test_hybrids.THREE else ()
+        strategies = ("tree",) if name in test_hybrids.TREES_ALONE else strategies
         cells = ["yes" if strategy in strategies else "" for strategy in test_hybrids.STRATEGIES]
         rows.append([code(name), type(model).__name__, about(model)[0], output, resumed, *cells])
     head = ["architecture", "class", "inputs", "output", "`past_key_values`"]

@@ -22,7 +22,7 @@ from hf_spec.models.falcon_head import FalconHead, FalconShape
 from hf_spec.models.gated_lora import GatedLora
 from hf_spec.outputs import SpecStats
 from tests import hybrid_models, test_distribution
-from tests.hybrid_models import DELTA_NETS, HYBRIDS, build, noisy_copy, speculate
+from tests.hybrid_models import DELTA_NETS, HYBRIDS, MAMBA_1, PURE, build, noisy_copy, speculate
 from tests.model_watch import snapshot
 from tests.refusals import refuse
 from tests.targets.cases import assert_same_up_to_ties
@@ -32,6 +32,8 @@ ONE, RAGGED = (23,), (23, 9, 2)
 NEW_TOKENS = {ONE: 48, RAGGED: 20}
 # A delta net, a short convolution, and attention beside Mamba-2 in every layer.
 THREE = ("qwen3_5_text", "lfm2", "falcon_h1")
+# Of the others, those whose own draft model is tried out, too.
+TREES_ALONE = ("jamba", "zamba2", "mamba2")
 RESUMED = (*THREE, "bamba")
 STRATEGIES = ("lookup", "draft", "tree", "gsd")
 
@@ -104,7 +106,7 @@ def test_strategies(name: str, strategy: str, lengths: tuple[int, ...]) -> None:
     assert strategy == "lookup" or output.spec_stats.accepted_tokens > 0
 
 
-@pytest.mark.parametrize("name", ["jamba", "zamba2", "mamba2"])
+@pytest.mark.parametrize("name", TREES_ALONE)
 def test_other_models_draft_for_themselves(name: str) -> None:
     output = build(name).generate(
         **hybrid_models.inputs(RAGGED),
@@ -197,16 +199,20 @@ def test_rows_that_end_early_hand_back_the_state_of_plain_generate() -> None:
             torch.testing.assert_close(our.conv_states[0], their.conv_states[0])
 
 
-def test_the_cache_of_a_mamba_is_not_resumed() -> None:
-    model = build("jamba")
+@pytest.mark.parametrize("name", sorted(MAMBA_1 - PURE))
+def test_the_cache_of_a_mamba_is_not_resumed(name: str) -> None:
+    model = build(name)
     cache = DynamicCache(config=model.config)
     given = hybrid_models.inputs(ONE)
     text = model.generate(**given, past_key_values=cache, max_new_tokens=4, do_sample=False)
     text = torch.cat([text, text[:, :3]], dim=1)
-    refuse(
-        "JambaForCausalLM .* forgets its state", model=model, input_ids=text, past_key_values=cache
-    )
-    refuse("cache_params=", model=build("mamba2"), input_ids=text, cache_params=cache)
+    refuse("ForCausalLM in .* forgets", model=model, input_ids=text, past_key_values=cache)
+
+
+@pytest.mark.parametrize("name", sorted(PURE))
+def test_a_cache_without_a_length_is_not_resumed(name: str) -> None:
+    cache = DynamicCache(config=build(name).config)
+    refuse("cache_params=", model=build(name), cache_params=cache)
 
 
 # --- parts of the model itself as draft ---
