@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from hf_spec_kernels import Moves, kv_keep, serves
 from torch import Tensor
-from transformers import Cache, DynamicCache
+from transformers import Cache, DynamicCache, cache_utils
 from transformers.cache_utils import (
     CacheLayerMixin,
-    DummyLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
@@ -37,7 +36,8 @@ REUSABLE_LAYERS = (
     DynamicSlidingWindowLayer,
     LinearAttentionLayer,
     LinearAttentionAndFullAttentionLayer,
-    DummyLayer,
+    # Of layers that keep nothing; in older transformers an empty layer of the above.
+    getattr(cache_utils, "DummyLayer", LinearAttentionLayer),
 )
 
 

@@ -39,6 +39,7 @@ from hf_spec.execution.packing import PackedInputs, RectangularInputs
 from hf_spec.execution.per_model import made_once
 from hf_spec.execution.placement import execution_device
 from hf_spec.execution.row_work import RowWork
+from hf_spec.execution.transfer import send
 from hf_spec.execution.tree import DraftTree
 
 # Of R sequences: the convolution's (R, channels, width), and of all but bare convolutions the
@@ -132,21 +133,52 @@ def _heeds_state(model: PreTrainedModel, module: nn.Module) -> bool:
     return not (torch.equal(zeros, ones) and torch.equal(after_zeros[-1], after_ones[-1]))
 
 
+class _Places:
+    """Indices, for all mixers on a device sent there once."""
+
+    def __init__(self, places: Sequence[int] | Sequence[Sequence[int]]):
+        self._host = torch.tensor(places, dtype=torch.long)
+        self._sent: dict[torch.device, Tensor] = {}
+
+    def of(self, other: Tensor) -> Tensor:
+        """The indices where another tensor is."""
+        if other.device not in self._sent:
+            self._sent[other.device] = send([self._host], other.device)[0]
+        return self._sent[other.device]
+
+
 @dataclass(frozen=True)
 class _Call:
     """R stretches of T tokens for one call of every mixer.
 
     Attributes:
-        rows: the row of each stretch.
-        starts: the state that each begins from.
-        index: (R, T) int64 on the host, where the inputs are among those given.
+        rows: (R,) the row of each stretch.
+        starts: the states that they begin from; None where those are the rows' own.
+        index: (R, T) where the inputs are among those given; None if T is 0.
         fresh: whether no row has a state yet.
     """
 
-    rows: list[int]
-    starts: list[Start]
-    index: Tensor
-    fresh: bool = False
+    rows: _Places
+    starts: list[Start] | None
+    index: _Places | None
+    fresh: bool
+
+    @classmethod
+    def of(
+        cls,
+        rows: Sequence[int],
+        starts: Sequence[Start | None],
+        index: Sequence[Sequence[int]],
+        begun: set[int],
+    ) -> _Call:
+        """From the rows that have a state, and starts that are None for the row's own."""
+        known = [start or (COMMITTED, row) for row, start in zip(rows, starts, strict=True)]
+        return cls(
+            _Places(rows),
+            known if any(starts) else None,
+            _Places(index) if index[0] else None,
+            fresh=not any(starts) and begun.isdisjoint(rows),
+        )
 
 
 @dataclass(frozen=True)
@@ -164,8 +196,8 @@ class _Step:
 
     pending: list[_Call]
     paths: _Call | None
-    nodes: Tensor
-    found: Tensor
+    nodes: _Places
+    found: _Places
     batch: int | None
     used: set[int]
 
@@ -187,15 +219,15 @@ class _Mixer:
         tokens = hidden_states.flatten(0, 1)
         outputs = torch.zeros_like(tokens)
         for call in step.pending:
-            index = call.index.to(tokens.device)
-            outputs[index], state = self._call(tokens[index], call)
+            found, state = self._call(tokens, call)
+            outputs[call.index.of(tokens)] = found
             self._commit(call.rows, state)
         if step.paths is not None:
-            places = step.nodes.to(tokens.device)
+            places = step.nodes.of(tokens)
             new = tokens[places]
             self._inputs = new if self._inputs is None else torch.cat([self._inputs, new])
-            found, state = self._call(self._inputs[step.paths.index.to(tokens.device)], step.paths)
-            outputs[places] = found.flatten(0, 1)[step.found.to(tokens.device)]
+            found, state = self._call(self._inputs, step.paths)
+            outputs[places] = found.flatten(0, 1)[step.found.of(tokens)]
             self.states = {n: kept for n, kept in self.states.items() if n in step.used}
             if step.batch is not None:
                 self.states[step.batch] = state
@@ -204,10 +236,10 @@ class _Mixer:
     def replay(self, call: _Call) -> None:
         """Commit the state after a path of nodes; without tokens, the one that it begins from."""
         assert self._inputs is not None, "nodes are kept after they have run"
-        if call.index.numel():
-            _, state = self._call(self._inputs[call.index.to(self._inputs.device)], call)
+        if call.index is None:
+            state = self._gather(call)
         else:
-            state = self._gather(call.starts)
+            _, state = self._call(self._inputs, call)
         self._commit(call.rows, state)
 
     def end_round(self) -> None:
@@ -221,18 +253,21 @@ class _Mixer:
             part[row] = 0
 
     def _call(self, inputs: Tensor, call: _Call) -> tuple[Tensor, State]:
-        return self.run(inputs, None if call.fresh else self._gather(call.starts))
+        assert call.index is not None, "there are tokens to run"
+        return self.run(inputs[call.index.of(inputs)], None if call.fresh else self._gather(call))
 
-    def _gather(self, starts: Sequence[Start]) -> State:
-        chosen = [[part[place] for part in self.states[batch]] for batch, place in starts]
+    def _gather(self, call: _Call) -> State:
+        if call.starts is None:
+            return [part[call.rows.of(part)] for part in self.states[COMMITTED]]
+        chosen = [[part[place] for part in self.states[batch]] for batch, place in call.starts]
         return [torch.stack(parts) for parts in zip(*chosen, strict=True)]
 
-    def _commit(self, rows: Sequence[int], state: State) -> None:
+    def _commit(self, rows: _Places, state: State) -> None:
         if COMMITTED not in self.states:
             shapes = ((self._num_rows, *part.shape[1:]) for part in state)
             self.states[COMMITTED] = [p.new_zeros(s) for p, s in zip(state, shapes, strict=True)]
         for mine, part in zip(self.states[COMMITTED], state, strict=True):
-            mine[torch.tensor(rows, device=mine.device)] = part
+            mine[rows.of(mine)] = part
 
     def run(self, inputs: Tensor, state: State | None) -> tuple[Tensor, State]:
         """Outputs for (R, T, width) inputs from a state, and the state after them.
@@ -356,17 +391,17 @@ class RecurrentMixers:
 
     def keep(self, paths: Mapping[int, Sequence[int]]) -> None:
         """Commit the states after these nodes: per row offsets from its root, which comes first."""
-        by_length: dict[int, list[tuple[int, Start, Sequence[int]]]] = defaultdict(list)
+        by_length: dict[int, list[tuple[int, Start | None, list[int]]]] = defaultdict(list)
         for row, path in paths.items():
             known = [i for i, offset in enumerate(path) if (row, offset) in self._round.ends]
             done = known[-1] + 1 if known else 0
-            start = self._round.ends[row, path[done - 1]] if done else (COMMITTED, row)
+            start = self._round.ends[row, path[done - 1]] if done else None
+            places = [self._round.places[row, offset] for offset in path[done:]]
             if path:
-                by_length[len(path) - done].append((row, start, path[done:]))
+                by_length[len(places)].append((row, start, places))
         for same in by_length.values():
-            rows, starts = [row for row, _, _ in same], [start for _, start, _ in same]
-            index = [[self._round.places[row, o] for o in rest] for row, _, rest in same]
-            call = _Call(rows, starts, torch.tensor(index, dtype=torch.long), self._fresh(starts))
+            rows, starts, index = ([entry[i] for entry in same] for i in range(3))
+            call = _Call.of(rows, starts, index, self._begun)
             with fast_products():
                 for mixer in self._mixers.values():
                     mixer.replay(call)
@@ -392,9 +427,6 @@ class RecurrentMixers:
         for mixer in self._mixers.values():
             mixer.export(cache)
 
-    def _fresh(self, starts: Sequence[Start]) -> bool:
-        return all(batch == COMMITTED and row not in self._begun for batch, row in starts)
-
     def _plan(
         self, work: Sequence[RowWork], tree: DraftTree, inputs: PackedInputs | RectangularInputs
     ) -> _Step:
@@ -402,29 +434,25 @@ class RecurrentMixers:
         for w in work:
             if w.pending:
                 groups[len(w.pending), w.row in self._begun].append(w.row)
-        pending = []
-        for rows in groups.values():
-            starts = [(COMMITTED, row) for row in rows]
-            index = torch.tensor([list(inputs.pending[row]) for row in rows])
-            pending.append(_Call(rows, starts, index, self._fresh(starts)))
+        pending = [
+            _Call.of(rows, [None] * len(rows), [inputs.pending[row] for row in rows], self._begun)
+            for rows in groups.values()
+        ]
         with_nodes = [w for w in work if w.nodes]
-        nodes = torch.tensor(inputs.nodes, dtype=torch.long)
+        nodes = _Places(inputs.nodes)
         if not with_nodes:
             return _Step(pending, None, nodes, nodes, None, {COMMITTED})
         return self._plan_paths(with_nodes, tree, pending, nodes)
 
     def _plan_paths(
-        self, work: Sequence[RowWork], tree: DraftTree, pending: list[_Call], nodes: Tensor
+        self, work: Sequence[RowWork], tree: DraftTree, pending: list[_Call], nodes: _Places
     ) -> _Step:
         this = self._round
         new = [(w.row, offset) for w in work for offset in w.offsets]
         this.places.update(zip(new, count(len(this.places)), strict=False))
         paths = [path for w in work for path in _paths(w, tree, this.ends)]
         rows = [row for row, _ in paths]
-        starts = [
-            this.ends.get((row, _parent(tree, row, path[0])), (COMMITTED, row))
-            for row, path in paths
-        ]
+        starts = [this.ends.get((row, _parent(tree, row, path[0]))) for row, path in paths]
         length = max(len(path) for _, path in paths)
         index, found = [], {}
         for number, (row, path) in enumerate(paths):
@@ -432,14 +460,12 @@ class RecurrentMixers:
             # What a call says of padding, nobody reads.
             index.append(places + places[-1:] * (length - len(path)))
             found.update({(row, o): number * length + i for i, o in enumerate(path)})
-        running = {w.row for w in work if w.pending}
-        fresh = self._fresh(starts) and not running.intersection(rows)
-        call = _Call(rows, starts, torch.tensor(index), fresh)
+        begun = self._begun | {w.row for w in work if w.pending}
         return _Step(
             pending,
-            call,
+            _Call.of(rows, starts, index, begun),
             nodes,
-            torch.tensor([found[node] for node in new]),
+            _Places([found[node] for node in new]),
             self._keep_ends(paths, len(work), length),
             {COMMITTED, *(batch for batch, _ in this.ends.values())},
         )

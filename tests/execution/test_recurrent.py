@@ -213,7 +213,6 @@ def test_forwards_of_others_are_their_own() -> None:
         with ThreadPoolExecutor(1) as pool:
             assert torch.equal(pool.submit(alone, model, SEQUENCES[0]).result(), wanted)
         runner.keep([[1], [], [], []])
-        close(other.forward(tree, sequences(), []).logits, wanted[:0])
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
