@@ -139,6 +139,7 @@ class _Places:
     def __init__(self, places: Sequence[int] | Sequence[Sequence[int]]):
         self._host = torch.tensor(places, dtype=torch.long)
         self._sent: dict[torch.device, Tensor] = {}
+        self.count = self._host.numel()
 
     def of(self, other: Tensor) -> Tensor:
         """The indices where another tensor is."""
@@ -154,13 +155,13 @@ class _Call:
     Attributes:
         rows: (R,) the row of each stretch.
         starts: the states that they begin from; None where those are the rows' own.
-        index: (R, T) where the inputs are among those given; None if T is 0.
+        index: (R, T) where the inputs are among those given.
         fresh: whether no row has a state yet.
     """
 
     rows: _Places
     starts: list[Start] | None
-    index: _Places | None
+    index: _Places
     fresh: bool
 
     @classmethod
@@ -176,7 +177,7 @@ class _Call:
         return cls(
             _Places(rows),
             known if any(starts) else None,
-            _Places(index) if index[0] else None,
+            _Places(index),
             fresh=not any(starts) and begun.isdisjoint(rows),
         )
 
@@ -236,10 +237,8 @@ class _Mixer:
     def replay(self, call: _Call) -> None:
         """Commit the state after a path of nodes; without tokens, the one that it begins from."""
         assert self._inputs is not None, "nodes are kept after they have run"
-        if call.index is None:
-            state = self._gather(call)
-        else:
-            _, state = self._call(self._inputs, call)
+        known = call.index.count == 0
+        state = self._gather(call) if known else self._call(self._inputs, call)[1]
         self._commit(call.rows, state)
 
     def end_round(self) -> None:
@@ -253,7 +252,6 @@ class _Mixer:
             part[row] = 0
 
     def _call(self, inputs: Tensor, call: _Call) -> tuple[Tensor, State]:
-        assert call.index is not None, "there are tokens to run"
         return self.run(inputs[call.index.of(inputs)], None if call.fresh else self._gather(call))
 
     def _gather(self, call: _Call) -> State:
@@ -400,8 +398,8 @@ class RecurrentMixers:
             if path:
                 by_length[len(places)].append((row, start, places))
         for same in by_length.values():
-            rows, starts, index = ([entry[i] for entry in same] for i in range(3))
-            call = _Call.of(rows, starts, index, self._begun)
+            rows, starts = [row for row, _, _ in same], [start for _, start, _ in same]
+            call = _Call.of(rows, starts, [places for _, _, places in same], self._begun)
             with fast_products():
                 for mixer in self._mixers.values():
                     mixer.replay(call)
