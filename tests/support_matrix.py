@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from hf_spec.errors import UnsupportedError
 from hf_spec.execution.alibi import uses_alibi
 from hf_spec.execution.attention import takes_packed
+from hf_spec.execution.mixers import resumes
 from hf_spec.execution.model_checks import check_model
-from hf_spec.execution.recurrent import resumes
 from tests import hybrid_models, tiny_models
 from tests.hybrid_models import DELTA_NETS, HYBRIDS, PURE
 from tests.refusals import minimax, rwkv, t5

@@ -39,10 +39,11 @@ from hf_spec.execution.transfer import send
 
 NAME = "hf_spec"
 
-# Attention interface or not, these take the rectangular path: layers of the first drop the keyword
-# arguments that attention functions need, the second attends twice per layer, with two values, and
-# the last share one attention among layers, which does not know in which of them it is.
-RECTANGULAR_ONLY = {"nemotron", "diffllama", "zamba", "zamba2"}
+# Attention interface or not, these take the rectangular path: layers of the first two drop the
+# keyword arguments that attention functions need, DiffLlama attends twice per layer, with two
+# values, only the images of GIT go through the interface, and the layers of Zamba share an
+# attention that does not know in which of them it is.
+RECTANGULAR_ONLY = {"nemotron", "stablelm", "diffllama", "git", "zamba", "zamba2"}
 
 
 @dataclass

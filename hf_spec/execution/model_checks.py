@@ -12,7 +12,7 @@ from hf_spec.errors import UnsupportedError
 from hf_spec.execution.alibi import uses_alibi
 from hf_spec.execution.attention import takes_packed
 from hf_spec.execution.distributed_checks import check_sharding, tensor_parallel_size
-from hf_spec.execution.recurrent import (
+from hf_spec.execution.mixers import (
     PASTLESS_LAYERS,
     RECURRENT_LAYERS,
     mixers_of,

@@ -18,286 +18,35 @@ a state per node, which for a delta net of 24 layers is about 50 MB.
 
 from __future__ import annotations
 
-import inspect
 import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import count
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import LinearAttentionLayer
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 from hf_spec.execution.cpu_linear import fast_products
+from hf_spec.execution.mixers import (
+    COMMITTED,
+    Call,
+    Mixer,
+    Places,
+    Start,
+    Step,
+    mixers_of,
+    resumes_alone,
+)
 from hf_spec.execution.own_forwards import OwnForwards
 from hf_spec.execution.packing import PackedInputs, RectangularInputs
-from hf_spec.execution.per_model import made_once
-from hf_spec.execution.placement import execution_device
 from hf_spec.execution.row_work import RowWork
-from hf_spec.execution.transfer import send
 from hf_spec.execution.tree import DraftTree
 
-# Of R sequences: the convolution's (R, channels, width), and of all but bare convolutions the
-# recurrence's (R, ...).
-State = list[Tensor]
-
-# A state by the batch of states that it is in and its place there.
-Start = tuple[int, int]
-# The batch of the rows' own states. Those at the ends of paths are numbered from 0.
-COMMITTED = -1
 # Most paths per row whose last states are kept: each is as large as the row's own.
 MAX_ENDS = 4
-
-# Kinds of layers by what they keep: a state (in the last one beside keys and values), or nothing.
-RECURRENT_LAYERS = ("linear_attention", "conv", "hybrid")
-PASTLESS_LAYERS = ("moe", "mlp")
-
-# Names under which a mixer takes its cache.
-CACHE_NAMES = ("cache_params", "past_key_values")
-
-
-def _cache_name(module: nn.Module) -> str | None:
-    """The name under which a module takes the cache of a mixer; None if it is none."""
-    kind: Any = type(module)
-    return _cache_name_of(kind)
-
-
-@cache
-def _cache_name_of(kind: Any) -> str | None:
-    parameters = inspect.signature(kind.forward).parameters
-    try:
-        calls = ".update_conv_state(" in inspect.getsource(kind.forward)
-    except (OSError, TypeError):
-        return None
-    if not calls or not {"hidden_states", "attention_mask"} <= set(parameters):
-        return None
-    return next((name for name in CACHE_NAMES if name in parameters), None)
-
-
-def mixers_of(model: nn.Module) -> list[nn.Module]:
-    """The modules of a model that take hidden states and a cache, and keep a state in it."""
-    found = (m for m in model.modules() if hasattr(m, "layer_idx"))
-    return [module for module in found if _cache_name(module) is not None]
-
-
-def num_recurrent_layers(config: PreTrainedConfig) -> int:
-    """How many layers of a text model keep a state."""
-    return sum(map(_kinds(config).count, RECURRENT_LAYERS))
-
-
-def recurrent_share(config: PreTrainedConfig) -> float:
-    """Share of the layers of a text model that keep a state."""
-    return num_recurrent_layers(config) / config.num_hidden_layers
-
-
-def num_attention_layers(config: PreTrainedConfig) -> int:
-    """How many layers of a text model attend."""
-    kinds = _kinds(config)
-    others = sum(map(kinds.count, PASTLESS_LAYERS)) - kinds.count("hybrid")
-    return config.num_hidden_layers - num_recurrent_layers(config) - others
-
-
-def _kinds(config: PreTrainedConfig) -> list[str]:
-    return list(getattr(config, "layer_types", None) or ())[: config.num_hidden_layers]
-
-
-def resumes(model: PreTrainedModel) -> bool:
-    """Whether all mixers go on from a state with several tokens at once.
-
-    The scan of Mamba-1 in transformers (5.23) begins at zero wherever it is called with more than
-    one token. Tried out once per model.
-    """
-    return all(_resumes(model, mixer) for mixer in mixers_of(model))
-
-
-def _resumes(model: PreTrainedModel, mixer: nn.Module) -> bool:
-    return made_once(model, ("resumes", type(mixer)), lambda: _heeds_state(model, mixer))
-
-
-@torch.no_grad()
-def _heeds_state(model: PreTrainedModel, module: nn.Module) -> bool:
-    """Whether the state that a call of two tokens is given makes a difference to it."""
-    mixer = _Mixer(module, num_rows=1, resumes=True)
-    width = model.config.get_text_config().hidden_size
-    inputs = torch.ones(1, 2, width, dtype=model.dtype, device=execution_device(module))
-    _, (convolved, *recurrent) = mixer.run(inputs, None)
-    if not recurrent:
-        return True
-    states = [[convolved, torch.full_like(recurrent[0], value)] for value in (0, 1)]
-    (zeros, after_zeros), (ones, after_ones) = (mixer.run(inputs, state) for state in states)
-    return not (torch.equal(zeros, ones) and torch.equal(after_zeros[-1], after_ones[-1]))
-
-
-class _Places:
-    """Indices, for all mixers on a device sent there once."""
-
-    def __init__(self, places: Sequence[int] | Sequence[Sequence[int]]):
-        self._host = torch.tensor(places, dtype=torch.long)
-        self._sent: dict[torch.device, Tensor] = {}
-        self.count = self._host.numel()
-
-    def of(self, other: Tensor) -> Tensor:
-        """The indices where another tensor is."""
-        if other.device not in self._sent:
-            self._sent[other.device] = send([self._host], other.device)[0]
-        return self._sent[other.device]
-
-
-@dataclass(frozen=True)
-class _Call:
-    """R stretches of T tokens for one call of every mixer.
-
-    Attributes:
-        rows: (R,) the row of each stretch.
-        starts: the states that they begin from; None where those are the rows' own.
-        index: (R, T) where the inputs are among those given.
-        fresh: whether no row has a state yet.
-    """
-
-    rows: _Places
-    starts: list[Start] | None
-    index: _Places
-    fresh: bool
-
-    @classmethod
-    def of(
-        cls,
-        rows: Sequence[int],
-        starts: Sequence[Start | None],
-        index: Sequence[Sequence[int]],
-        begun: set[int],
-    ) -> _Call:
-        """From the rows that have a state, and starts that are None for the row's own."""
-        known = [start or (COMMITTED, row) for row, start in zip(rows, starts, strict=True)]
-        return cls(
-            _Places(rows),
-            known if any(starts) else None,
-            _Places(index),
-            fresh=not any(starts) and begun.isdisjoint(rows),
-        )
-
-
-@dataclass(frozen=True)
-class _Step:
-    """One forward, as every mixer sees it.
-
-    Attributes:
-        pending: stretches of the tokens that are committed; (R, T) places among the tokens.
-        paths: paths of nodes; (R, T) places among the inputs kept in the round.
-        nodes: (n,) where the nodes are among the tokens.
-        found: (n,) where among the R * T outputs of `paths` that of each node is.
-        batch: number of the states at the ends of the paths; None if they are not kept.
-        used: the batches of states that are still needed.
-    """
-
-    pending: list[_Call]
-    paths: _Call | None
-    nodes: _Places
-    found: _Places
-    batch: int | None
-    used: set[int]
-
-
-class _Mixer:
-    """One module, the states of its rows, and what came in at the nodes of the round."""
-
-    def __init__(self, module: nn.Module, num_rows: int, resumes: bool):
-        self.module = module
-        self.index: Any = module.layer_idx
-        self.states: dict[int, State] = {}
-        self._num_rows = num_rows
-        self._resumes = resumes
-        self._cache_name = _cache_name(module) or ""
-        self._inputs: Tensor | None = None
-
-    def forward(self, hidden_states: Tensor, step: _Step) -> Tensor:
-        """The outputs for (B, T, width) hidden states; zeros where the step has no token."""
-        tokens = hidden_states.flatten(0, 1)
-        outputs = torch.zeros_like(tokens)
-        for call in step.pending:
-            found, state = self._call(tokens, call)
-            outputs[call.index.of(tokens)] = found
-            self._commit(call.rows, state)
-        if step.paths is not None:
-            places = step.nodes.of(tokens)
-            new = tokens[places]
-            self._inputs = new if self._inputs is None else torch.cat([self._inputs, new])
-            found, state = self._call(self._inputs, step.paths)
-            outputs[places] = found.flatten(0, 1)[step.found.of(tokens)]
-            self.states = {n: kept for n, kept in self.states.items() if n in step.used}
-            if step.batch is not None:
-                self.states[step.batch] = state
-        return outputs.view_as(hidden_states)
-
-    def replay(self, call: _Call) -> None:
-        """Commit the state after a path of nodes; without tokens, the one that it begins from."""
-        assert self._inputs is not None, "nodes are kept after they have run"
-        known = call.index.count == 0
-        state = self._gather(call) if known else self._call(self._inputs, call)[1]
-        self._commit(call.rows, state)
-
-    def end_round(self) -> None:
-        """Forget what came in at the nodes, and the states after them."""
-        self._inputs = None
-        self.states = {COMMITTED: self.states[COMMITTED]} if COMMITTED in self.states else {}
-
-    def restart(self, row: int) -> None:
-        """Begin a sequence: a state of zeros is that of no token."""
-        for part in self.states.get(COMMITTED, ()):
-            part[row] = 0
-
-    def _call(self, inputs: Tensor, call: _Call) -> tuple[Tensor, State]:
-        return self.run(inputs[call.index.of(inputs)], None if call.fresh else self._gather(call))
-
-    def _gather(self, call: _Call) -> State:
-        if call.starts is None:
-            return [part[call.rows.of(part)] for part in self.states[COMMITTED]]
-        chosen = [[part[place] for part in self.states[batch]] for batch, place in call.starts]
-        return [torch.stack(parts) for parts in zip(*chosen, strict=True)]
-
-    def _commit(self, rows: _Places, state: State) -> None:
-        if COMMITTED not in self.states:
-            shapes = ((self._num_rows, *part.shape[1:]) for part in state)
-            self.states[COMMITTED] = [p.new_zeros(s) for p, s in zip(state, shapes, strict=True)]
-        for mine, part in zip(self.states[COMMITTED], state, strict=True):
-            mine[rows.of(mine)] = part
-
-    def run(self, inputs: Tensor, state: State | None) -> tuple[Tensor, State]:
-        """Outputs for (R, T, width) inputs from a state, and the state after them.
-
-        The mixer gets a cache of transformers' own, which holds copies: some kernels write into the
-        state that they are given.
-        """
-        layer = LinearAttentionLayer()
-        kept = Cache(layers=[layer] * (self.index + 1))
-        if state is not None:
-            kept.update_conv_state(state[0], self.index)
-            for part in state[1:]:
-                kept.update_recurrent_state(part, self.index)
-        # Nothing before the first token has to be heeded.
-        parts = [inputs] if self._resumes or state is None else inputs.split(1, dim=1)
-        plain: Any = self.module.forward
-        plain = getattr(plain, "plain", plain)
-        outputs = torch.cat([plain(p, **{self._cache_name: kept}) for p in parts], dim=1)
-        after = (layer.conv_states[0], layer.recurrent_states[0])
-        return outputs, [part for part in after if part is not None]
-
-    def load(self, kept: Any) -> None:
-        """Take the states of all rows from the layer of a cache."""
-        after = (kept.conv_states[0], kept.recurrent_states[0])
-        self.states = {COMMITTED: [part.clone() for part in after if part is not None]}
-
-    def export(self, kept: Cache) -> None:
-        """Write the states of all rows into a new cache."""
-        parts = self.states[COMMITTED]
-        kept.update_conv_state(parts[0], self.index)
-        for part in parts[1:]:
-            kept.update_recurrent_state(part, self.index)
 
 
 class _Running(threading.local):
@@ -348,11 +97,11 @@ class RecurrentMixers:
 
     def __init__(self, model: PreTrainedModel, num_rows: int):
         found = mixers_of(model)
-        self._mixers = {id(m): _Mixer(m, num_rows, _resumes(model, m)) for m in found}
+        self._mixers = {id(m): Mixer(m, num_rows, resumes_alone(model, m)) for m in found}
         # Rows that have a state.
         self._begun: set[int] = set()
         self._round = _Round()
-        self._step: _Step | None = None
+        self._step: Step | None = None
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -399,7 +148,7 @@ class RecurrentMixers:
                 by_length[len(places)].append((row, start, places))
         for same in by_length.values():
             rows, starts = [row for row, _, _ in same], [start for _, start, _ in same]
-            call = _Call.of(rows, starts, [places for _, _, places in same], self._begun)
+            call = Call.of(rows, starts, [places for _, _, places in same], self._begun)
             with fast_products():
                 for mixer in self._mixers.values():
                     mixer.replay(call)
@@ -427,24 +176,24 @@ class RecurrentMixers:
 
     def _plan(
         self, work: Sequence[RowWork], tree: DraftTree, inputs: PackedInputs | RectangularInputs
-    ) -> _Step:
+    ) -> Step:
         groups: dict[tuple[int, bool], list[int]] = defaultdict(list)
         for w in work:
             if w.pending:
                 groups[len(w.pending), w.row in self._begun].append(w.row)
         pending = [
-            _Call.of(rows, [None] * len(rows), [inputs.pending[row] for row in rows], self._begun)
+            Call.of(rows, [None] * len(rows), [inputs.pending[row] for row in rows], self._begun)
             for rows in groups.values()
         ]
         with_nodes = [w for w in work if w.nodes]
-        nodes = _Places(inputs.nodes)
+        nodes = Places(inputs.nodes)
         if not with_nodes:
-            return _Step(pending, None, nodes, nodes, None, {COMMITTED})
+            return Step(pending, None, nodes, nodes, None, {COMMITTED})
         return self._plan_paths(with_nodes, tree, pending, nodes)
 
     def _plan_paths(
-        self, work: Sequence[RowWork], tree: DraftTree, pending: list[_Call], nodes: _Places
-    ) -> _Step:
+        self, work: Sequence[RowWork], tree: DraftTree, pending: list[Call], nodes: Places
+    ) -> Step:
         this = self._round
         new = [(w.row, offset) for w in work for offset in w.offsets]
         this.places.update(zip(new, count(len(this.places)), strict=False))
@@ -459,11 +208,11 @@ class RecurrentMixers:
             index.append(places + places[-1:] * (length - len(path)))
             found.update({(row, o): number * length + i for i, o in enumerate(path)})
         begun = self._begun | {w.row for w in work if w.pending}
-        return _Step(
+        return Step(
             pending,
-            _Call.of(rows, starts, index, begun),
+            Call.of(rows, starts, index, begun),
             nodes,
-            _Places([found[node] for node in new]),
+            Places([found[node] for node in new]),
             self._keep_ends(paths, len(work), length),
             {COMMITTED, *(batch for batch, _ in this.ends.values())},
         )

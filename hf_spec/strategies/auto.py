@@ -28,7 +28,7 @@ from hf_spec.drafting.measured import MeasuredDrafter
 from hf_spec.drafting.sources import Source
 from hf_spec.errors import AssistantError, OptionError, UnsupportedError
 from hf_spec.execution.distributed_checks import tensor_parallel_size
-from hf_spec.execution.recurrent import recurrent_share
+from hf_spec.execution.mixers import recurrent_share
 from hf_spec.models.falcon_head import FalconHead
 from hf_spec.strategies.assistants import read_once
 from hf_spec.strategies.lookup import LookupConfig, lookup_sources

@@ -10,19 +10,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_spec.execution import recurrent
-from hf_spec.execution.recurrent import (
-    COMMITTED,
-    MAX_ENDS,
-    mixers_of,
-    num_attention_layers,
-    num_recurrent_layers,
-    resumes,
-)
+from hf_spec.execution.mixers import COMMITTED, Mixer
+from hf_spec.execution.recurrent import MAX_ENDS
 from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.tree import DraftTree
-from tests import tiny_models
-from tests.hybrid_models import HYBRIDS, MAMBA_1, PURE, build
+from tests.hybrid_models import build
 from tests.model_watch import snapshot
 
 # A delta net, a short convolution, Mamba-2, Mamba-1, and the rectangular path.
@@ -51,14 +43,14 @@ def quick() -> Iterator[None]:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """(R, T) of every call of the first mixer of a model."""
     found: list[tuple[int, int]] = []
-    run = recurrent._Mixer.run
+    run = Mixer.run
 
-    def counting(self: recurrent._Mixer, inputs: Tensor, state: object) -> object:
+    def counting(self: Mixer, inputs: Tensor, state: object) -> object:
         if self.index == 0:
             found.append((inputs.shape[0], inputs.shape[1]))
         return run(self, inputs, state)
 
-    monkeypatch.setattr(recurrent._Mixer, "run", counting)
+    monkeypatch.setattr(Mixer, "run", counting)
     return found
 
 
@@ -213,21 +205,3 @@ def test_forwards_of_others_are_their_own() -> None:
         with ThreadPoolExecutor(1) as pool:
             assert torch.equal(pool.submit(alone, model, SEQUENCES[0]).result(), wanted)
         runner.keep([[1], [], [], []])
-
-
-@pytest.mark.parametrize("name", HYBRIDS)
-def test_layers_are_counted_and_scans_are_tried_out(name: str) -> None:
-    model = build(name)
-    config = model.config.get_text_config()
-    assert len(mixers_of(model)) == num_recurrent_layers(config) > 0
-    assert (num_attention_layers(config) == 0) == (name in PURE)
-    assert resumes(model) == (name not in MAMBA_1)
-
-
-def test_attention_alone_has_no_mixers() -> None:
-    model = tiny_models.build("llama")
-    assert mixers_of(model) == []
-    assert num_recurrent_layers(model.config) == 0
-    assert num_attention_layers(model.config) == model.config.num_hidden_layers
-    assert ModelRunner(model, 1)._mixers is None
-    assert resumes(model)
