@@ -37,16 +37,17 @@ def t5() -> T.PreTrainedModel:
     return T.T5ForConditionalGeneration(config).eval()
 
 
-def mamba() -> T.PreTrainedModel:
-    config = T.MambaConfig(vocab_size=VOCAB, hidden_size=8, state_size=4, num_hidden_layers=1)
-    return T.MambaForCausalLM(config).eval()
-
-
-def jamba() -> T.PreTrainedModel:
-    config = T.JambaConfig(
-        **SMALL, attn_layer_period=2, attn_layer_offset=1, num_experts=2, use_mamba_kernels=False
+def rwkv() -> T.PreTrainedModel:
+    config = T.RwkvConfig(
+        vocab_size=VOCAB, hidden_size=8, attention_hidden_size=8, num_hidden_layers=2
     )
-    return T.JambaForCausalLM(config).eval()
+    return T.RwkvForCausalLM(config).eval()
+
+
+def minimax() -> T.PreTrainedModel:
+    kinds = ["linear_attention", "full_attention"]
+    config = T.MiniMaxConfig(**SMALL, head_dim=8, num_local_experts=2, layer_types=kinds)
+    return T.MiniMaxForCausalLM(config).eval()
 
 
 def model_without_head() -> T.PreTrainedModel:

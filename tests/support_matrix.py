@@ -22,10 +22,12 @@ from transformers import (
 from hf_spec.errors import UnsupportedError
 from hf_spec.execution.alibi import uses_alibi
 from hf_spec.execution.attention import takes_packed
+from hf_spec.execution.mixers import resumes
 from hf_spec.execution.model_checks import check_model
-from tests import tiny_models
-from tests.refusals import jamba, mamba, t5
-from tests.targets import image_cases, test_half_precision, test_image_text
+from tests import hybrid_models, tiny_models
+from tests.hybrid_models import DELTA_NETS, HYBRIDS, PURE
+from tests.refusals import minimax, rwkv, t5
+from tests.targets import image_cases, test_half_precision, test_hybrids, test_image_text
 from tests.test_identity import STRATEGIES
 from tests.test_refused_architectures import REFUSED, REFUSED_WITH_IMAGES
 
@@ -70,6 +72,16 @@ on a ragged batch of three, as chains and as trees (`tests/targets/test_image_te
 strategies were run on {strategies_on}. How: [images](targets.md#images-in-the-prompt).
 
 {families}
+
+## Recurrent and hybrid models
+
+{hybrids} architectures with layers that keep a state instead of keys and values, greedy, float32:
+chains and trees that are right now and then, on one sequence and on a ragged batch
+(`tests/targets/test_hybrids.py`). Delta nets round differently in chunks and in steps, also in
+plain `generate()`, so that for them it is "equal up to ties" of the two largest logits. The last
+columns are the strategies with a draft model of the same kind.
+
+{recurrent}
 ## Dtypes
 
 Greedy output beside plain `generate()`, in half precision up to ties of the two largest logits
@@ -102,6 +114,8 @@ def page() -> str:
         number_of_families=len(image_cases.FAMILIES),
         strategies_on=" and ".join(map(code, test_image_text.REPRESENTATIVES)),
         families=families(),
+        hybrids=len(HYBRIDS),
+        recurrent=recurrent(),
         dtypes=dtypes(),
         placements=placements(),
         parallel=", ".join(map(code, others)),
@@ -118,6 +132,22 @@ def architectures() -> str:
         cells = ["yes" if yes else "refused" for yes in served]
         rows.append([code(name), type(model).__name__, *about(model), *cells])
     return table(["architecture", "class", "inputs", "attention", *map(code, STRATEGIES)], rows)
+
+
+def recurrent() -> str:
+    """Architectures with recurrent layers, and what is tested of each."""
+    rows = []
+    for name in HYBRIDS:
+        model = hybrid_models.build(name)
+        output = "equal up to ties" if name in DELTA_NETS else "equal"
+        resumed = "refused" if not resumes(model) or name in PURE else ""
+        resumed = resumed or ("yes" if name in test_hybrids.RESUMED else "")
+        strategies = test_hybrids.STRATEGIES if name in test_hybrids.THREE else ()
+        strategies = ("tree",) if name in test_hybrids.TREES_ALONE else strategies
+        cells = ["yes" if strategy in strategies else "" for strategy in test_hybrids.STRATEGIES]
+        rows.append([code(name), type(model).__name__, about(model)[0], output, resumed, *cells])
+    head = ["architecture", "class", "inputs", "output", "`past_key_values`"]
+    return table([*head, *map(code, test_hybrids.STRATEGIES)], rows)
 
 
 def about(model: PreTrainedModel) -> tuple[str, str]:
@@ -162,7 +192,7 @@ def placements() -> str:
 
 def refused() -> str:
     """Architectures that are refused, with the sentence that says so."""
-    models: list[PreTrainedModel] = [make() for make in (t5, mamba, jamba)]
+    models: list[PreTrainedModel] = [make() for make in (t5, rwkv, minimax)]
     for kind, (options, _) in REFUSED.items():
         with torch.device("meta"):
             config = AutoConfig.for_model(kind, **options)

@@ -23,7 +23,7 @@ class Round:
 
     costs: Costs
     tokens: float
-    nodes: int
+    nodes: float
     draft_seconds: float = 0.0
     asked: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
 
@@ -66,16 +66,33 @@ def choose_nodes(
         ranked += sorted(nodes, key=_falling)[:max_nodes]
     ranked.sort(key=_falling)
     totals = list(accumulate((value for value, _, _ in ranked), initial=float(len(trees))))
+    sizes = _sizes(costs, trees, ranked)
     rates = [
-        _rate(total, costs.verify(len(trees) + taken) + draft_seconds)
-        for taken, total in enumerate(totals)
+        _rate(total, costs.verify(size) + draft_seconds)
+        for size, total in zip(sizes, totals, strict=True)
     ]
     count = max(range(len(rates)), key=rates.__getitem__)
-    best = Round(costs, totals[count], len(trees) + count, draft_seconds)
+    best = Round(costs, totals[count], sizes[count], draft_seconds)
     chosen: dict[int, list[int]] = {row: [] for row in trees}
     for _, row, node in ranked[:count]:
         chosen[row].append(node)
     return best, chosen
+
+
+def _sizes(
+    costs: Costs, trees: Mapping[int, MergedTree], ranked: Sequence[tuple[float, int, int]]
+) -> Sequence[float]:
+    """Nodes of a forward over the roots and so many of the others, with what branches add."""
+    if not costs.branch:
+        return range(len(trees), len(trees) + len(ranked) + 1)
+    extended: set[tuple[int, int]] = set()
+    sizes = [float(len(trees))]
+    for _, row, node in ranked:
+        above = row, trees[row].parents[node]
+        again = trees[row].depth[node] if above in extended else 0
+        extended.add(above)
+        sizes.append(sizes[-1] + 1 + costs.branch * again)
+    return sizes
 
 
 def choose_sources(

@@ -111,10 +111,15 @@ class LearnedCurve:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of the target's forward by nodes, and of each drafter's draft by depth."""
+    """Seconds of the target's forward by nodes, and of each drafter's draft by depth.
+
+    The nodes above a node that begins a branch count again with the weight `branch`: recurrent
+    layers run every path of a tree from its root.
+    """
 
     verify: Callable[[float], float]
     draft: Mapping[str, Callable[[float], float]]
+    branch: float = 0.0
 
     @classmethod
     def of(cls, timings: Mapping[str, Any]) -> Costs:

@@ -39,9 +39,11 @@ from hf_spec.execution.transfer import send
 
 NAME = "hf_spec"
 
-# Attention interface or not, these take the rectangular path: layers of the first drop the keyword
-# arguments that attention functions need, the second attends twice per layer, with two values.
-RECTANGULAR_ONLY = {"nemotron", "diffllama"}
+# Attention interface or not, these take the rectangular path: layers of the first two drop the
+# keyword arguments that attention functions need, DiffLlama attends twice per layer, with two
+# values, only the images of GIT go through the interface, and the layers of Zamba share an
+# attention that does not know in which of them it is.
+RECTANGULAR_ONLY = {"nemotron", "stablelm", "diffllama", "git", "zamba", "zamba2"}
 
 
 @dataclass
@@ -236,7 +238,7 @@ def unregister() -> None:
 
 def takes_packed(model: PreTrainedModel) -> bool:
     """Whether `model` can run packed trees; the others take the rectangular path."""
-    taken = model._supports_attention_backend and model._can_set_attn_implementation()
+    taken = model._can_set_attn_implementation()
     return bool(taken) and model.config.model_type not in RECTANGULAR_ONLY
 
 

@@ -24,12 +24,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.weak import WeakIdKeyDictionary
+
+from hf_spec.execution.own_forwards import OwnForwards
 
 logger = logging.getLogger(__name__)
 
@@ -89,8 +90,8 @@ class _Chosen(threading.local):
 
 
 _chosen = _Chosen()
-# Modules inside a `fast_cpu_linears` block: the forward they were given, and how many blocks.
-_active: WeakKeyDictionary[nn.Module, tuple[Callable[[Tensor], Tensor], int]] = WeakKeyDictionary()
+# Of modules inside a `fast_cpu_linears` block.
+_forwards = OwnForwards()
 
 
 def set_cpu_packing(mode: str) -> None:
@@ -141,7 +142,7 @@ def fast_cpu_linears(model: nn.Module) -> Iterator[None]:
     finally:
         with _lock:
             for module in entered:
-                _leave(module)
+                _forwards.leave(module)
 
 
 @contextlib.contextmanager
@@ -159,9 +160,7 @@ def _enter(model: nn.Module, entered: list[nn.Module]) -> None:
         return
     fresh: list[nn.Linear] = []
     for module in model.modules():
-        if module in _active:
-            forward, users = _active[module]
-            _active[module] = (forward, users + 1)
+        if _forwards.join(module):
             entered.append(module)
         elif type(module) is nn.Linear and _is_suitable(module):
             fresh.append(module)
@@ -174,17 +173,8 @@ def _enter(model: nn.Module, entered: list[nn.Module]) -> None:
             forward = _transposed_forward(module)
         else:
             continue
-        module.__dict__["forward"] = forward
-        _active[module] = (forward, 1)
+        _forwards.give(module, forward)
         entered.append(module)
-
-
-def _leave(module: nn.Module) -> None:
-    forward, users = _active.pop(module)
-    if users > 1:
-        _active[module] = (forward, users - 1)
-    elif module.__dict__.get("forward") is forward:
-        del module.__dict__["forward"]
 
 
 def _is_suitable(module: nn.Linear) -> bool:

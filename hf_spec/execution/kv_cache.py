@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from hf_spec_kernels import Moves, kv_keep, serves
 from torch import Tensor
-from transformers import Cache, DynamicCache
+from transformers import Cache, DynamicCache, cache_utils
 from transformers.cache_utils import (
     CacheLayerMixin,
-    DummyLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
 )
 
 from hf_spec.errors import UnsupportedError
@@ -30,8 +31,14 @@ from hf_spec.execution.transfer import send
 
 MIN_CAPACITY = 256
 
-# The last one holds nothing: it stands for a layer that reads the keys and values of another.
-REUSABLE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)
+REUSABLE_LAYERS = (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+    LinearAttentionAndFullAttentionLayer,
+    # Of layers that keep nothing; in older transformers an empty layer of the above.
+    getattr(cache_utils, "DummyLayer", LinearAttentionLayer),
+)
 
 
 class KVPool:

@@ -11,11 +11,19 @@ from transformers import PreTrainedModel
 from hf_spec.errors import UnsupportedError
 from hf_spec.execution.alibi import uses_alibi
 from hf_spec.execution.attention import takes_packed
-from hf_spec.execution.distributed_checks import check_sharding
+from hf_spec.execution.distributed_checks import check_sharding, tensor_parallel_size
+from hf_spec.execution.mixers import (
+    PASTLESS_LAYERS,
+    RECURRENT_LAYERS,
+    mixers_of,
+    num_attention_layers,
+    num_recurrent_layers,
+    resumes,
+)
 from hf_spec.execution.row_work import BATCHING
 
-# Layers whose whole past is a set of keys and values, so that a token can be taken back.
-ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
+# Layers whose past can be taken back: keys and values, the state of a mixer, or nothing at all.
+SERVED_LAYERS = {"full_attention", "sliding_attention", *RECURRENT_LAYERS, *PASTLESS_LAYERS}
 
 # Architectures whose attention needs more than keys, values and a mask of visible tokens.
 UNSERVED = {
@@ -38,9 +46,9 @@ def check_model(model: object) -> None:
     if model.config.is_encoder_decoder:
         raise UnsupportedError(f"{name} is an encoder-decoder; hf_spec serves decoder-only models")
     config = model.config.get_text_config()
-    odd = sorted(set(getattr(config, "layer_types", None) or []) - ATTENTION_LAYERS)
-    if getattr(model, "_is_stateful", False) or odd:
-        detail = f"layers of type {', '.join(odd)}" if odd else "a recurrent state"
+    odd = sorted(set(getattr(config, "layer_types", None) or []) - SERVED_LAYERS)
+    if odd or not _has_known_states(model):
+        detail = f"layers of type {', '.join(odd)}" if odd else "a recurrent state of its own kind"
         raise UnsupportedError(
             f"{name} has {detail}, which cannot take a rejected token back; "
             "generate without spec_strategy"
@@ -49,17 +57,29 @@ def check_model(model: object) -> None:
         raise UnsupportedError(f"{name} has no language-model head and cannot generate")
     _check_attention(model, name)
     check_sharding(model)
+    if tensor_parallel_size(model) > 1 and mixers_of(model):
+        raise UnsupportedError(
+            f"{name} has recurrent layers, which are served in one process; load it without tp_plan"
+        )
     owner = getattr(model.prepare_inputs_for_generation, "__self__", model)
     if getattr(getattr(owner, "active_peft_config", None), "is_prompt_learning", False):
         raise UnsupportedError(
             "prompt-learning adapters put virtual tokens before every input, which spec_strategy "
             "cannot carry; use LoRA or another adapter that changes weights"
         )
-    if not model._supports_attention_backend and getattr(config, "sliding_window", None):
+    if not takes_packed(model) and getattr(config, "sliding_window", None):
         raise UnsupportedError(
             f"{name} has a sliding window but no attention interface, so the window of a draft "
             "tree cannot be set"
         )
+
+
+def _has_known_states(model: PreTrainedModel) -> bool:
+    """Whether every state that the model keeps is that of a mixer, one in a layer."""
+    recurrent = num_recurrent_layers(model.config.get_text_config())
+    mixers = {id(mixer): mixer.layer_idx for mixer in mixers_of(model)}
+    stateful = getattr(model, "_is_stateful", False) and not recurrent
+    return not stateful and len(mixers) == len(set(mixers.values())) == recurrent
 
 
 def _check_attention(model: PreTrainedModel, name: str) -> None:
@@ -71,9 +91,9 @@ def _check_attention(model: PreTrainedModel, name: str) -> None:
     encoder = getattr(config, "is_decoder", True) is False
     if encoder and hasattr(config, "add_cross_attention"):
         reason = "config.is_decoder is False, so that tokens also look ahead"
-    elif "past_key_values" not in arguments:
+    elif not {"past_key_values", "cache_params"} & set(arguments):
         reason = "it keeps no keys and values"
-    elif "position_ids" not in arguments and not uses_alibi(model):
+    elif "position_ids" not in arguments and not uses_alibi(model) and num_attention_layers(config):
         reason = "it takes no position_ids, so the branches of a draft tree cannot be placed"
     elif "local" in (getattr(config, "attention_layers", None) or ()):
         reason = "the window of its local layers counts stored tokens, not positions"
@@ -104,6 +124,15 @@ def check_evaluation(model: PreTrainedModel) -> None:
         raise UnsupportedError(
             f"{type(model).__name__} is in training mode with dropout or gradient checkpointing"
             f"{' (' + ', '.join(drops) + ')' if drops else ''}; call model.eval() before generate()"
+        )
+
+
+def check_resumable(model: PreTrainedModel) -> None:
+    """Refuse a reused cache where transformers itself goes wrong on several tokens after it."""
+    if not resumes(model):
+        raise UnsupportedError(
+            f"past_key_values: the scan of {type(model).__name__} in transformers forgets its "
+            "state wherever it is given several tokens at once; leave them out"
         )
 
 

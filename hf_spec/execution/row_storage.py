@@ -37,22 +37,27 @@ class RowStorage:
         self._held: list[list[int]] = [[] for _ in range(num_rows)]
         self._front = 0
 
-    def keep(self, paths: Sequence[Sequence[int]]) -> None:
+    def keep(self, paths: Sequence[Sequence[int]]) -> dict[int, list[int]]:
         """Keep the keys and values of each row's accepted path, moved together in place.
 
         Paths are counted from the row's root, which they leave out. A node that was never run ends
         the kept part; what follows is pending.
+
+        Returns:
+            Row -> the nodes that were kept, the root first.
         """
-        moves = []
+        moves, kept = [], {}
         for row, (root, ran) in self._round.items():
             path = [0, *paths[row]]
-            kept = next((i for i, offset in enumerate(path) if offset not in ran), len(path))
-            moved = next((i for i in range(kept) if path[i] != i), kept)
-            if moved < kept:
-                moves.append((row, [root + offset for offset in path[moved:kept]], root + moved))
-            self._store(row, range(root, root + kept))
+            end = next((i for i, offset in enumerate(path) if offset not in ran), len(path))
+            moved = next((i for i in range(end) if path[i] != i), end)
+            if moved < end:
+                moves.append((row, [root + offset for offset in path[moved:end]], root + moved))
+            self._store(row, range(root, root + end))
+            kept[row] = path[:end]
         self.pool.move_rows(moves)
         self._round.clear()
+        return kept
 
     def restart(self, row: int) -> None:
         """Forget everything stored of `row`: a new sequence begins there."""

@@ -10,21 +10,23 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.utils import output_capturing
 
 from hf_spec.execution.alibi import tree_alibi
 from hf_spec.execution.attention import PackedAttention, PackedStep, takes_packed
 from hf_spec.execution.cpu_linear import fast_cpu_linears, fast_products
 from hf_spec.execution.kv_cache import PoolCache
+from hf_spec.execution.mixers import mixers_of, num_attention_layers
 from hf_spec.execution.packing import PackedInputs, RectangularInputs, align_right, pack
 from hf_spec.execution.placement import execution_device
+from hf_spec.execution.recurrent import RecurrentMixers
 from hf_spec.execution.row_storage import RowStorage
 from hf_spec.execution.row_work import BATCHING, RowWork, fill_up
 from hf_spec.execution.step_graphs import StepGraphs
@@ -109,7 +111,10 @@ class ModelRunner(RowStorage):
         self._vocab_size = vocab_size or self._own_size
         self._attention: PackedAttention | None = None
         self._graphs: StepGraphs | None = None
-        self._cache = PoolCache(self.pool, model.config.get_text_config().num_hidden_layers)
+        config = model.config.get_text_config()
+        self._cache = PoolCache(self.pool, config.num_hidden_layers)
+        self._attending = num_attention_layers(config)
+        self._mixers = RecurrentMixers(model, num_rows) if mixers_of(model) else None
         parameters = inspect.signature(model.forward).parameters
         self._keeps_logits = "logits_to_keep" in parameters
         self._takes_positions = "position_ids" in parameters
@@ -131,6 +136,8 @@ class ModelRunner(RowStorage):
             stack.enter_context(fast_cpu_linears(self.model))
             if self._virtual_tokens is not None:
                 stack.enter_context(self._virtual_tokens.active(self.model))
+            if self._mixers is not None:
+                stack.enter_context(self._mixers.active())
             yield self
 
     def forward(
@@ -198,6 +205,32 @@ class ModelRunner(RowStorage):
         output.pending = {row: mine[:-1] for row, mine in enumerate(ran)}
         return output
 
+    def keep(self, paths: Sequence[Sequence[int]]) -> dict[int, list[int]]:
+        """Keep what is stored of each row's accepted path; see `RowStorage.keep`."""
+        kept = super().keep(paths)
+        if self._mixers is not None:
+            self._mixers.keep(kept)
+        return kept
+
+    def shorten(self, row: int, length: int) -> None:
+        """Forget what is stored of `row` after `length` tokens; all of it if a state is too far."""
+        if self._mixers is not None and self.stored[row] > length:
+            self._mixers.restart(row)
+            length = 0
+        super().shorten(row, length)
+
+    def load(self, cache: Cache, frame_masks: Sequence[Tensor]) -> None:
+        """Start from the cache of an earlier call; see `RowStorage.load`."""
+        super().load(cache, frame_masks)
+        if self._mixers is not None:
+            self._mixers.load(cache)
+
+    def export(self, cache: DynamicCache, frame_masks: Sequence[Tensor]) -> None:
+        """Write what is stored into a new cache of the model; see `RowStorage.export`."""
+        super().export(cache, frame_masks)
+        if self._mixers is not None:
+            self._mixers.export(cache)
+
     def _run(self, work: list[RowWork], tree: DraftTree) -> ForwardOutput:
         rows = work
         packed = self._attention
@@ -222,7 +255,7 @@ class ModelRunner(RowStorage):
         tensors = [tokens, torch.tensor(inputs.positions), kept]
         self.tokens_run += len(tokens)
         assert self._graphs is not None, "forwards happen while active"
-        with self._embedded(tokens[None]) as embeddings:
+        with self._embedded(tokens[None]) as embeddings, self._by_row(work, tree, inputs):
             if embeddings is None:
                 logits, *hidden = self._graphs.run(self._compute, tensors, step)
             else:
@@ -243,7 +276,7 @@ class ModelRunner(RowStorage):
         result = self._call(
             tokens[None], embeddings, positions[None], mask, kept, spec_step=step, use_cache=False
         )
-        step.check(self.model, len(self._cache.layers))
+        step.check(self.model, self._attending)
         logits = result.logits[0] if self._keeps_logits else result.logits[0, kept]
         return [logits, *self._hidden(result)]
 
@@ -261,6 +294,7 @@ class ModelRunner(RowStorage):
         with (
             tree_alibi(self.model, inputs.key_positions.to(self.device)),
             self._embedded(inputs.tokens) as embeddings,
+            self._by_row(work, tree, inputs),
         ):
             result = self._call(
                 inputs.tokens.to(self.device),
@@ -275,6 +309,14 @@ class ModelRunner(RowStorage):
         lines = [result.logits[w.row, -len(w.nodes) :] for w in work if w.nodes]
         logits = torch.cat(lines) if lines else result.logits[0, :0]
         return self._output(logits, self._hidden(result), inputs)
+
+    def _by_row(
+        self, work: list[RowWork], tree: DraftTree, inputs: PackedInputs | RectangularInputs
+    ) -> AbstractContextManager[None]:
+        """Call recurrent mixers, if there are any, row by row in one forward."""
+        if self._mixers is None:
+            return nullcontext()
+        return self._mixers.running(work, tree, inputs)
 
     @contextmanager
     def _embedded(self, tokens: Tensor) -> Iterator[Tensor | None]:

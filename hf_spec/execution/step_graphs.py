@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 
 from hf_spec.execution.attention import PackedStep
 from hf_spec.execution.kv_cache import KVPool
+from hf_spec.execution.mixers import mixers_of
 from hf_spec.execution.ragged_layout import padded, round_up, tensors_of, with_tensors
 from hf_spec.execution.transfer import Block, send
 
@@ -96,6 +97,8 @@ def obstacle(model: nn.Module) -> str | None:
     """Why the steps of `model` cannot be recorded, or None; trying may still show a reason."""
     if _switch.mode == "off":
         return "set_cuda_graphs('off')"
+    if mixers_of(model):
+        return "its recurrent layers run row by row"
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) > 1:
         return "its weights are on " + ", ".join(sorted(map(str, devices)))

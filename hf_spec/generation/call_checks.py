@@ -18,6 +18,7 @@ from hf_spec.errors import OptionError, UnsupportedError
 from hf_spec.execution.kv_cache import check_reusable
 from hf_spec.execution.model_checks import (
     check_peft_hooks,
+    check_resumable,
     check_rope,
     is_past_rope,
     takes_images,
@@ -74,6 +75,8 @@ UNDERSTOOD = {
     "attention_mask",
     "position_ids",
     "past_key_values",
+    # What generate() makes for models without attention.
+    "cache_params",
     "use_cache",
     "logits_to_keep",
     "return_dict",
@@ -306,6 +309,10 @@ def _check_mask(model: PreTrainedModel, mask: Tensor) -> None:
         )
 
 
+def _holds_keys(layer: Any) -> bool:
+    return getattr(layer, "keys", None) is not None
+
+
 def _check_cache(model: PreTrainedModel, cache: Any, input_ids: Tensor) -> None:
     stored = cache.get_seq_length() if cache is not None else 0
     if not stored:
@@ -318,7 +325,8 @@ def _check_cache(model: PreTrainedModel, cache: Any, input_ids: Tensor) -> None:
         )
     config = model.config.get_text_config()
     layers = config.num_hidden_layers
-    rows = cache.layers[0].keys.shape[0]
+    check_resumable(model)
+    rows = next(layer.keys.shape[0] for layer in cache.layers if _holds_keys(layer))
     # Layers that share keys and values stand in newer caches, empty, and not in older ones.
     sharing = getattr(config, "num_kv_shared_layers", None) or 0
     if rows != num_rows or len(cache.layers) not in {layers, layers - sharing}:

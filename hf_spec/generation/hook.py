@@ -48,6 +48,7 @@ REFUSED_ARGUMENTS = {
     "negative_prompt_ids": "classifier-free guidance is not available with spec_strategy",
     "synced_gpus": "FSDP and ZeRO-3 generation is not available with spec_strategy",
     "inputs_embeds": "give the prompt as input_ids",
+    "cache_params": "it does not say how many tokens it holds; give the whole text as input_ids",
 }
 
 # What to do instead of arguments that only a strategy understands.

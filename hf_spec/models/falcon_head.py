@@ -25,7 +25,8 @@ from transformers import PreTrainedModel
 from hf_spec.adapters.adapter import AdapterMethod, BaseModel, register_method
 from hf_spec.adapters.folder import SpecAdapter
 from hf_spec.adapters.reading import VOCABULARY, check_tensors, read_vocabulary
-from hf_spec.errors import AssistantError, OptionError
+from hf_spec.errors import AssistantError, OptionError, UnsupportedError
+from hf_spec.execution.mixers import mixers_of
 from hf_spec.execution.model_checks import takes_images
 from hf_spec.models.draft_head import FewTokensHead
 from hf_spec.models.shapes import FalconShape
@@ -60,6 +61,11 @@ class FalconHead(nn.Module):
         if shape.num_layers > depth:
             raise OptionError(
                 f"num_layers={shape.num_layers}: {type(target).__name__} has only {depth} layers"
+            )
+        if mixers_of(target):
+            raise UnsupportedError(
+                f"{type(target).__name__} has recurrent layers, and those of a Falcon head attend; "
+                "use spec_strategy='draft' or 'tree'"
             )
         self.shape = shape
         self.options: dict[str, Any] = {}

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from hf_spec.errors import AssistantError, UnsupportedError
+from hf_spec.execution.mixers import mixers_of
 
 # Down (rank, inputs) and up (outputs, rank) of each layer.
 LoraWeights = Mapping[str, tuple[Tensor, Tensor]]
@@ -34,11 +35,13 @@ SHARED = "shared_expert"
 
 def linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
     """The linear layers that every token passes one by one, by name; not the head."""
-    head = model.get_output_embeddings()
+    others = {id(model.get_output_embeddings()), *_in_mixers(model)}
     found: dict[str, nn.Module] = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, (nn.Linear, Conv1D)) and module is not head and not _is_routed(name)
+        if isinstance(module, (nn.Linear, Conv1D))
+        and id(module) not in others
+        and not _is_routed(name)
     }
     if not found:
         raise UnsupportedError(f"{type(model).__name__} has no linear layer that a LoRA could join")
@@ -87,11 +90,16 @@ class GatedLora:
 
     def check(self, model: PreTrainedModel) -> None:
         """Refuse a model that lacks a layer or has one of another size."""
-        layers = dict(model.named_modules())
+        layers, by_row = dict(model.named_modules()), _in_mixers(model)
         for name, (down, up) in self.weights.items():
             layer = layers.get(name)
             if not (isinstance(layer, Conv1D) or hasattr(layer, "in_features")):
                 raise AssistantError(f"the adapter changes the layer {name}, which the model lacks")
+            if id(layer) in by_row:
+                raise UnsupportedError(
+                    f"{name} belongs to a recurrent layer, which runs tokens in an order of its "
+                    "own; train the gated LoRA without it"
+                )
             inputs, outputs = layer_sizes(layer)
             rank = down.shape[0] if down.ndim == 2 else 0
             whole = not (down.is_floating_point() and up.is_floating_point())
@@ -169,6 +177,11 @@ def merge_lora_inplace(model: PreTrainedModel, weights: LoraWeights) -> None:
             change = up.float() @ down.float()
             change = change.T if isinstance(layer, Conv1D) else change
             layer.weight += change.to(layer.weight)
+
+
+def _in_mixers(model: nn.Module) -> set[int]:
+    """Ids of the modules inside recurrent mixers, which see some tokens more than once."""
+    return {id(module) for mixer in mixers_of(model) for module in mixer.modules()}
 
 
 def _is_routed(name: str) -> bool:

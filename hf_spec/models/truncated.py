@@ -55,11 +55,21 @@ def with_layers(model: PreTrainedModel, kept: range) -> PreTrainedModel:
             f"{type(model).__name__} has {len(stacks)} lists of {depth} layers; "
             "to cut it, it needs exactly one"
         )
+    weights = [{id(weight) for weight in layer.parameters()} for layer in stacks[0]]
+    if sum(map(len, weights)) > len(set().union(*weights)):
+        raise OptionError(
+            f"the layers of {type(model).__name__} share weights, so it cannot be cut; use a draft "
+            "model of its own"
+        )
     config = copy.deepcopy(model.config)
     text_config = config.get_text_config()
     text_config.num_hidden_layers = len(kept)
-    if getattr(text_config, "layer_types", None) is not None:
-        text_config.layer_types = [text_config.layer_types[index] for index in kept]
+    # Where they follow from other settings, they do so for fewer layers, too.
+    name = text_config.attribute_map.get("layer_types", "layer_types")
+    follow = isinstance(getattr(type(text_config), name, None), property)
+    kinds = getattr(text_config, "layer_types", None)
+    if kinds is not None and not follow:
+        text_config.layer_types = [kinds[index] for index in kept]
     with torch.device("meta"):
         part = type(model)(config)
     _share(model, part, stacks[0], kept)

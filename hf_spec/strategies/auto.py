@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -28,6 +28,7 @@ from hf_spec.drafting.measured import MeasuredDrafter
 from hf_spec.drafting.sources import Source
 from hf_spec.errors import AssistantError, OptionError, UnsupportedError
 from hf_spec.execution.distributed_checks import tensor_parallel_size
+from hf_spec.execution.mixers import recurrent_share
 from hf_spec.strategies.assistants import read_once
 from hf_spec.strategies.lookup import LookupConfig, lookup_sources
 from hf_spec.strategies.registry import make_for_auto, register
@@ -85,9 +86,11 @@ class AutoDrafter(MeasuredDrafter):
     def _learn_costs(self, state: GenerationState) -> Costs:
         timings, batching = self.config.timings, self.config.batching
         if timings is not None:
-            return Costs.of(timings)
-        timed = {s.name: s.drafter for s in self.assistants if not s.drafter.alone}
-        return known_costs(self.target, timed, state, batching)
+            costs = Costs.of(timings)
+        else:
+            timed = {s.name: s.drafter for s in self.assistants if not s.drafter.alone}
+            costs = known_costs(self.target, timed, state, batching)
+        return replace(costs, branch=recurrent_share(self.target.config.get_text_config()))
 
 
 def _make(config: AutoConfig, target: PreTrainedModel, assistant: object) -> AutoDrafter:

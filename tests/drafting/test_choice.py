@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,6 +48,18 @@ class Level:
 def ask(trees: dict[int, MergedTree], known: Costs, *sources: Any, room: int = 9) -> Round:
     base, _ = choose_nodes(known, trees, 40)
     return choose_sources(base, trees, sources, dict.fromkeys(trees, room))
+
+
+def test_a_branch_costs_what_is_above_it_again() -> None:
+    """To recurrent layers, which run every path by itself."""
+    branched = tree((0, 0.9), (1, 0.8), (2, 0.7), (2, 0.3))
+    attending, recurrent = costs(0.05), replace(costs(0.05), branch=1.0)
+    best, chosen = choose_nodes(attending, {0: branched}, 40)
+    assert (chosen[0], best.nodes) == ([1, 2, 3, 4], 5)
+    best, chosen = choose_nodes(recurrent, {0: branched}, 40)
+    assert (chosen[0], best.nodes) == ([1, 2, 3], 4)
+    best, _ = choose_nodes(replace(costs(0.0), branch=0.5), {0: branched}, 40)
+    assert best.nodes == 5 + 0.5 * 3
 
 
 class TestNodes:

@@ -53,7 +53,7 @@ def clean_store() -> Iterator[None]:
     clear_cpu_packing()
     cpu_linear._has_operators.cache_clear()
     cpu_linear._row_limits.cache_clear()
-    assert not cpu_linear._active
+    assert not cpu_linear._forwards._given
 
 
 @pytest.fixture

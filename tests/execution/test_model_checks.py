@@ -11,7 +11,7 @@ import transformers as T
 
 from hf_spec import AssistantError, UnsupportedError
 from tests.model_watch import count_forwards, snapshot
-from tests.refusals import PROMPT, SMALL, jamba, mamba, model_without_head, refuse, small_llama, t5
+from tests.refusals import PROMPT, SMALL, minimax, model_without_head, refuse, rwkv, small_llama, t5
 from tests.tiny_models import VOCAB, build, prompts, speculation
 
 
@@ -20,8 +20,8 @@ class TestModels:
         ("make", "match"),
         [
             (t5, "T5ForConditionalGeneration is an encoder-decoder"),
-            (mamba, "MambaForCausalLM has .* cannot take a rejected token back"),
-            (jamba, "JambaForCausalLM has .* cannot take a rejected token back"),
+            (rwkv, "RwkvForCausalLM has .* cannot take a rejected token back"),
+            (minimax, "MiniMaxForCausalLM has .* cannot take a rejected token back"),
         ],
     )
     def test_state_that_cannot_be_rolled_back(self, make: Any, match: str) -> None:
@@ -87,7 +87,7 @@ class TestAssistants:
             assistant=small_llama(vocab_size=2 * VOCAB + 50),
         )
 
-    @pytest.mark.parametrize("make", [t5, mamba, model_without_head])
+    @pytest.mark.parametrize("make", [t5, rwkv, model_without_head])
     def test_a_model_that_cannot_draft(self, make: Any) -> None:
         refuse("the assistant ", error=AssistantError, spec_strategy="draft", assistant=make())
 

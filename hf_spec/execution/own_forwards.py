@@ -1,0 +1,44 @@
+"""Forwards of their own that modules have for a while, in any number of blocks that overlap.
+
+Blocks may overlap in several threads, and models may share modules. A module gets its forward from
+the first block that wants one and gives it back when the last one ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+
+class OwnForwards:
+    """The modules that have a forward of one kind; not locked."""
+
+    def __init__(self) -> None:
+        # The forward, the one that the module itself had instead of its class's, and the users.
+        self._given: WeakKeyDictionary[nn.Module, tuple[Any, Any, int]] = WeakKeyDictionary()
+
+    def join(self, module: nn.Module) -> bool:
+        """Count one more user if the module has its forward already."""
+        if module not in self._given:
+            return False
+        forward, before, users = self._given[module]
+        self._given[module] = forward, before, users + 1
+        return True
+
+    def give(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        """Give a module its forward, for one user."""
+        self._given[module] = forward, module.__dict__.get("forward"), 1
+        module.__dict__["forward"] = forward
+
+    def leave(self, module: nn.Module) -> None:
+        """Count one user less; after the last one the module is as it was."""
+        forward, before, users = self._given.pop(module)
+        if users > 1:
+            self._given[module] = forward, before, users - 1
+        elif module.__dict__.get("forward") is forward:
+            del module.__dict__["forward"]
+            if before is not None:
+                module.__dict__["forward"] = before
