@@ -72,7 +72,6 @@ on a ragged batch of three, as chains and as trees (`tests/targets/test_image_te
 strategies were run on {strategies_on}. How: [images](targets.md#images-in-the-prompt).
 
 {families}
-
 ## Recurrent and hybrid models
 
 {hybrids} architectures with layers that keep a state instead of keys and values, greedy, float32:

@@ -50,6 +50,17 @@ QWEN_TOWER: dict[str, Any] = {
     "temporal_patch_size": 2,
     "out_hidden_size": 32,
 }
+HYBRID_TOWER = {**QWEN_TOWER, "num_position_embeddings": 64}
+# Recurrent layers beside one that attends.
+HYBRID: dict[str, Any] = {
+    "head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_conv_kernel_dim": 4,
+}
 MROPE = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 }
@@ -225,6 +236,18 @@ def _idefics(kind: str) -> Callable[[], Any]:
     )
 
 
+def _lfm2_vl() -> Any:
+    kinds = ["conv", "conv", "full_attention", "conv"]
+    tower = {name: TOWER[name] for name in TOWER if name != "image_size"}
+    return T.Lfm2VlConfig(
+        text_config=T.Lfm2Config(**{**TEXT, "num_hidden_layers": len(kinds)}, layer_types=kinds),
+        vision_config=T.Siglip2VisionConfig(**tower, num_patches=16),
+        image_token_id=IMAGE,
+        downsample_factor=2,
+        projector_hidden_size=32,
+    )
+
+
 _CORNERS = [[column, line] for line in range(4) for column in range(4)]
 FAMILIES: dict[str, Family] = {
     "gemma3": Family(
@@ -264,6 +287,16 @@ FAMILIES: dict[str, Family] = {
         {**QWEN_TOWER, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64},
         head_dim=8,
     ),
+    "qwen3_5": _qwen("Qwen3_5", HYBRID_TOWER, **HYBRID),
+    "qwen3_5_moe": _qwen(
+        "Qwen3_5Moe",
+        HYBRID_TOWER,
+        **HYBRID,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+    ),
     "llava": Family(
         T.LlavaForConditionalGeneration, _llava, _pictures(3, 32, 32), (16, 16), None, (2, 1, 0)
     ),
@@ -292,6 +325,14 @@ FAMILIES: dict[str, Family] = {
     ),
     "smolvlm": Family(
         T.SmolVLMForConditionalGeneration, _idefics("SmolVLM"), _pictures(1, 3, 32, 32), (4,)
+    ),
+    "lfm2_vl": Family(
+        T.Lfm2VlForConditionalGeneration,
+        _lfm2_vl,
+        _pictures(16, 192, spatial_shapes=[4, 4], pixel_attention_mask=[1] * 16),
+        (4, 4),
+        None,
+        (2, 1, 0),
     ),
     # A prompt of PaliGemma begins with its image.
     "paligemma": Family(

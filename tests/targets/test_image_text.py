@@ -195,7 +195,9 @@ def test_strategies(name: str, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["gemma3", "gemma4", "paligemma", "qwen3_vl"])
+@pytest.mark.parametrize(
+    "name", ["gemma3", "gemma4", "lfm2_vl", "paligemma", "qwen3_5", "qwen3_vl"]
+)
 def test_a_draft_model_sees_the_images(name: str, kind: str) -> None:
     """The target as its own draft model: every draft is right, which placeholders alone miss."""
     config = hf_spec.DraftConfig(max_draft_tokens=4, length_policy="static")
@@ -232,7 +234,7 @@ def test_several_sequences_of_one_prompt() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["lookup", "tree"])
-@pytest.mark.parametrize("name", ["gemma3", "qwen3_vl", "llava"])
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_vl", "qwen3_5", "llava"])
 def test_the_next_turn_reuses_the_cache(name: str, strategy: str) -> None:
     """First a text after the images, then another one."""
     model, inputs = build(name), prompt(name, "one")
