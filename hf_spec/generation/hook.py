@@ -208,7 +208,7 @@ def _speculate(original: Any, model: PreTrainedModel, strategy: Any, given: dict
     streamer = given.get("streamer")
     check_streamer(streamer)
     drafter = _find_drafter(config, model, assistant)
-    given = _with_stop_strings(settings["stop_strings"], given)
+    given = _with_stop_strings(settings["stop_strings"], _with_own_storage(settings, given))
 
     def decode(model: PreTrainedModel, input_ids: Tensor, **prepared: Any) -> Any:
         # The original has put the prompt into the streamer already; it does not pass it on.
@@ -240,6 +240,7 @@ def _continuous_batch(
     """The prompts of a call, a few at a time; None without prompts."""
     assistant = given.pop("assistant")
     config, settings = _settle(model, strategy, given)
+    given = _with_own_storage(settings, given)
     call = GenerateBatchCall.read(model, config.batching, settings, given)
     if not call.requests:
         return None
@@ -260,10 +261,13 @@ def _settle(
     check_evaluation(model)
     settings = Settings(model, given)
     check_settings(settings)
-    if settings["cache_implementation"] == "static":
-        # The engine's storage is of that kind, so generate() need not reserve another.
-        given["cache_implementation"] = None
     return config, settings
+
+
+def _with_own_storage(settings: Settings, given: dict[str, Any]) -> dict[str, Any]:
+    """Keep `generate()` from reserving a static cache: the engine's storage is one."""
+    static = settings["cache_implementation"] == "static"
+    return {**given, "cache_implementation": None} if static else given
 
 
 def _find_drafter(config: StrategyConfig, model: PreTrainedModel, assistant: Any) -> Drafter:

@@ -67,7 +67,10 @@ class TestSettings:
         call = {"max_new_tokens": 6, "spec_strategy": "lookup"}
         output = model.generate(PROMPT, generation_config=config, **call)
         assert type(output.past_key_values) is T.DynamicCache
-        assert torch.equal(output.sequences, model.generate(PROMPT, max_new_tokens=6))
+        plain = model.generate(PROMPT, max_new_tokens=6)
+        assert torch.equal(output.sequences, plain)
+        batch = model.generate_batch(PROMPT.tolist(), generation_config=config, **call)
+        assert batch["req_0"].generated_tokens == plain[0, PROMPT.shape[1] :].tolist()
 
     def test_a_call_can_unset_what_a_config_asks_for(self) -> None:
         model = small_llama()
