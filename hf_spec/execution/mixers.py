@@ -89,10 +89,10 @@ def resumes(model: PreTrainedModel) -> bool:
     The scan of Mamba-1 in transformers (5.23) begins at zero wherever it is called with more than
     one token. Tried out once per model.
     """
-    return all(resumes_alone(model, mixer) for mixer in mixers_of(model))
+    return all(mixer_resumes(model, mixer) for mixer in mixers_of(model))
 
 
-def resumes_alone(model: PreTrainedModel, mixer: nn.Module) -> bool:
+def mixer_resumes(model: PreTrainedModel, mixer: nn.Module) -> bool:
     """The same of one mixer."""
     return made_once(model, ("resumes", type(mixer)), lambda: _heeds_state(model, mixer))
 
@@ -257,7 +257,7 @@ class Mixer:
             kept.update_conv_state(state[0], self.index)
             for part in state[1:]:
                 kept.update_recurrent_state(part, self.index)
-        # Nothing before the first token has to be heeded.
+        # A scan that begins at zero is right where nothing came before.
         parts = [inputs] if self._resumes or state is None else inputs.split(1, dim=1)
         plain: Any = self.module.forward
         plain = getattr(plain, "plain", plain)
