@@ -38,28 +38,36 @@ PASTLESS_LAYERS = ("moe", "mlp")
 CACHE_NAMES = ("cache_params", "past_key_values")
 
 
-def _cache_name(module: nn.Module) -> str | None:
-    """The name under which a module takes the cache of a mixer; None if it is none."""
+def _writes_state(module: nn.Module) -> bool:
+    """Whether a module writes a state into the cache; read in its code."""
     kind: Any = type(module)
-    return _cache_name_of(kind)
+    return _class_writes_state(kind)
 
 
 @cache
-def _cache_name_of(kind: Any) -> str | None:
-    parameters = inspect.signature(kind.forward).parameters
+def _class_writes_state(kind: Any) -> bool:
     try:
-        calls = ".update_conv_state(" in inspect.getsource(kind.forward)
+        return ".update_conv_state(" in inspect.getsource(kind.forward)
     except (OSError, TypeError):
-        return None
-    if not calls or not {"hidden_states", "attention_mask"} <= set(parameters):
+        return False
+
+
+def _cache_name(module: nn.Module) -> str | None:
+    """The name under which a module takes the cache, if it is called as mixers are."""
+    parameters = inspect.signature(type(module).forward).parameters
+    if not {"hidden_states", "attention_mask"} <= set(parameters):
         return None
     return next((name for name in CACHE_NAMES if name in parameters), None)
 
 
+def stateful_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules of a model that keep a state in its cache."""
+    return [m for m in model.modules() if hasattr(m, "layer_idx") and _writes_state(m)]
+
+
 def mixers_of(model: nn.Module) -> list[nn.Module]:
-    """The modules of a model that take hidden states and a cache, and keep a state in it."""
-    found = (m for m in model.modules() if hasattr(m, "layer_idx"))
-    return [module for module in found if _cache_name(module) is not None]
+    """Those of them that are called as mixers are: with hidden states, the cache and a mask."""
+    return [module for module in stateful_modules(model) if _cache_name(module) is not None]
 
 
 def num_recurrent_layers(config: PreTrainedConfig) -> int:
@@ -89,10 +97,10 @@ def resumes(model: PreTrainedModel) -> bool:
     The scan of Mamba-1 in transformers (5.23) begins at zero wherever it is called with more than
     one token. Tried out once per model.
     """
-    return all(resumes_alone(model, mixer) for mixer in mixers_of(model))
+    return all(mixer_resumes(model, mixer) for mixer in mixers_of(model))
 
 
-def resumes_alone(model: PreTrainedModel, mixer: nn.Module) -> bool:
+def mixer_resumes(model: PreTrainedModel, mixer: nn.Module) -> bool:
     """The same of one mixer."""
     return made_once(model, ("resumes", type(mixer)), lambda: _heeds_state(model, mixer))
 
@@ -257,7 +265,7 @@ class Mixer:
             kept.update_conv_state(state[0], self.index)
             for part in state[1:]:
                 kept.update_recurrent_state(part, self.index)
-        # Nothing before the first token has to be heeded.
+        # A scan that begins at zero is right where nothing came before.
         parts = [inputs] if self._resumes or state is None else inputs.split(1, dim=1)
         plain: Any = self.module.forward
         plain = getattr(plain, "plain", plain)

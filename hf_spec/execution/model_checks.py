@@ -19,6 +19,7 @@ from hf_spec.execution.mixers import (
     num_attention_layers,
     num_recurrent_layers,
     resumes,
+    stateful_modules,
 )
 from hf_spec.execution.row_work import BATCHING
 
@@ -77,9 +78,11 @@ def check_model(model: object) -> None:
 def _has_known_states(model: PreTrainedModel) -> bool:
     """Whether every state that the model keeps is that of a mixer, one in a layer."""
     recurrent = num_recurrent_layers(model.config.get_text_config())
-    mixers = {id(mixer): mixer.layer_idx for mixer in mixers_of(model)}
-    stateful = getattr(model, "_is_stateful", False) and not recurrent
-    return not stateful and len(mixers) == len(set(mixers.values())) == recurrent
+    mixers = mixers_of(model)
+    if len(mixers) != recurrent or mixers != stateful_modules(model):
+        return False
+    unknown = getattr(model, "_is_stateful", False) and not recurrent
+    return not unknown and len({mixer.layer_idx for mixer in mixers}) == recurrent
 
 
 def _check_attention(model: PreTrainedModel, name: str) -> None:

@@ -14,6 +14,7 @@ from hf_spec.execution.mixers import (
     num_attention_layers,
     num_recurrent_layers,
     resumes,
+    stateful_modules,
 )
 from hf_spec.execution.runner import ModelRunner
 from tests import tiny_models
@@ -45,6 +46,7 @@ def test_other_protocols_are_no_mixers(name: str) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     assert mixers_of(model) == []
+    assert bool(stateful_modules(model)) == (name == "zaya")
     assert num_recurrent_layers(config) > 0
 
 

@@ -10,6 +10,8 @@ import torch
 import transformers as T
 
 from hf_spec import AssistantError, UnsupportedError
+from hf_spec.execution.model_checks import check_model
+from tests import hybrid_models
 from tests.model_watch import count_forwards, snapshot
 from tests.refusals import PROMPT, SMALL, minimax, model_without_head, refuse, rwkv, small_llama, t5
 from tests.tiny_models import VOCAB, build, prompts, speculation
@@ -26,6 +28,16 @@ class TestModels:
     )
     def test_state_that_cannot_be_rolled_back(self, make: Any, match: str) -> None:
         refuse(match, model=make())
+
+    def test_a_state_beside_that_of_the_mixers(self) -> None:
+        """As a second convolution in front of a layer, which nobody would take back."""
+        model = copy.deepcopy(hybrid_models.build("lfm2"))
+        check_model(model)
+        model.model.layers[2].further = model.model.layers[0].conv
+        check_model(model)
+        model.model.layers[2].further = copy.deepcopy(model.model.layers[0].conv)
+        with pytest.raises(UnsupportedError, match="Lfm2ForCausalLM has a recurrent state"):
+            check_model(model)
 
     def test_prompt_learning_adapters(self) -> None:
         from peft import PromptTuningConfig, get_peft_model
