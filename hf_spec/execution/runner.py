@@ -140,6 +140,38 @@ class ModelRunner(RowStorage):
                 stack.enter_context(self._mixers.active())
             yield self
 
+    def prefill(
+        self,
+        inputs: Mapping[str, Any],
+        frame_masks: Sequence[Tensor],
+        position_offsets: Sequence[int],
+    ) -> ForwardOutput:
+        """Run a prompt as plain `generate()` does, in one forward of the model's own attention.
+
+        Args:
+            inputs: keyword arguments of the model, `input_ids` (B, T) among them.
+            frame_masks: per row (L,) bool, True where the cache holds a token afterwards.
+            position_offsets: see `RowStorage`.
+
+        Returns:
+            Logits of the last token of each row, hidden states of the B * T tokens.
+        """
+        num_rows, length = inputs["input_ids"].shape
+        result = self.model(**inputs, **self._wanted_hidden(), return_dict=True)
+        self.load(result.past_key_values, frame_masks)
+        self.position_offsets = list(position_offsets)
+        ran = [
+            (mask[-length:].nonzero()[:, 0] + row * length).tolist()
+            for row, mask in enumerate(frame_masks)
+        ]
+        self.forwards += 1
+        self.tokens_run += num_rows * length
+        self.padding_run += num_rows * length - sum(map(len, ran))
+        places = PackedInputs(nodes=[mine[-1] for mine in ran])
+        output = self._output(result.logits[:, -1].contiguous(), self._hidden(result), places)
+        output.pending = {row: mine[:-1] for row, mine in enumerate(ran)}
+        return output
+
     def forward(
         self,
         tree: DraftTree,
@@ -171,38 +203,6 @@ class ModelRunner(RowStorage):
         output = self._run(self.plan(tree, sequences, wanted), tree)
         for part_output in reversed(earlier):
             output.put_after(part_output)
-        return output
-
-    def prefill(
-        self,
-        inputs: Mapping[str, Any],
-        frame_masks: Sequence[Tensor],
-        position_offsets: Sequence[int],
-    ) -> ForwardOutput:
-        """Run a prompt as plain `generate()` does, in one forward of the model's own attention.
-
-        Args:
-            inputs: keyword arguments of the model, `input_ids` (B, T) among them.
-            frame_masks: per row (L,) bool, True where the cache holds a token afterwards.
-            position_offsets: see `RowStorage`.
-
-        Returns:
-            Logits of the last token of each row, hidden states of the B * T tokens.
-        """
-        num_rows, length = inputs["input_ids"].shape
-        result = self.model(**inputs, **self._wanted_hidden(), return_dict=True)
-        self.load(result.past_key_values, frame_masks)
-        self.position_offsets = list(position_offsets)
-        ran = [
-            (mask[-length:].nonzero()[:, 0] + row * length).tolist()
-            for row, mask in enumerate(frame_masks)
-        ]
-        self.forwards += 1
-        self.tokens_run += num_rows * length
-        self.padding_run += num_rows * length - sum(map(len, ran))
-        places = PackedInputs(nodes=[mine[-1] for mine in ran])
-        output = self._output(result.logits[:, -1].contiguous(), self._hidden(result), places)
-        output.pending = {row: mine[:-1] for row, mine in enumerate(ran)}
         return output
 
     def keep(self, paths: Sequence[Sequence[int]]) -> dict[int, list[int]]:
