@@ -25,6 +25,7 @@ ROOMS = (
     "adapters",
     "decoding",
     "execution",
+    "devices",
     "data",
 )
 # What users import, above every room.

@@ -20,8 +20,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_spec.adapters.base_name import base_name
+from hf_spec.devices.placement import weight_rows
 from hf_spec.errors import AssistantError
-from hf_spec.execution.placement import weight_rows
 from hf_spec.files import written_whole
 from hf_spec.installing import how_to_install
 

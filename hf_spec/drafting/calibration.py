@@ -20,10 +20,10 @@ from transformers import PreTrainedModel
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.stopping import StopRules
+from hf_spec.devices.placement import execution_device
 from hf_spec.drafting.costs import Costs, machine_of
 from hf_spec.errors import OptionError
 from hf_spec.execution.per_model import made_once
-from hf_spec.execution.placement import execution_device
 from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.tree import DraftTree, Verdict
 

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from hf_spec.devices.placement import execution_device
 from hf_spec.execution.cpu_linear import cpu_packing_bytes
 from hf_spec.execution.per_model import made_once
-from hf_spec.execution.placement import execution_device
 
 # What is expected before anything is timed, in forwards of the target over one node: another node,
 # and a forward of a drafter. Nodes are expected to be cheap, so that their real price is found out.

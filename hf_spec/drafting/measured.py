@@ -25,13 +25,13 @@ from transformers import PreTrainedModel
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.verification import Verifier
+from hf_spec.devices.distributed_checks import tensor_parallel_size
 from hf_spec.drafting.choice import Round, choose_nodes, choose_sources
 from hf_spec.drafting.config import PolicyConfig
 from hf_spec.drafting.costs import Costs, known_times
 from hf_spec.drafting.length_policy import MEASURED, LengthPolicy, MeasuredPolicy, free
 from hf_spec.drafting.sources import MergedTree, Source
 from hf_spec.errors import UnsupportedError
-from hf_spec.execution.distributed_checks import tensor_parallel_size
 from hf_spec.execution.runner import ForwardOutput, ModelRunner
 from hf_spec.execution.tree import DraftTree, Verdict
 

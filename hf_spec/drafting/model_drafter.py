@@ -27,11 +27,11 @@ from hf_spec.decoding.processors import NodeProcessors
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.token_sampling import distribution, draw
 from hf_spec.decoding.verification import Verifier
+from hf_spec.devices.transfer import fetch_all
 from hf_spec.drafting.config import PolicyConfig
 from hf_spec.drafting.graph import TokenGraph, Unmerged
 from hf_spec.drafting.length_policy import DraftedToken, LengthPolicy, make_policy
 from hf_spec.execution.runner import ForwardOutput, ModelRunner
-from hf_spec.execution.transfer import fetch_all
 from hf_spec.execution.tree import DraftTree, Verdict
 
 COUNTERS = ("draft_nodes", "merges", "rounds", "rounds_with_merged_accepted")

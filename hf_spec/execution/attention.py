@@ -31,11 +31,11 @@ from transformers import (
 )
 from transformers.masking_utils import sdpa_mask
 
+from hf_spec.devices.transfer import send
 from hf_spec.errors import UnsupportedError
 from hf_spec.execution.kv_cache import KVPool
 from hf_spec.execution.ragged_layout import ragged_layout, tensors_of, with_tensors, write_places
 from hf_spec.execution.segment import Segment
-from hf_spec.execution.transfer import send
 
 NAME = "hf_spec"
 

@@ -26,8 +26,8 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from hf_spec.devices.transfer import send
 from hf_spec.errors import UnsupportedError
-from hf_spec.execution.transfer import send
 
 MIN_CAPACITY = 256
 

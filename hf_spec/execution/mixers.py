@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
+from hf_spec.devices.placement import execution_device
+from hf_spec.devices.transfer import send
 from hf_spec.execution.per_model import made_once
-from hf_spec.execution.placement import execution_device
-from hf_spec.execution.transfer import send
 
 # Of R sequences: the convolution's (R, channels, width), and of all but bare convolutions the
 # recurrence's (R, ...).

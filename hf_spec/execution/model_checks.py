@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hf_spec.devices.distributed_checks import check_sharding, tensor_parallel_size
 from hf_spec.errors import UnsupportedError
 from hf_spec.execution.alibi import uses_alibi
 from hf_spec.execution.attention import takes_packed
-from hf_spec.execution.distributed_checks import check_sharding, tensor_parallel_size
 from hf_spec.execution.mixers import (
     PASTLESS_LAYERS,
     RECURRENT_LAYERS,

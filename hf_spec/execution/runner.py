@@ -19,13 +19,13 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.utils import output_capturing
 
+from hf_spec.devices.placement import execution_device
 from hf_spec.execution.alibi import tree_alibi
 from hf_spec.execution.attention import PackedAttention, PackedStep, takes_packed
 from hf_spec.execution.cpu_linear import fast_cpu_linears, fast_products
 from hf_spec.execution.kv_cache import PoolCache
 from hf_spec.execution.mixers import mixers_of, num_attention_layers
 from hf_spec.execution.packing import PackedInputs, RectangularInputs, align_right, pack
-from hf_spec.execution.placement import execution_device
 from hf_spec.execution.recurrent import RecurrentMixers
 from hf_spec.execution.row_storage import RowStorage
 from hf_spec.execution.row_work import BATCHING, RowWork, fill_up

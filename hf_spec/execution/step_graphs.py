@@ -26,11 +26,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from hf_spec.devices.transfer import Block, send
 from hf_spec.execution.attention import PackedStep
 from hf_spec.execution.kv_cache import KVPool
 from hf_spec.execution.mixers import mixers_of
 from hf_spec.execution.ragged_layout import padded, round_up, tensors_of, with_tensors
-from hf_spec.execution.transfer import Block, send
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from hf_spec.decoding.loop import count_models, speculative_decode
 from hf_spec.decoding.processors import check_processors
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.stopping import StopRules
-from hf_spec.execution.distributed_checks import check_ranks
+from hf_spec.devices.distributed_checks import check_ranks
 from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.tree import DraftTree
 from hf_spec.generation import own_prefill

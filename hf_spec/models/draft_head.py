@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hf_spec.devices.placement import weight_rows
 from hf_spec.errors import UnsupportedError
-from hf_spec.execution.placement import weight_rows
 
 
 class FewTokensHead(nn.Module):

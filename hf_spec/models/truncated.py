@@ -10,8 +10,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_spec.adapters.folder import LAYER_NAME
+from hf_spec.devices.placement import dense_copy
 from hf_spec.errors import OptionError, UnsupportedError
-from hf_spec.execution.placement import dense_copy
 
 
 def truncated_draft(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:

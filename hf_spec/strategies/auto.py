@@ -21,13 +21,13 @@ from transformers import PreTrainedModel
 
 from hf_spec.adapters.folder import is_adapter, load_adapter
 from hf_spec.decoding.state import GenerationState
+from hf_spec.devices.distributed_checks import tensor_parallel_size
 from hf_spec.drafting.calibration import check_timings, known_costs
 from hf_spec.drafting.config import StrategyConfig
 from hf_spec.drafting.costs import Costs
 from hf_spec.drafting.measured import MeasuredDrafter
 from hf_spec.drafting.sources import Source
 from hf_spec.errors import AssistantError, OptionError, UnsupportedError
-from hf_spec.execution.distributed_checks import tensor_parallel_size
 from hf_spec.execution.mixers import recurrent_share
 from hf_spec.strategies.assistants import read_once
 from hf_spec.strategies.lookup import LookupConfig, lookup_sources

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from hf_spec.adapters.folder import SpecAdapter, beside, load_adapter
 from hf_spec.adapters.reading import whole_number
 from hf_spec.decoding.drafter import Drafter
+from hf_spec.devices.transfer import send
 from hf_spec.drafting.length_policy import (
     DraftedToken,
     LengthPolicy,
@@ -35,7 +36,6 @@ from hf_spec.drafting.measured import can_measure, measured
 from hf_spec.drafting.model_drafter import DraftModelConfig, DraftModelDrafter
 from hf_spec.errors import AssistantError, OptionError
 from hf_spec.execution.per_model import made_once
-from hf_spec.execution.transfer import send
 from hf_spec.execution.vocabulary import num_embeddings
 from hf_spec.models.disco_classifier import METHOD, DiscoClassifier, draft_features
 from hf_spec.models.truncated import truncated_draft

@@ -24,13 +24,13 @@ from transformers import PreTrainedModel
 
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.state import GenerationState
+from hf_spec.devices.transfer import fetch_all, send
 from hf_spec.drafting.config import PolicyConfig
 from hf_spec.drafting.length_policy import MEASURED, DraftedToken, LengthPolicy, make_policy
 from hf_spec.drafting.measured import measured, resolve
 from hf_spec.drafting.rank_tree import RankTree, checked_tree
 from hf_spec.drafting.sources import NODES_PER_LEVEL
 from hf_spec.execution.runner import ForwardOutput
-from hf_spec.execution.transfer import fetch_all, send
 from hf_spec.execution.tree import DraftTree, Verdict, likeliest
 from hf_spec.models.falcon_head import METHOD, FalconHead, State
 from hf_spec.models.falcon_plan import DraftPass, DraftPlan, draft_plan

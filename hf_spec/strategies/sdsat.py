@@ -31,13 +31,13 @@ from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.processors import NodeProcessors
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.token_sampling import distribution
+from hf_spec.devices.transfer import fetch_all
 from hf_spec.drafting.config import StrategyConfig
 from hf_spec.drafting.graph import TokenGraph
 from hf_spec.drafting.lossy_rules import PathSampling
 from hf_spec.drafting.rank_tree import RankTree, checked_tree, published_trees
 from hf_spec.errors import OptionError
 from hf_spec.execution.runner import ForwardOutput
-from hf_spec.execution.transfer import fetch_all
 from hf_spec.execution.tree import DraftTree, Verdict
 from hf_spec.models.adaptive_tokens import METHOD, AdaptiveTokens, adaptive_tokens
 from hf_spec.strategies.assistants import read_once

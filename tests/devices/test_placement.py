@@ -11,8 +11,8 @@ from accelerate import disk_offload
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
+from hf_spec.devices.placement import dense_copy, execution_device, is_quantised, weight_rows
 from hf_spec.errors import UnsupportedError
-from hf_spec.execution.placement import dense_copy, execution_device, is_quantised, weight_rows
 
 ROWS = torch.tensor([4, 0])
 

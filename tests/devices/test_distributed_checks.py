@@ -10,8 +10,8 @@ import torch
 from torch import distributed
 from torch.distributed.fsdp import fully_shard
 
+from hf_spec.devices.distributed_checks import check_ranks, check_sharding, tensor_parallel_size
 from hf_spec.errors import UnsupportedError
-from hf_spec.execution.distributed_checks import check_ranks, check_sharding, tensor_parallel_size
 from tests.tiny_models import build
 
 

@@ -16,11 +16,11 @@ from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.loop import speculative_step
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.stopping import StopRules
+from hf_spec.devices.transfer import ALIGNMENT, Block, fetch, fetch_all, send
 from hf_spec.drafting.model_drafter import DraftModelDrafter
 from hf_spec.drafting.rank_tree import RankTree
 from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.step_graphs import padded_steps
-from hf_spec.execution.transfer import ALIGNMENT, Block, fetch, fetch_all, send
 from hf_spec.strategies.falcon import FalconDrafter
 from hf_spec.strategies.lookup import LookupConfig, LookupDrafter
 from tests import tiny_models
