@@ -25,7 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hf_spec.decoding import verification
-from hf_spec.execution import attention, kv_cache, step_graphs, transfer
+from hf_spec.devices import transfer
+from hf_spec.execution import attention, kv_cache, step_graphs
 
 DEVICE = torch.device("meta")
 # They hand a value, or a size, to the host.
