@@ -1,0 +1,203 @@
+"""Tiny random models of any class that transformers maps, made from the defaults of its config."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
+
+from tests.tiny_models import VOCAB
+
+LAYERS = 4
+# A model that stays larger was not made small by what is known here.
+MOST_PARAMETERS = 20_000_000
+
+# What each size becomes, by the words that configs have for it; a smaller default stays.
+SIZES: dict[int, str] = {
+    VOCAB: "vocab_size vocab_size_per_layer_input",
+    512: "max_position_embeddings n_positions n_ctx max_seq_len",
+    64: (
+        "intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim n_inner ffn_hidden_size "
+        "dense_intermediate_size intermediate_size_mlp block_ff_dim mlp_dim index_topk "
+        "attention_hidden_size mamba_d_ssm mamba_d_inner num_position_embeddings num_embeddings"
+    ),
+    32: (
+        "hidden_size d_model n_embd dim embed_dim embedding_size moe_intermediate_size "
+        "shared_expert_intermediate_size moe_shared_expert_intermediate_size "
+        "shared_intermediate_size expert_intermediate_size expert_ffn_hidden_size "
+        "word_embed_proj_dim qkv_hidden_size lru_width out_hidden_size projection_dim output_dim "
+        "vision_output_dim proj_hidden_size text_hidden_size vision_hidden_size "
+        "encoder_hidden_size input_size abstractor_hidden_size output_proj_dims "
+        "conformer_hidden_size projector_hidden_size vision_feature_dim image_size"
+    ),
+    16: (
+        "q_lora_rank kv_lora_rank o_lora_rank chunk_size mamba_chunk_size attention_chunk_size "
+        "window_size"
+    ),
+    8: (
+        "head_dim global_head_dim v_head_dim qk_rope_head_dim qk_nope_head_dim kv_channels "
+        "lora_rank adapter_rank sliding_window attention_window_size local_attention_window "
+        "mamba_d_state mamba_n_heads mamba_num_heads mamba_head_dim mamba_d_head mamba_headdim "
+        "ssm_state_size state_size linear_key_head_dim linear_value_head_dim attention_head_dim "
+        "hidden_size_per_layer_input laurel_rank index_head_dim patch_size query_pre_attn_scalar"
+    ),
+    4: (
+        "num_hidden_layers n_layer n_layers num_layers num_attention_heads n_head n_heads "
+        "num_heads decoder_attention_heads encoder_attention_heads attention_heads num_experts "
+        "num_local_experts n_routed_experts moe_num_experts rotary_dim mamba_dt_rank "
+        "time_step_rank linear_num_value_heads num_linear_heads num_memory_heads index_n_heads "
+        "mm_tokens_per_image num_query_tokens max_num_tiles compress_rate"
+    ),
+    2: (
+        "decoder_layers encoder_layers depth num_key_value_heads num_kv_heads "
+        "swa_num_key_value_heads num_global_key_value_heads num_experts_per_tok "
+        "num_experts_per_token moe_topk moe_k top_k_experts top_k n_mamba_heads mamba_expand "
+        "linear_num_key_heads altup_num_inputs o_groups hc_mult spatial_merge_size merge_size "
+        "temporal_patch_size"
+    ),
+    1: (
+        "n_shared_experts n_group topk_group num_expert_group first_k_dense_replace mamba_n_groups "
+        "n_groups mamba_ngroups num_hash_layers num_global_layers"
+    ),
+    0: "num_kv_shared_layers num_nextn_predict_layers mtp_num_hidden_layers num_mtp_layers",
+}
+SMALL = {name: size for size, names in SIZES.items() for name in names.split()}
+# Tokens that stand for something, within the vocabulary.
+TOKENS = {
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    **dict.fromkeys(("image_token_id", "image_token_index", "img_context_token_id"), 90),
+    **dict.fromkeys(("video_token_id", "video_token_index"), 91),
+    **dict.fromkeys(
+        (
+            "vision_start_token_id",
+            "boi_token_id",
+            "boi_token_index",
+            "image_start_token_id",
+            "video_start_token_id",
+        ),
+        92,
+    ),
+    **dict.fromkeys(
+        (
+            "vision_end_token_id",
+            "eoi_token_id",
+            "eoi_token_index",
+            "image_end_token_id",
+            "video_end_token_id",
+        ),
+        93,
+    ),
+    **dict.fromkeys(("audio_token_id", "audio_token_index"), 94),
+    **dict.fromkeys(("boa_token_id", "boa_token_index"), 95),
+    **dict.fromkeys(("eoa_token_id", "eoa_token_index"), 96),
+}
+# Whatever the default is.
+ALWAYS = {"pad_token_id": 0, "initializer_range": 0.3, "init_std": 0.3}
+KINDS = ("layer_types", "layers_block_type", "block_types", "mlp_layer_types")
+LEFT_OUT = (
+    "transformers_version",
+    "architectures",
+    "torch_dtype",
+    "dtype",
+    "_name_or_path",
+    "auto_map",
+    "per_layer_config",
+)
+
+
+class NotMadeError(Exception):
+    """No tiny model of a class could be made, or plain `generate()` does not run on it."""
+
+
+def classes() -> list[tuple[str, str]]:
+    """(model type, class) of all text and image-text models, each class once."""
+    found: dict[str, str] = {}
+    for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES):
+        for kind, name in mapping.items():
+            found.setdefault(name if isinstance(name, str) else name[0], kind)
+    return [(kind, name) for name, kind in found.items()]
+
+
+def build(kind: str, name: str) -> PreTrainedModel:
+    """A random model of the named class.
+
+    Raises:
+        NotMadeError: says what was in the way.
+    """
+    try:
+        made: Any = getattr(transformers, name)
+        default = CONFIG_MAPPING[kind]()
+        config = type(default)(**_shrunk(default.to_dict()))
+        with torch.device("meta"):
+            size = sum(weight.numel() for weight in made._from_config(config).parameters())
+        if size > MOST_PARAMETERS:
+            raise NotMadeError(f"{size} parameters")
+        torch.manual_seed(0)
+        model: PreTrainedModel = made._from_config(config).eval().float()
+    except Exception as error:
+        # Configs and models refuse sizes in every way there is.
+        raise NotMadeError(f"{type(error).__name__}: {error}") from error
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 1 and weight.numel() > 1 and weight.std() == 0:
+                # Norms and biases start as ones and zeros, which would hide mistakes.
+                weight.add_(torch.randn_like(weight) * 0.1)
+            elif weight.dim() >= 2 and weight.std() < 0.1:
+                weight.normal_(0, 0.25)
+    model.generation_config = transformers.GenerationConfig(pad_token_id=0, bos_token_id=1)
+    return model
+
+
+def _shrunk(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a config with small values, those of configs inside it too."""
+    small: dict[str, Any] = {}
+    for name, value in fields.items():
+        if name in LEFT_OUT or name == "model_type":
+            continue
+        if isinstance(value, dict) and "model_type" in value:
+            small[name] = {**_shrunk(value), "model_type": value["model_type"]}
+        elif name.startswith("rope_") and isinstance(value, dict):
+            small[name] = _rope(value)
+        elif name in KINDS and value:
+            every = list(dict.fromkeys(value))
+            small[name] = (every * LAYERS)[:LAYERS]
+        elif isinstance(value, (list, dict)) and (len(value) >= 8 or not value):
+            # One value a layer, or nothing: the class makes its own.
+            continue
+        elif name != "intermediate_size" or value is not None:
+            small[name] = _value(name, value)
+    if "kv_lora_rank" in small and "num_key_value_heads" in small:
+        small["num_key_value_heads"] = small["num_attention_heads"]
+    return small
+
+
+def _value(name: str, value: Any) -> Any:
+    if name in ALWAYS:
+        return ALWAYS[name]
+    if value is None and name in ("head_dim", "num_key_value_heads"):
+        return SMALL[name]
+    if isinstance(value, bool) or not isinstance(value, int):
+        return value
+    if name.endswith("_token_id") or name in TOKENS:
+        return TOKENS.get(name, 3)
+    return min(value, SMALL.get(name, value))
+
+
+def _rope(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """As they are, with the sections of three-dimensional positions made small."""
+    small = copy.deepcopy(dict(parameters))
+    for one in (small, *(part for part in small.values() if isinstance(part, dict))):
+        if "mrope_section" in one:
+            one["mrope_section"] = [2, 1, 1]
+    return small
