@@ -103,7 +103,15 @@ TOKENS = {
     **dict.fromkeys(("eoa_token_id", "eoa_token_index"), 96),
 }
 # Whatever the default is.
-ALWAYS = {"pad_token_id": 0, "initializer_range": 0.3, "init_std": 0.3}
+ALWAYS = {
+    "pad_token_id": 0,
+    "initializer_range": 0.3,
+    "init_std": 0.3,
+    # One layer in two attends, where the others are recurrent.
+    "attn_layer_indices": [1, 3],
+    "attn_layer_period": 2,
+    "attn_layer_offset": 1,
+}
 KINDS = ("layer_types", "layers_block_type", "block_types", "mlp_layer_types")
 LEFT_OUT = (
     "transformers_version",
@@ -137,7 +145,7 @@ def build(kind: str, name: str) -> PreTrainedModel:
     """
     try:
         made: Any = getattr(transformers, name)
-        default = CONFIG_MAPPING[kind]()
+        default = (made.config_class or CONFIG_MAPPING[kind])()
         config = type(default)(**_shrunk(default.to_dict()))
         with torch.device("meta"):
             size = sum(weight.numel() for weight in made._from_config(config).parameters())
@@ -165,6 +173,9 @@ def _shrunk(fields: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in fields.items():
         if name in LEFT_OUT or name == "model_type":
             continue
+        if name in ALWAYS:
+            small[name] = ALWAYS[name]
+            continue
         if isinstance(value, dict) and "model_type" in value:
             small[name] = {**_shrunk(value), "model_type": value["model_type"]}
         elif name.startswith("rope_") and isinstance(value, dict):
@@ -183,8 +194,6 @@ def _shrunk(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _value(name: str, value: Any) -> Any:
-    if name in ALWAYS:
-        return ALWAYS[name]
     if value is None and name in ("head_dim", "num_key_value_heads"):
         return SMALL[name]
     if isinstance(value, bool) or not isinstance(value, int):
@@ -195,9 +204,9 @@ def _value(name: str, value: Any) -> Any:
 
 
 def _rope(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """As they are, with the sections of three-dimensional positions made small."""
+    """As they are, with small sections for models of three-dimensional positions."""
     small = copy.deepcopy(dict(parameters))
     for one in (small, *(part for part in small.values() if isinstance(part, dict))):
-        if "mrope_section" in one:
+        if "rope_type" in one:
             one["mrope_section"] = [2, 1, 1]
     return small
