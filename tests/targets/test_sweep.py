@@ -23,8 +23,8 @@ CLASSES = classes()
 SAMPLE = CLASSES[::7]
 NEW_TOKENS = {"one": 40, "ragged": 24}
 IDENTICAL, REFUSED, WRONG, NOT_MADE = "identical", "refused", "wrong", "not made"
-# How many of the classes of transformers 5.23 are at least identical.
-AT_LEAST = 0
+# Of the 268 classes of transformers 5.23; 55 are refused, 56 cannot be made tiny so.
+AT_LEAST = 157
 
 
 @cache
