@@ -73,7 +73,6 @@ SIZES: dict[int, str] = {
 SMALL = {name: size for size, names in SIZES.items() for name in names.split()}
 # Tokens that stand for something, within the vocabulary.
 TOKENS = {
-    "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
     **dict.fromkeys(("image_token_id", "image_token_index", "img_context_token_id"), 90),
@@ -114,6 +113,7 @@ ALWAYS = {
 }
 KINDS = ("layer_types", "layers_block_type", "block_types", "mlp_layer_types")
 LEFT_OUT = (
+    "model_type",
     "transformers_version",
     "architectures",
     "torch_dtype",
@@ -171,7 +171,7 @@ def _shrunk(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a config with small values, those of configs inside it too."""
     small: dict[str, Any] = {}
     for name, value in fields.items():
-        if name in LEFT_OUT or name == "model_type":
+        if name in LEFT_OUT:
             continue
         if name in ALWAYS:
             small[name] = ALWAYS[name]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -12,25 +10,11 @@ import transformers as T
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from hf_spec.decoding.drafter import Drafter
-from hf_spec.decoding.state import GenerationState
-from hf_spec.execution.tree import DraftTree
 from hf_spec.generation.one_call import generate_with
-from tests.tiny_models import VOCAB, left_padded
+from tests.partly_right import PartlyRight
+from tests.tiny_models import LLAMA_LIKE, VOCAB, left_padded
 
-_BASE: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "initializer_range": 0.3,
-}
+_BASE: dict[str, Any] = {**LLAMA_LIKE, "num_hidden_layers": 4, "max_position_embeddings": 512}
 _FULL_HEADS = {**_BASE, "num_key_value_heads": 4}
 _LINEAR = {"layer_types": ["linear_attention"] * 2 + ["full_attention", "linear_attention"]}
 _CONV = {"layer_types": ["conv", "conv", "full_attention", "conv"]}
@@ -256,39 +240,6 @@ def inputs(lengths: tuple[int, ...]) -> dict[str, Tensor]:
     return left_padded([torch.randint(3, VOCAB, (n,), generator=generator) for n in lengths])
 
 
-class Sometimes(Drafter):
-    """Chains, or trees, that are right for a random number of tokens and then wrong.
-
-    Now and then a row has no draft at all.
-    """
-
-    def __init__(self, answers: list[list[int]], branches: bool, depth: int = 6, seed: int = 0):
-        self.answers = answers
-        self.branches = branches
-        self.depth = depth
-        self.dice = random.Random(seed)
-
-    def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
-        drafts = {row: self._grow(state, row, limit) for row, limit in limits.items()}
-        return DraftTree.from_drafts(drafts, state.num_rows)
-
-    def _grow(self, state: GenerationState, row: int, limit: int) -> tuple[list[int], list[int]]:
-        done = state.generated[row]
-        true = self.answers[row][done : done + min(limit, self.depth)]
-        tokens, parents, last = [state.tokens[row][-1]], [-1], 0
-        if self.dice.random() < 0.1:
-            return tokens, parents
-        right = self.dice.randint(0, self.depth)
-        for level, token in enumerate(true):
-            if self.branches and self.dice.random() < 0.5:
-                tokens += [(token + 1) % VOCAB, (token + 2) % VOCAB]
-                parents += [last, len(tokens) - 2]
-            tokens.append(token if level < right else (token + 3) % VOCAB)
-            parents.append(last)
-            last = len(tokens) - 1
-        return tokens, parents
-
-
 def speculate(
     model: PreTrainedModel, given: dict[str, Tensor], plain: Tensor, branches: bool
 ) -> Any:
@@ -297,7 +248,7 @@ def speculate(
     answers = plain[:, width:].tolist()
 
     def decode(model: PreTrainedModel, input_ids: Tensor, **prepared: Any) -> Any:
-        return generate_with(Sometimes(answers, branches), model, input_ids, **prepared)
+        return generate_with(PartlyRight(answers, branches), model, input_ids, **prepared)
 
     return model.generate(
         **given,

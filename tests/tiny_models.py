@@ -35,7 +35,7 @@ from hf_spec.models.gated_lora import new_lora
 VOCAB = 97
 WINDOW = 8
 
-_LLAMA_LIKE = {
+LLAMA_LIKE = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -72,7 +72,7 @@ _FALCON = {
 
 
 def _configs() -> dict[str, PreTrainedConfig]:
-    base = _LLAMA_LIKE
+    base = LLAMA_LIKE
     return {
         "llama": T.LlamaConfig(**base),
         "qwen2": T.Qwen2Config(**base),

@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from hf_spec.execution.mixers import COMMITTED, Mixer
 from hf_spec.execution.recurrent import MAX_ENDS
@@ -16,6 +15,7 @@ from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.tree import DraftTree
 from tests.hybrid_models import build
 from tests.model_watch import snapshot
+from tests.plain_logits import alone, expected_logits
 
 # A delta net, a short convolution, Mamba-2, Mamba-1, and the rectangular path.
 MODELS = ("qwen3_5_text", "lfm2", "falcon_h1", "mamba", "zamba")
@@ -58,28 +58,6 @@ def sequences() -> list[list[int]]:
     return [list(row) for row in SEQUENCES]
 
 
-def alone(model: PreTrainedModel, tokens: list[int]) -> Tensor:
-    return model(torch.tensor([tokens]), use_cache=False).logits[0, -1]
-
-
-def path_to(tree: DraftTree, node: int) -> list[int]:
-    path: list[int] = []
-    while tree.parent[node] >= 0:
-        path.insert(0, tree.tokens[node])
-        node = tree.parent[node]
-    return path
-
-
-def expected(model: PreTrainedModel, tree: DraftTree, rows: list[list[int]]) -> Tensor:
-    return torch.stack(
-        [
-            alone(model, tokens + path_to(tree, node))
-            for row, tokens in enumerate(rows)
-            for node in tree.nodes(row)
-        ]
-    )
-
-
 def close(actual: Tensor, wanted: Tensor) -> None:
     # Delta nets round by up to 1e-3 between their own two forms; a wrong state moves logits by 1.
     torch.testing.assert_close(actual, wanted, atol=5e-3, rtol=1e-3)
@@ -91,7 +69,7 @@ def test_every_node_gets_the_logits_of_its_own_path(name: str) -> None:
     before = snapshot(model)
     with ModelRunner(model, 4).active() as runner:
         output = runner.forward(tree, sequences())
-    close(output.logits, expected(model, tree, sequences()))
+    close(output.logits, expected_logits(model, tree, sequences()))
     assert snapshot(model) == before
 
 
@@ -99,7 +77,7 @@ def test_every_node_gets_the_logits_of_its_own_path(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_growing_a_tree_level_by_level_and_going_on_from_it(name: str, batching: str) -> None:
     model, tree, rows = build(name), DraftTree.from_rows(TREE), sequences()
-    wanted = expected(model, tree, rows)
+    wanted = expected_logits(model, tree, rows)
     with ModelRunner(model, 4, batching=batching).active() as runner:
         for depth in range(4):
             level = [n for n in range(tree.num_nodes) if tree.depth[n] == depth]
@@ -109,7 +87,7 @@ def test_growing_a_tree_level_by_level_and_going_on_from_it(name: str, batching:
         rows[1] += [50, 9]
         rows[2] += [11]
         after = DraftTree.from_rows([([60, 3], [-1, 0]), ([9], [-1]), ([11], [-1]), ([3], [-1])])
-        close(runner.forward(after, rows).logits, expected(model, after, rows))
+        close(runner.forward(after, rows).logits, expected_logits(model, after, rows))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -118,7 +96,7 @@ def test_a_long_prompt_runs_in_stretches(name: str, monkeypatch: pytest.MonkeyPa
     model, tree = build(name), DraftTree.from_rows(TREE)
     with ModelRunner(model, 4).active() as runner:
         output = runner.forward(tree, sequences())
-    close(output.logits, expected(model, tree, sequences()))
+    close(output.logits, expected_logits(model, tree, sequences()))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -130,7 +108,7 @@ def test_a_row_begins_again(name: str) -> None:
         runner.restart(0)
         rows[0], rows[1] = [9, 8, 7], [42, 60]
         after = DraftTree.from_rows([([7, 6], [-1, 0]), ([60], [-1]), ([], []), ([], [])])
-        close(runner.forward(after, rows).logits, expected(model, after, rows))
+        close(runner.forward(after, rows).logits, expected_logits(model, after, rows))
 
 
 def test_too_long_a_row_begins_again() -> None:
@@ -143,7 +121,7 @@ def test_too_long_a_row_begins_again() -> None:
         runner.shorten(0, 5)
         assert runner.stored[0] == 0
         after = DraftTree.from_rows([([8], [-1]), ([], []), ([], []), ([], [])])
-        close(runner.forward(after, rows).logits, expected(model, after, rows))
+        close(runner.forward(after, rows).logits, expected_logits(model, after, rows))
 
 
 def test_rows_of_equal_length_share_a_call(calls: list[tuple[int, int]]) -> None:
@@ -167,7 +145,7 @@ def test_a_chain_that_is_accepted_whole_is_not_run_again(calls: list[tuple[int, 
         rows[0] += [20, 21, 22, 9]
         rows[2] += [4, 5, 6, 9]
         after = DraftTree.from_rows([([9], [-1]), ([], []), ([9], [-1]), ([], [])])
-        close(runner.forward(after, rows).logits, expected(model, after, rows))
+        close(runner.forward(after, rows).logits, expected_logits(model, after, rows))
 
 
 def test_a_chain_that_grows_runs_every_node_once(calls: list[tuple[int, int]]) -> None:

@@ -24,6 +24,7 @@ from hf_spec.execution.runner import ForwardOutput, ModelRunner
 from hf_spec.execution.tree import DraftTree
 from tests import tiny_models
 from tests.model_watch import snapshot
+from tests.plain_logits import expected_logits, path_to
 
 # The packed path with and without a window, and the rectangular one with and without ALiBi.
 MODELS = ["llama", "gemma3", "mistral_sliding", "gptj", "falcon_alibi", "bloom"]
@@ -47,30 +48,6 @@ def quick() -> Iterator[None]:
 
 def sequences() -> list[list[int]]:
     return [list(row) for row in SEQUENCES] + [[1, 2, 3]]
-
-
-def path_to(tree: DraftTree, node: int) -> list[int]:
-    """Tokens below the root, down to the node."""
-    path: list[int] = []
-    while tree.parent[node] >= 0:
-        path.insert(0, tree.tokens[node])
-        node = tree.parent[node]
-    return path
-
-
-def alone(model: PreTrainedModel, tokens: list[int]) -> Tensor:
-    """(V,) logits after the tokens, from one plain forward."""
-    return model(torch.tensor([tokens])).logits[0, -1]
-
-
-def expected_logits(model: PreTrainedModel, tree: DraftTree, rows: list[list[int]]) -> Tensor:
-    return torch.stack(
-        [
-            alone(model, tokens + path_to(tree, node))
-            for row, tokens in enumerate(rows)
-            for node in tree.nodes(row)
-        ]
-    )
 
 
 def close(actual: Tensor, expected: Tensor) -> None:

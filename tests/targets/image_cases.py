@@ -1,9 +1,8 @@
-"""Tiny random image-text models, prompts with images for them, and drafts that are partly right."""
+"""Tiny random image-text models, and prompts with images for them."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -13,25 +12,12 @@ import transformers as T
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_spec import Drafter, DraftTree, GenerationState
-from tests.tiny_models import VOCAB, left_padded
+from tests.tiny_models import LLAMA_LIKE, VOCAB, left_padded
 
 IMAGE, VIDEO, BEGIN, END = 90, 91, 92, 93
 # Tokens of text; those above stand for images and their frames.
 WORDS = 80
-TEXT: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.3,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+TEXT: dict[str, Any] = {**LLAMA_LIKE, "max_position_embeddings": 512}
 TOWER: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -391,42 +377,3 @@ def without_images(kind: str, seed: int = 3) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     lengths = (17, 9, 4) if kind == "ragged" else (17,)
     return left_padded([torch.randint(3, WORDS, (n,), generator=generator) for n in lengths])
-
-
-class PartlyRight(Drafter):
-    """Drafts a random number of right tokens, then wrong ones, with wrong siblings in a tree.
-
-    Args:
-        answers: per row the tokens that the target will say.
-        shape: "chain" or "tree".
-    """
-
-    def __init__(self, answers: Sequence[Sequence[int]], shape: str):
-        self._answers = answers
-        self._branches = shape == "tree"
-        self._random = random.Random(0)
-
-    def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
-        drafts = {}
-        for row, limit in limits.items():
-            tokens, parents = [state.tokens[row][-1]], [-1]
-            drafts[row] = tokens, parents
-            coming = self._answers[row][state.generated[row] :][:limit]
-            right, last = self._random.randint(0, 4), 0
-            for depth, token in enumerate(coming[: right + 2]):
-                wrong = 3 + (token + depth) % 70
-                said = [token if depth < right else wrong]
-                if self._branches:
-                    # A wrong sibling in front, with a child of its own that would have been right.
-                    said.insert(self._random.randint(0, 1), 3 + (token + 5) % 70)
-                for other in said:
-                    tokens.append(other)
-                    parents.append(last)
-                if self._branches and depth + 1 < len(coming):
-                    tokens.append(coming[depth + 1])
-                    parents.append(len(tokens) - 2)
-                kept = said[0] if len(said) == 1 else (token if depth < right else wrong)
-                last = max(
-                    n for n in range(len(tokens)) if parents[n] == last and tokens[n] == kept
-                )
-        return DraftTree.from_drafts(drafts, state.num_rows)

@@ -30,13 +30,13 @@ from hf_spec.verify.distribution import chi_square
 from tests import tiny_models
 from tests.biased_rules import NoResidual
 from tests.model_watch import count_forwards, snapshot
+from tests.partly_right import PartlyRight
 from tests.refusals import refuse
 from tests.targets.image_cases import (
     FAMILIES,
     IMAGE,
     TEXT,
     WORDS,
-    PartlyRight,
     build,
     with_images,
     without_images,
@@ -67,7 +67,7 @@ def answers(name: str, kind: str, images: bool = True) -> list[list[int]]:
 def speculate(
     name: str, kind: str, images: bool = True, shape: str = "tree", batching: str = "unpadded"
 ) -> SpecGenerateOutput:
-    drafts = PartlyRight(answers(name, kind, images), shape)
+    drafts = PartlyRight(answers(name, kind, images), branches=shape == "tree")
     output: Any = build(name).generate(
         **prompt(name, kind, images),
         max_new_tokens=NEW_TOKENS[kind],
