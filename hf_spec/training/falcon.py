@@ -106,7 +106,7 @@ def _new_head(
 
 def hidden_sizes(model: PreTrainedModel, texts: Sequence[Text], layer: int = -1) -> Tensor:
     """(H,) float32, the root mean square of each dimension of a hidden state of `texts`."""
-    states = text_features(model, [text.response for text in texts], layer)
+    states = text_features(model, [text.response for text in texts], (layer,))
     return torch.cat([state.float() for state in states]).square().mean(dim=0).sqrt()
 
 

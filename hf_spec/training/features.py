@@ -1,8 +1,9 @@
-"""The target's features of whole texts: what a Falcon head reads and predicts.
+"""The target's features of whole texts: what heads read and predict.
 
-A feature is the target's last hidden state, after the final norm. They are computed once by the
-engine's packed forward and kept on disk in bfloat16, or again for every micro-batch where the disk
-is small and the target is fast.
+A feature is the target's last hidden state, after the final norm; heads that read earlier layers
+too get those before it, one after the other. They are computed once by the engine's packed forward
+and kept on disk in bfloat16, or again for every micro-batch where the disk is small and the target
+is fast.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from hf_spec.training.answers import answer_batches, stored
 from hf_spec.training.responses import Response
 
 BYTES = 2  # of a bfloat16
+# The hidden state after the final norm.
+LAST = (-1,)
 
 
 @dataclass(frozen=True)
@@ -32,8 +35,8 @@ class Text:
 
     Attributes:
         response: prompt and answer.
-        features: (T - 1, H) bfloat16 on the host, h_0 to h_{T-2}; None if they are computed when
-            needed. The feature of the last token predicts nothing that is known.
+        features: (T - 1, n * H) bfloat16 on the host, h_0 to h_{T-2} of n layers; None if they are
+            computed when needed. The feature of the last token predicts nothing that is known.
     """
 
     response: Response
@@ -45,38 +48,48 @@ def num_features(response: Response) -> int:
     return response.num_tokens - 1
 
 
-def disk_need(model: PreTrainedModel, responses: Sequence[Response]) -> int:
+def disk_need(
+    model: PreTrainedModel, responses: Sequence[Response], layers: Sequence[int] = LAST
+) -> int:
     """Bytes that the features of `responses` take on disk."""
     width: int = model.config.get_text_config().hidden_size
-    return sum(map(num_features, responses)) * width * BYTES
+    return sum(map(num_features, responses)) * len(layers) * width * BYTES
 
 
 @torch.no_grad()
 def text_features(
-    model: PreTrainedModel, batch: Sequence[Response], layer: int = -1
+    model: PreTrainedModel, batch: Sequence[Response], layers: Sequence[int] = LAST
 ) -> list[Tensor]:
-    """(T - 1, H) hidden states of `layer` of every text, on the model's device, by one forward."""
+    """(T - 1, n * H) hidden states of n `layers`, one after the other, of every text.
+
+    They are on the model's device, and computed by one forward.
+    """
     lines = [[*response.prompt, *response.response[:-1]] for response in batch]
     # All tokens but the last are pending, so the head is run for one token a text.
     tree = DraftTree.from_rows([(line[-1:], [-1]) for line in lines])
-    runner = ModelRunner(model, len(lines), hidden_layers=(layer,))
+    runner = ModelRunner(model, len(lines), hidden_layers=tuple(layers))
     with runner.active():
         output = runner.forward(tree, lines)
-    hidden = output.hidden[layer]
+    hidden = torch.cat([output.hidden[layer] for layer in layers], dim=-1)
     return [hidden[[*output.pending.get(r, []), node]] for r, node in enumerate(output.nodes)]
 
 
-def stored_texts(model: PreTrainedModel, responses: Sequence[Response], folder: Path) -> list[Text]:
-    """Texts with their features, computed where `folder` does not hold them yet.
+def stored_texts(
+    model: PreTrainedModel,
+    responses: Sequence[Response],
+    folder: Path,
+    layers: Sequence[int] = LAST,
+) -> list[Text]:
+    """Texts with the features of `layers`, computed where `folder` does not hold them yet.
 
     The answers are in a fixed order, more may be appended between calls. The features take
     `disk_need` bytes of `folder`, stay there and are read when they are used.
 
     Raises:
-        OptionError: if the disk is too small, or `folder` was made from another model or other
-            answers.
+        OptionError: if the disk is too small, or `folder` was made from another model, other layers
+            or other answers.
     """
-    need = disk_need(model, responses)
+    need = disk_need(model, responses, layers)
     there = sum(file.stat().st_size for file in folder.glob("*"))
     place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(place).free
@@ -90,11 +103,13 @@ def stored_texts(model: PreTrainedModel, responses: Sequence[Response], folder: 
     def compute(shard: Sequence[Response]) -> dict[str, Tensor]:
         batches = answer_batches(shard, num_features)
         parts = [
-            states.to(torch.bfloat16).cpu() for b in batches for states in text_features(model, b)
+            states.to(torch.bfloat16).cpu()
+            for batch in batches
+            for states in text_features(model, batch, layers)
         ]
         return {"features": torch.cat(parts)}
 
-    facts = {"target": local_name(model)}
+    facts = {"target": local_name(model), "layers": " ".join(map(str, layers))}
     passes = stored(folder, "features", responses, facts, compute, num_features)
     return [Text(response, found["features"]) for response, found in passes]
 

@@ -32,14 +32,15 @@ def plain(model: PreTrainedModel, response: Response, layer: int = -1) -> torch.
 
 
 class TestTextFeatures:
-    @pytest.mark.parametrize("layer", [-1, 1])
+    @pytest.mark.parametrize("layers", [(-1,), (1,), (0, 1, -1)])
     def test_they_are_those_of_plain_forwards(
-        self, model: PreTrainedModel, responses: list[Response], layer: int
+        self, model: PreTrainedModel, responses: list[Response], layers: tuple[int, ...]
     ) -> None:
-        found = text_features(model, responses[:5], layer)
+        found = text_features(model, responses[:5], layers)
         for response, states in zip(responses, found, strict=False):
             assert len(states) == num_features(response)
-            torch.testing.assert_close(states, plain(model, response, layer), atol=1e-5, rtol=1e-4)
+            expected = torch.cat([plain(model, response, layer) for layer in layers], dim=-1)
+            torch.testing.assert_close(states, expected, atol=1e-5, rtol=1e-4)
 
     def test_long_texts_come_in_stretches(
         self,
