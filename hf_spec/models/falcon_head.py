@@ -27,11 +27,10 @@ from hf_spec.adapters.folder import SpecAdapter
 from hf_spec.adapters.reading import VOCABULARY, check_tensors, read_vocabulary
 from hf_spec.errors import AssistantError, OptionError, UnsupportedError
 from hf_spec.execution.mixers import mixers_of
-from hf_spec.execution.model_checks import takes_images
 from hf_spec.models.draft_head import FewTokensHead
 from hf_spec.models.pair_rows import State
 from hf_spec.models.shapes import FalconShape
-from hf_spec.models.truncated import own_copy, with_layers
+from hf_spec.models.truncated import last_layers
 
 METHOD = "falcon"
 
@@ -69,11 +68,8 @@ class FalconHead(nn.Module):
         self.options: dict[str, Any] = {}
         self.hidden_size: int = config.hidden_size
         self.base = BaseModel.of(target)
-        first = depth - shape.num_layers
-        whole: Any = with_layers(target, range(first, depth))
-        # Beside a vision tower there is a model of text.
-        stack = own_copy(whole.get_decoder() if takes_images(target) else whole.base_model)
-        _renumber(stack, first)
+        stack = last_layers(target, shape.num_layers)
+        _renumber(stack, depth - shape.num_layers)
         self.attention: Any = stack
         self.head = FewTokensHead(target.get_output_embeddings(), vocabulary)
         mixer: Any = _Recurrent if shape.recurrent else _PerPair

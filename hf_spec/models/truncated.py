@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from hf_spec.adapters.folder import LAYER_NAME
 from hf_spec.devices.placement import dense_copy
 from hf_spec.errors import OptionError, UnsupportedError
+from hf_spec.execution.model_checks import takes_images
 
 
 def truncated_draft(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
@@ -90,6 +91,14 @@ def own_copy(part: PreTrainedModel) -> PreTrainedModel:
         )
     _copy_unshared(part, shared, table.weight.dtype)
     return part
+
+
+def last_layers(target: PreTrainedModel, count: int) -> PreTrainedModel:
+    """A model of text with copies of its own of the last `count` layers of `target`."""
+    depth = target.config.get_text_config().num_hidden_layers
+    whole: Any = with_layers(target, range(depth - count, depth))
+    # Beside a vision tower there is a model of text.
+    return own_copy(whole.get_decoder() if takes_images(target) else whole.base_model)
 
 
 def _copy_unshared(module: nn.Module, shared: set[int], dtype: torch.dtype) -> None:

@@ -44,7 +44,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from hf_spec.models.falcon_head import FalconHead
-from hf_spec.training.features import Text, text_features
+from hf_spec.training.features import LAST, Text, text_features
 from hf_spec.training.responses import Response
 from hf_spec.training.settings import CsgdSettings
 from hf_spec.training.trainer import MicroBatch
@@ -61,7 +61,7 @@ class Pairs:
 
     Attributes:
         tokens: (B, T) int64, t_{i+1}.
-        features: (B, T, H) in the dtype they were stored in, h_i.
+        features: (B, T, n * H) in the dtype they were stored in, h_i of n layers.
         span: per text the first learned place and the one after the last.
     """
 
@@ -93,15 +93,19 @@ def cut_prompt(response: Response, max_context: int | None) -> int:
 
 
 def read_pairs(
-    target: PreTrainedModel, texts: Sequence[Text], block_size: int, max_context: int | None = None
+    target: PreTrainedModel,
+    texts: Sequence[Text],
+    block_size: int,
+    max_context: int | None = None,
+    layers: Sequence[int] = LAST,
 ) -> Pairs:
     """Put texts together; a learned place is one whose token t_{i+k+1} belongs to the answer.
 
-    Features that texts come without are those of `target`; k is `block_size`.
+    Features that texts come without are those of `layers` of `target`; k is `block_size`.
     """
     known = [text.features for text in texts]
     if any(features is None for features in known):
-        known = list(text_features(target, [text.response for text in texts]))
+        known = list(text_features(target, [text.response for text in texts], layers))
     lines, states, span = [], [], []
     for text, features in zip(texts, known, strict=True):
         response = text.response

@@ -21,7 +21,7 @@ from hf_spec.models.draft_head import check_plain_head
 from hf_spec.models.falcon_head import FalconHead
 from hf_spec.training.csgd import GlancingLoss, cut_prompt, read_pairs
 from hf_spec.training.features import Text, num_features, text_features
-from hf_spec.training.held_back import by_slot, learned_and_held, tau
+from hf_spec.training.held_back import acceptance, learned_and_held
 from hf_spec.training.responses import answer_vocabulary
 from hf_spec.training.settings import FALCON_RUN, FalconTrainSettings, TrainSettings
 from hf_spec.training.trainer import micro_batches, save_trained, train
@@ -136,15 +136,3 @@ def first_choices(head: FalconHead, model: PreTrainedModel, texts: Sequence[Text
         right[row, first + k - 1 : stop + k - 1].cpu()
         for row, (first, stop) in enumerate(pairs.span)
     ]
-
-
-def acceptance(matches: Sequence[Tensor]) -> dict[str, float]:
-    """Acceptance by slot, and tau of chains drafted in one pass, from `first_choices`.
-
-    Returns:
-        "slot_j", the share of drafts whose token j is right; "slot_j_given", among those whose
-        tokens before it are; "tau", accepted tokens a round of greedy chains of k.
-    """
-    figures = by_slot([row for match in matches for row in match.tolist()])
-    figures["tau"] = tau([match.long().cumprod(dim=1).sum(dim=1).tolist() for match in matches])
-    return figures

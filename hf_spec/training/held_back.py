@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from hf_spec.errors import OptionError
 from hf_spec.training.answers import Example
@@ -101,3 +102,15 @@ def tau(runs: Sequence[Sequence[int]]) -> float:
             rounds, accepted = rounds + 1, accepted + row[place]
             place += row[place] + 1
     return accepted / max(rounds, 1)
+
+
+def acceptance(matches: Sequence[Tensor]) -> dict[str, float]:
+    """Acceptance by slot and tau of chains, by (drafts, length) bool per text: the right tokens.
+
+    Returns:
+        "slot_j", the share of drafts whose token j is right; "slot_j_given", among those whose
+        tokens before it are; "tau", accepted tokens a round of greedy chains of that length.
+    """
+    figures = by_slot([row for match in matches for row in match.tolist()])
+    figures["tau"] = tau([match.long().cumprod(dim=1).sum(dim=1).tolist() for match in matches])
+    return figures

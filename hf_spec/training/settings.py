@@ -73,6 +73,7 @@ class TrainSettings(Settings):
 
 # How each method trains where nothing else is said.
 DRAFT_RUN = TrainSettings(learning_rate=2e-3)
+EAGLE_RUN = TrainSettings(epochs=4)
 FALCON_RUN = TrainSettings(epochs=8, learning_rate=2e-3)
 SDSAT_RUN = TrainSettings()
 
@@ -155,6 +156,32 @@ class FalconTrainSettings(Settings):
     max_context: Count | None = 64
     max_depth: Internal[Count] = 8
     held_back: Internal[Share] = 0.03
+
+
+@dataclass(frozen=True)
+class EagleTrainSettings(Settings):
+    """What an EAGLE-3 head is trained to be.
+
+    Attributes:
+        steps: draft steps in a row that it is trained on; the paper's training-time test.
+        step_weight: of the loss of a step, by that of the step before it.
+        mlp_size: width of its MLP; the target's by default.
+        vocabulary_size: most frequent tokens that it can propose; None for all.
+        max_context: last tokens of a prompt that are read in training; None for all.
+        held_back: share of the prompts kept for evaluation, chosen by a hash of their ids.
+    """
+
+    steps: Count = 4
+    step_weight: Share = 0.8
+    mlp_size: Count | None = None
+    vocabulary_size: Annotated[Count | None, Named("vocabulary")] = 8192
+    max_context: Count | None = 64
+    held_back: Internal[Share] = 0.03
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.step_weight:
+            raise OptionError(f"step_weight={self.step_weight!r} must be above 0")
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,11 @@ from hf_spec.models.falcon_head import FalconHead, FalconShape
 from hf_spec.training.csgd import CsgdSettings
 from hf_spec.training.falcon import (
     FalconTrainSettings,
-    acceptance,
     first_choices,
     train_falcon,
 )
 from hf_spec.training.features import Text, stored_texts
-from hf_spec.training.held_back import split_by_hash
+from hf_spec.training.held_back import acceptance, split_by_hash
 from hf_spec.training.responses import Response
 from hf_spec.training.trainer import CHECKPOINT, METRICS, TrainSettings
 from tests.adapters.cards import card_metrics, rounded

@@ -97,12 +97,8 @@ def train_falcon_command(  # noqa: PLR0913 - one parameter an option
     out: common.AdapterOut,
     settings: kinds.FalconTrainSettings,
     run: kinds.TrainSettings = kinds.FALCON_RUN,
-    features: Annotated[
-        Path | None, typer.Option(help="Folder for the target's features; beside the answers.")
-    ] = None,
-    store: Annotated[
-        bool, typer.Option(help="Keep the features on disk, or compute them in every step.")
-    ] = True,
+    features: common.FeaturesFolder = None,
+    store: common.StoreFeatures = True,
     init: Annotated[Path | None, typer.Option(help="A Falcon adapter to go on from.")] = None,
     placement: options.Placement,
 ) -> None:
@@ -120,22 +116,44 @@ def train_falcon_command(  # noqa: PLR0913 - one parameter an option
     from hf_spec.cli.loading import load_target
     from hf_spec.models.falcon_head import METHOD
     from hf_spec.training.falcon import train_falcon
-    from hf_spec.training.features import Text, disk_need, in_words, stored_texts
-
-    def texts(answers: list[Response], own: Path) -> list[Text]:
-        if not store:
-            return [Text(answer) for answer in answers]
-        need = in_words(disk_need(target, answers))
-        typer.echo(f"the features of {len(answers)} texts take {need} in {own}")
-        return stored_texts(target, answers, own)
+    from hf_spec.training.features import LAST
 
     target = load_target(model, placement)
-    known = common.known_answers(responses, features, "features", texts)
+    known = common.known_texts(target, responses, LAST, features, store)
     start = None if init is None else load_adapter(init, METHOD)
     adapter = train_falcon(target, known, out, settings, run, start)
     common.conclude(
         adapter.options["held_back"], common.bench_command(model, f"falcon@{out}", placement)
     )
+
+
+@train.command("eagle", cls=common.RecordedCommand)
+@options.from_settings
+def train_eagle_command(  # noqa: PLR0913 - one parameter an option
+    *,
+    model: options.ModelOption,
+    responses: common.ResponseFiles,
+    out: Annotated[Path, typer.Option(help="Folder for the head; an interrupted run resumes.")],
+    settings: kinds.EagleTrainSettings,
+    run: kinds.TrainSettings = kinds.EAGLE_RUN,
+    features: common.FeaturesFolder = None,
+    store: common.StoreFeatures = True,
+    placement: options.Placement,
+) -> None:
+    """Train an EAGLE-3 head, in the layout of vLLM's speculators.
+
+    States of four layers of the target are computed first for all texts, once, and kept beside the
+    answers. Use the head with model.generate(..., spec_strategy="eagle", assistant=OUT).
+
+        hf-spec train eagle --model MODEL --responses answers.jsonl --out my-head --steps 4
+    """
+    from hf_spec.cli.loading import load_target
+    from hf_spec.training.eagle import text_layers, train_eagle
+
+    target = load_target(model, placement)
+    known = common.known_texts(target, responses, text_layers(target), features, store)
+    figures = train_eagle(target, known, out, settings, run)
+    common.conclude(figures, common.bench_command(model, f"eagle@{out}", placement))
 
 
 @train.command("sdsat", cls=common.RecordedCommand)

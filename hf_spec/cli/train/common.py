@@ -13,6 +13,9 @@ from typer.core import TyperCommand
 from hf_spec.cli.options import Placement
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from hf_spec.training.features import Text
     from hf_spec.training.responses import Response
 
 Item = TypeVar("Item")
@@ -29,6 +32,12 @@ AdapterOut = Annotated[
 ]
 TeacherFolder = Annotated[
     Path | None, typer.Option(help="Folder for the target's opinions; beside the answers.")
+]
+FeaturesFolder = Annotated[
+    Path | None, typer.Option(help="Folder for the target's features; beside the answers.")
+]
+StoreFeatures = Annotated[
+    bool, typer.Option(help="Keep the features on disk, or compute them in every step.")
 ]
 
 
@@ -63,6 +72,30 @@ def known_answers(
         with processes().main_process_first():
             known += compute(list(read_responses(file)), own)
     return known
+
+
+def known_texts(
+    target: PreTrainedModel,
+    files: Sequence[Path],
+    layers: Sequence[int],
+    folder: Path | None,
+    store: bool,
+) -> list[Text]:
+    """The answers of all files with their features of `layers`, kept as by `known_answers`.
+
+    Unless they are to be stored, they come without, to be computed in every step.
+    """
+    from hf_spec.training.features import Text, disk_need, in_words, stored_texts
+
+    def texts(answers: list[Response], own: Path) -> list[Text]:
+        if not store:
+            return [Text(answer) for answer in answers]
+        need = in_words(disk_need(target, answers, layers))
+        typer.echo(f"the features of {len(answers)} texts take {need} in {own}")
+        return stored_texts(target, answers, own, layers)
+
+    kind = "features" if len(layers) == 1 else f"features-of-{len(layers)}"
+    return known_answers(files, folder, kind, texts)
 
 
 def conclude(figures: Mapping[str, float], next_step: str) -> None:

@@ -64,7 +64,7 @@ def test_errors_come_in_one_sentence(model_folder: Path, tmp_path: Path) -> None
 
 def test_help_teaches() -> None:
     text = run("train", "--help").output
-    for name in ("responses", "draft", "disco", "falcon", "sdsat"):
+    for name in ("responses", "draft", "disco", "falcon", "eagle", "sdsat"):
         assert name in text
     assert "--model" in run("train", "disco", "--help").output
     assert "spec_strategy" in " ".join(run("train", "disco", "--help").output.split())
@@ -157,6 +157,30 @@ class TestFalcon:
         result = run(*words, *short_bench(tmp_path))
         assert result.exit_code == 0, result.output
         assert "falcon@my head  " in result.stdout
+
+
+class TestEagle:
+    SMALL = ("--epochs", 2, "--batch-tokens", 60, "--dtype", "float32", "--vocabulary", 50)
+
+    def test_it_trains_and_the_next_command_works(
+        self, model_folder: Path, responses: Path, tmp_path: Path
+    ) -> None:
+        out = tmp_path / "my head"
+        train = ("train", "eagle", "--model", model_folder, "--responses", responses, "--out", out)
+        result = run(*train, "--steps", 2, "--mlp-size", 16, *self.SMALL)
+        assert result.exit_code == 0, result.output
+        text = " ".join(result.output.split())
+        assert "slot_2_given" in text
+        assert "slot_3" not in text
+        assert list(responses.with_suffix(".features-of-4").glob("*.safetensors"))
+        told = json.loads((out / "config.json").read_text())
+        assert told["transformer_layer_config"]["intermediate_size"] == 16
+        assert told["draft_vocab_size"] == 50
+        words = next_step(result)
+        assert words[:4] == ["bench", str(model_folder), "--strategy", f"eagle@{out}"]
+        result = run(*words, *short_bench(tmp_path))
+        assert result.exit_code == 0, result.output
+        assert "eagle@my head  " in result.stdout
 
 
 class TestSdsat:

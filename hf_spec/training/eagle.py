@@ -1,0 +1,296 @@
+"""Training of an EAGLE-3 head on the target's own answers (`hf-spec train eagle`).
+
+The head reads states of a low, a middle and a high layer, and learns what the target says next, not
+its features. From the second draft step on, its own output stands in for the feature that only the
+target could give; training runs several such steps in a row, so that drafts stay good as they grow
+("training-time test", Li et al. 2025, arXiv 2503.01840, section 3.2). What is saved has the layout
+of vLLM's speculators, which other engines load too, and is read back as any published head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import DynamicCache, PreTrainedModel
+
+from hf_spec.adapters.base_name import base_name
+from hf_spec.adapters.published import PublishedHead, write_published
+from hf_spec.models.draft_head import FewTokensHead, check_plain_head
+from hf_spec.models.eagle_head import EagleHead, build
+from hf_spec.models.eagle_spec import default_aux_layers
+from hf_spec.models.truncated import last_layers
+from hf_spec.training.csgd import Pairs, cut_prompt, read_pairs
+from hf_spec.training.features import LAST, Text, num_features
+from hf_spec.training.held_back import acceptance, learned_and_held
+from hf_spec.training.responses import answer_vocabulary
+from hf_spec.training.settings import EAGLE_RUN, EagleTrainSettings, TrainSettings
+from hf_spec.training.trainer import MicroBatch, micro_batches, processes, train
+
+# Texts of one forward when the held-back ones are evaluated.
+EVALUATED = 8
+# Of weights that have no like in the target, as transformers starts its own.
+DEVIATION = 0.02
+
+
+def text_layers(model: PreTrainedModel) -> tuple[int, ...]:
+    """Whose states a head reads, and last the one that the target's own head reads."""
+    return (*default_aux_layers(model.config.get_text_config().num_hidden_layers), *LAST)
+
+
+def train_eagle(
+    model: PreTrainedModel,
+    texts: Sequence[Text],
+    folder: Path,
+    settings: EagleTrainSettings,
+    run: TrainSettings = EAGLE_RUN,
+) -> dict[str, float]:
+    """Train a head on a frozen target's answers and write it to `folder`.
+
+    Several answers to one prompt share an id; features, where texts have them, are those of
+    `text_layers`. Checkpoint and metrics go into the `training` folder.
+
+    Returns:
+        Figures on the texts held back, see `acceptance`.
+
+    Raises:
+        UnsupportedError: if the target changes its logits after the head.
+        OptionError: if nothing is left to train on or to evaluate with.
+    """
+    check_plain_head(model)
+    learned, held = learned_and_held(texts, settings.held_back, "texts")
+    torch.manual_seed(run.seed)
+    start = new_head(model, learned, settings, folder)
+    head = build(start, model)
+    trained = dict(head.attention.named_parameters())
+    for parameter in trained.values():
+        parameter.requires_grad_(True)
+    loss = StepsLoss(head, model, settings)
+    lengths = [
+        num_features(t.response) - cut_prompt(t.response, settings.max_context) for t in learned
+    ]
+    epochs = micro_batches(learned, lengths, run)
+
+    def evaluate() -> dict[str, float]:
+        batches = [held[begin : begin + EVALUATED] for begin in range(0, len(held), EVALUATED)]
+        return acceptance([match for batch in batches for match in loss.matches(batch)])
+
+    facts = {**asdict(settings), "texts": len(texts)}
+    figures = train(trained, loss, epochs, run, folder / "training", evaluate, facts)
+    if processes().is_main_process:
+        # Beside what was trained there are the tokens that it knows.
+        tensors = start.tensors | {name: w.detach().bfloat16() for name, w in trained.items()}
+        told = {"training": {**facts, **asdict(run)}, "held_back": figures}
+        write_published(folder, {**start.config, "hf_spec": told}, tensors)
+    return figures
+
+
+def new_head(
+    model: PreTrainedModel, texts: Sequence[Text], settings: EagleTrainSettings, folder: Path
+) -> PublishedHead:
+    """A head that begins as the target's last layer on the state of its high one.
+
+    It can propose the most frequent tokens of the answers in `texts`.
+    """
+    vocabulary = answer_vocabulary(
+        model, (text.response for text in texts), settings.vocabulary_size
+    )
+    config: Any = model.config.get_text_config()
+    width, heads = config.hidden_size, config.num_attention_heads
+    layer = {
+        "model_type": "llama",
+        "hidden_size": width,
+        "intermediate_size": settings.mlp_size or config.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(config, "head_dim", None) or width // heads,
+        "hidden_act": "silu",
+        "rms_norm_eps": getattr(config, "rms_norm_eps", 1e-6),
+        "rope_theta": (getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10000.0),
+        "max_position_embeddings": config.max_position_embeddings,
+        "vocab_size": config.vocab_size,
+    }
+    method = {"proposal_type": "greedy", "speculative_tokens": settings.steps}
+    scores = FewTokensHead(model.get_output_embeddings(), vocabulary).scores
+    described = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "draft_vocab_size": len(scores.weight),
+        "eagle_aux_hidden_state_layer_ids": list(text_layers(model)[:-1]),
+        "norm_before_residual": False,
+        "target_hidden_size": width,
+        "transformer_layer_config": layer,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [method],
+            "verifier": {
+                "name_or_path": base_name(model),
+                "architectures": [type(model).__name__],
+            },
+        },
+    }
+    tensors = {**_first_weights(model, layer), "lm_head.weight": scores.weight.detach().clone()}
+    if vocabulary is not None:
+        tensors["d2t"] = vocabulary.cpu() - torch.arange(len(vocabulary))
+        tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool)
+        tensors["t2d"][vocabulary.cpu()] = True
+    return PublishedHead("eagle3", described, tensors, folder, str(folder))
+
+
+class StepsLoss:
+    """The loss on micro-batches, over several draft steps of a head, with a frozen target."""
+
+    def __init__(self, head: EagleHead, target: PreTrainedModel, settings: EagleTrainSettings):
+        self.head, self.target, self.settings = head, target, settings
+        vocabulary = head.head.vocabulary
+        self.teacher = FewTokensHead(target.get_output_embeddings(), vocabulary)
+        self.layers = text_layers(target)
+
+    def __call__(self, batch: MicroBatch[Text]) -> tuple[Tensor, int]:
+        """The cross-entropy with the target's distribution over the tokens that the head knows.
+
+        It is summed over the learned places, the mean of the steps in it, and their number.
+        """
+        pairs = read_pairs(self.target, batch.items, 1, self.settings.max_context, self.layers)
+        own = self.target.config.get_text_config().hidden_size
+        # The state after the final norm is what the target's head reads.
+        truth = pairs.features[pairs.rows, pairs.places + 1, -own:]
+        with torch.no_grad(), self._autocast():
+            opinion = self.teacher.known(truth.to(self.target.dtype)).float().softmax(dim=-1)
+        weights = [self.settings.step_weight**step for step in range(self.settings.steps)]
+        total = torch.zeros((), device=truth.device)
+        for step, outputs in enumerate(self._steps(pairs)):
+            # What precedes a text has no output that could stand in for its first features.
+            known = pairs.places >= step
+            with self._autocast():
+                logits = self.head.head.known(outputs[pairs.rows[known], pairs.places[known]])
+            distance = F.cross_entropy(logits.float(), opinion[known], reduction="sum")
+            total = total + distance * (weights[step] / sum(weights))
+        return total, len(truth)
+
+    @torch.no_grad()
+    def matches(self, texts: Sequence[Text]) -> list[Tensor]:
+        """Per text (answer tokens, steps) bool: whether token j of a chain drafted there is right.
+
+        Row n belongs to the draft whose first token is token n of the answer. Every step gets the
+        text's own tokens, which are those of the draft as long as it is right. Tokens after the
+        text count as wrong.
+        """
+        pairs = read_pairs(self.target, texts, 1, None, self.layers)
+        answers = pairs.tokens[pairs.rows, pairs.places + 1]
+        size = (len(texts), pairs.tokens.shape[1] + self.settings.steps, self.settings.steps)
+        right = torch.zeros(size, dtype=torch.bool, device=answers.device)
+        for step, outputs in enumerate(self._steps(pairs)):
+            with self._autocast():
+                logits = self.head.head.known(outputs[pairs.rows, pairs.places])
+            hit = self.head.head.tokens(logits.argmax(dim=-1)) == answers
+            # The draft whose token `step` this is began so many places before.
+            known = pairs.places >= step
+            right[pairs.rows[known], pairs.places[known] - step, step] = hit[known]
+        return [right[row, first:stop].cpu() for row, (first, stop) in enumerate(pairs.span)]
+
+    def _steps(self, pairs: Pairs) -> Iterator[Tensor]:
+        """(B, T, h) outputs of each step of `draft_steps`."""
+        states = pairs.features.chunk(len(self.layers), dim=-1)[:-1]
+        with self._autocast():
+            features = self.head.fuse(states)
+        steps = draft_steps(self.head, pairs.tokens, features, self.settings.steps)
+        for _ in range(self.settings.steps):
+            with self._autocast():
+                outputs = next(steps)
+            yield outputs
+
+    def _autocast(self) -> torch.autocast:
+        half = self.target.dtype in (torch.bfloat16, torch.float16)
+        return torch.autocast(self.target.device.type, torch.bfloat16, enabled=half)
+
+
+def draft_steps(
+    head: EagleHead, tokens: Tensor, features: Tensor, num_steps: int
+) -> Iterator[Tensor]:
+    """Run a head over whole texts, as its draft steps would from every place at once.
+
+    In step s, place i is the s-th pair after the true ones 0 to i - s: its feature is what the step
+    before gave one place earlier, and it sees the true pairs and, of each step between, the pair
+    that leads to it.
+
+    Args:
+        head: which is run.
+        tokens: (B, T) int64, t_{i+1}.
+        features: (B, T, h) from `EagleHead.fuse`.
+        num_steps: to run.
+
+    Yields:
+        (B, T, h), of each step what the head predicts.
+    """
+    places = torch.arange(tokens.shape[1], device=tokens.device)
+    back = places[:, None] - places
+    cache = DynamicCache()
+    seen: list[Tensor] = []
+    for step in range(num_steps):
+        # Keys of step s lie in the cache after those of the steps before it.
+        seen = [back >= step, *(back == step - earlier for earlier in range(1, step + 1))]
+        mixed, _ = head.mix(tokens, features)
+        outputs = head.attend(
+            mixed,
+            attention_mask=torch.cat(seen, dim=-1)[None, None],
+            position_ids=places[None],
+            past_key_values=cache,
+        )
+        yield outputs
+        features = torch.cat([features[:, :1], outputs[:, :-1].to(features.dtype)], dim=1)
+
+
+def _first_weights(model: PreTrainedModel, layer: dict[str, Any]) -> dict[str, Tensor]:
+    """The target's last layer where shapes agree; a feature begins as the high layer's state."""
+    last: Any = last_layers(model, 1)
+    known = {
+        name.partition("layers.0.")[2]: weight.detach().float()
+        for name, weight in last.named_parameters()
+    }
+    width, inner = layer["hidden_size"], layer["intermediate_size"]
+    queries, keys = (
+        layer[name] * layer["head_dim"] for name in ("num_attention_heads", "num_key_value_heads")
+    )
+    tensors: dict[str, Tensor] = {}
+    for name, rows in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
+        wide = torch.randn(rows, 2 * width) * DEVIATION
+        weight = known.get(f"self_attn.{name}.weight")
+        if weight is not None and weight.shape == (rows, width):
+            wide[:, width:] = weight
+        tensors[f"layers.0.self_attn.{name}.weight"] = wide
+    plain = {
+        "self_attn.o_proj": (width, queries),
+        "mlp.gate_proj": (inner, width),
+        "mlp.up_proj": (inner, width),
+        "mlp.down_proj": (width, inner),
+    }
+    for name, shape in plain.items():
+        tensors[f"layers.0.{name}.weight"] = _first_rows(known.get(f"{name}.weight"), shape)
+    ones = torch.ones(width, device=model.device, dtype=model.dtype)
+    for name, norm in (
+        ("layers.0.hidden_norm", getattr(last.layers[0], "input_layernorm", None)),
+        ("layers.0.input_layernorm", None),
+        (
+            "layers.0.post_attention_layernorm",
+            getattr(last.layers[0], "post_attention_layernorm", None),
+        ),
+        ("norm", getattr(last, "norm", None)),
+    ):
+        # What a norm makes of ones is its weight, however it is stored.
+        tensors[f"{name}.weight"] = ones if norm is None else norm(ones).detach()
+    return {**tensors, "fc.weight": torch.cat([torch.zeros(width, 2 * width), torch.eye(width)], 1)}
+
+
+def _first_rows(weight: Tensor | None, shape: tuple[int, int]) -> Tensor:
+    """A matrix of `shape` cut out of `weight`, drawn at random where that is too small."""
+    if weight is None or weight.shape[0] < shape[0] or weight.shape[1] < shape[1]:
+        return torch.randn(shape) * DEVIATION
+    return weight[: shape[0], : shape[1]].clone()
