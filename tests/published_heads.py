@@ -58,7 +58,9 @@ def sizes(
 def first_sizes() -> dict[str, tuple[int, ...]]:
     """Those of an EAGLE-1 head."""
     plain = {k: v for k, v in sizes().items() if k.startswith("layers.0.")}
-    shapes = {k: (v[0], WIDTH) if "_proj" in k and "self_attn.o" not in k else v for k, v in plain.items()}
+    shapes = {
+        k: (v[0], WIDTH) if "_proj" in k and "self_attn.o" not in k else v for k, v in plain.items()
+    }
     shapes = {k: v for k, v in shapes.items() if "input_layernorm" not in k and "hidden_" not in k}
     shapes["layers.0.mlp.down_proj.weight"] = (WIDTH, INNER)
     return {**shapes, "fc.weight": (WIDTH, 2 * WIDTH), "fc.bias": (WIDTH,)}
@@ -281,7 +283,9 @@ class Reference:
         later = torch.ones(count, count, dtype=torch.bool).triu(1)
         mixed = scores.masked_fill(later, -torch.inf).softmax(dim=-1) @ v
         joined = mixed.transpose(0, 1).reshape(count, -1)
-        return F.linear(joined, self.t[prefix + "o_proj.weight"], self.t.get(prefix + "o_proj.bias"))
+        return F.linear(
+            joined, self.t[prefix + "o_proj.weight"], self.t.get(prefix + "o_proj.bias")
+        )
 
     def turned(self, heads: Tensor) -> Tensor:
         """(heads, T, D) turned by their positions."""
