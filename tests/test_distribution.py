@@ -23,6 +23,7 @@ from hf_spec import (
     AutoConfig,
     DiscoConfig,
     DraftConfig,
+    EagleConfig,
     FalconConfig,
     GsdConfig,
     LookupConfig,
@@ -32,12 +33,13 @@ from hf_spec import (
 from hf_spec.adapters.folder import SpecAdapter
 from hf_spec.decoding import drafter
 from hf_spec.decoding.verification import NodeDraw
-from hf_spec.drafting import model_drafter
+from hf_spec.drafting import level_drafter
 from hf_spec.drafting.model_drafter import DraftModelDrafter
 from hf_spec.execution.tree import DraftTree
 from hf_spec.models.falcon_head import FalconHead, FalconShape
 from hf_spec.verify.distribution import IMPOSSIBLE, chi_square
 from tests.biased_rules import NoResidual, RedrawnBonus, SiblingsWithoutUpdate
+from tests.published_heads import random_tensors, save
 from tests.tiny_models import TIMINGS, random_adaptive_tokens, save_disco_adapter
 
 VOCAB = 8
@@ -109,6 +111,24 @@ def falcon_head() -> FalconHead:
     return FalconHead(tiny(0), FalconShape(1, 1), None).requires_grad_(False).eval()
 
 
+@cache
+def eagle_head() -> str:
+    """Folder of an EAGLE-1 head, which lasts as long as the session."""
+    shapes = {
+        "fc.weight": (16, 32),
+        "layers.0.self_attn.q_proj.weight": (16, 16),
+        "layers.0.self_attn.k_proj.weight": (8, 16),
+        "layers.0.self_attn.v_proj.weight": (8, 16),
+        "layers.0.self_attn.o_proj.weight": (16, 16),
+        "layers.0.mlp.gate_proj.weight": (16, 16),
+        "layers.0.mlp.up_proj.weight": (16, 16),
+        "layers.0.mlp.down_proj.weight": (16, 16),
+        "layers.0.post_attention_layernorm.weight": (16,),
+    }
+    config = {"model_type": "eagle", "num_attention_heads": 2, "rms_norm_eps": 1e-5}
+    return save("tiny", config, random_tensors(shapes))
+
+
 # The published loop verifies in its second forward, which leaves one draft of three tokens.
 SDSAT_TREE = [(0,), (1,), (2,), (0, 0), (0, 1), (2, 0)]
 
@@ -155,6 +175,14 @@ def arguments(strategy: str) -> dict[str, Any]:
         "falcon": {
             "spec_strategy": FalconConfig(tree=[(0,), (1,), (2,), (0, 0), (0, 1), (2, 0)]),
             "assistant": falcon_head(),
+        },
+        "eagle": {
+            "spec_strategy": EagleConfig(width=3, max_draft_tokens=2, max_nodes=8),
+            "assistant": eagle_head(),
+        },
+        "eagle chain": {
+            "spec_strategy": EagleConfig(tree="chain", max_draft_tokens=2),
+            "assistant": eagle_head(),
         },
         "sdsat": {"spec_strategy": SdsatConfig(tree=SDSAT_TREE), "assistant": adaptive()},
         "sdsat fused": {
@@ -291,6 +319,9 @@ CASES = [
     ("falcon", PLAIN),
     ("falcon", TOP_K),
     ("falcon", REPETITION),
+    ("eagle", REPETITION),
+    ("eagle chain", PLAIN),
+    ("eagle chain", REPETITION),
     ("sdsat", PLAIN),
     ("sdsat", REPETITION),
     ("sdsat fused", PLAIN),
@@ -322,6 +353,7 @@ def test_what_the_prefix_forbids_never_comes(strategy: str) -> None:
         "disco",
         "merging",
         "falcon",
+        "eagle chain",
         "sdsat",
         "sdsat fused",
         "siblings",
@@ -376,7 +408,7 @@ def flatter(distributions: Any) -> Tensor | None:
     return torch.nn.functional.normalize(probs.sqrt(), p=1, dim=-1)
 
 
-draft_model_stack = model_drafter._stack
+draft_model_stack = level_drafter._stack
 whole_draft = DraftModelDrafter.draft
 
 
@@ -406,7 +438,7 @@ def draft_that_peeks(self: DraftModelDrafter, state: Any, limits: Any) -> DraftT
 class TestBrokenTwins:
     """What the test above must not let pass."""
 
-    @pytest.mark.parametrize("strategy", ["draft", "siblings"])
+    @pytest.mark.parametrize("strategy", ["draft", "siblings", "eagle chain"])
     def test_rejection_without_residual(
         self, strategy: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -417,7 +449,9 @@ class TestBrokenTwins:
         monkeypatch.setattr(drafter, "ResidualRejection", SiblingsWithoutUpdate)
         assert worst_p_value([REPETITIVE], PLAIN, "siblings") < REJECTED
 
-    @pytest.mark.parametrize("strategy", ["lookup", "tree", "falcon", "sdsat fused", "auto"])
+    @pytest.mark.parametrize(
+        "strategy", ["lookup", "tree", "falcon", "eagle", "sdsat fused", "auto"]
+    )
     def test_bonus_redrawn_after_a_miss(
         self, strategy: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -429,7 +463,7 @@ class TestBrokenTwins:
         assert worst_p_value([REPETITIVE], PLAIN, "disco") < REJECTED
 
     def test_draft_probs_that_were_not_drawn_from(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(model_drafter, "_stack", flatter)
+        monkeypatch.setattr(level_drafter, "_stack", flatter)
         assert worst_p_value([REPETITIVE], {"temperature": 0.5}, "draft") < REJECTED
 
     def test_one_row_with_the_prefix_of_another(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from hf_spec.strategies.auto import AutoConfig
 from hf_spec.strategies.disco import DiscoConfig
 from hf_spec.strategies.draft_model import DraftConfig, TreeConfig
+from hf_spec.strategies.eagle import EagleConfig
 from hf_spec.strategies.falcon import FalconConfig
 from hf_spec.strategies.gsd import GsdConfig
 from hf_spec.strategies.lookup import LookupConfig
@@ -13,6 +14,7 @@ __all__ = [
     "AutoConfig",
     "DiscoConfig",
     "DraftConfig",
+    "EagleConfig",
     "FalconConfig",
     "GsdConfig",
     "LookupConfig",
