@@ -7,7 +7,6 @@ builds tensors and plain containers and refuses all else.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,17 +14,14 @@ from typing import Any
 
 import torch
 from huggingface_hub import ModelCard
-from safetensors.torch import save_file
 from torch import Tensor
 
 from hf_spec.adapters.card import CARD_NAME, GENERATED
 from hf_spec.adapters.hub import Place
-from hf_spec.adapters.published import CONFIG, MTP_INSIDE, recognise
+from hf_spec.adapters.published import CONFIG, MTP_INSIDE, recognise, write_published
 from hf_spec.adapters.reading import PICKLES, read_json, regular_file
 from hf_spec.errors import AssistantError, OptionError
-from hf_spec.files import written_whole
 
-WEIGHTS = "model.safetensors"
 # Of the repository, what is looked at.
 LOOKED_AT = (CONFIG, CARD_NAME, *(f"*{ending}" for ending in sorted(PICKLES)))
 
@@ -56,15 +52,8 @@ def import_head(name: str | os.PathLike[str], out: Path) -> Path:
     tensors: dict[str, Tensor] = {}
     for file in files:
         tensors.update(_unpickled(regular_file(folder, file)))
-    out.mkdir(parents=True, exist_ok=True)
-    with written_whole(out / WEIGHTS) as part:
-        # Tensors of a pickle may share their memory.
-        save_file({key: t.clone().contiguous() for key, t in tensors.items()}, part)
     digests = {file: _digest(folder / file) for file in files}
-    with written_whole(out / CARD_NAME) as part:
-        part.write_text(_card(os.fspath(name), family, digests, folder), encoding="utf-8")
-    with written_whole(out / CONFIG) as part:
-        part.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_published(out, config, tensors, _card(os.fspath(name), family, digests, folder))
     return out
 
 

@@ -14,12 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_spec.adapters.card import CARD_NAME
 from hf_spec.adapters.hub import Place
 from hf_spec.adapters.reading import PICKLES, read_json, regular_file, tensors_of
 from hf_spec.errors import AssistantError
+from hf_spec.files import write_json, written_whole
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -155,6 +158,22 @@ def read_weights(
     for file in weight_files(folder, name):
         tensors.update(tensors_of(regular_file(folder, file), wanted, kinds=("BOOL",)))
     return tensors
+
+
+def write_published(
+    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], card: str
+) -> None:
+    """Write a head as it would be published, with its model card; `folder` is made if need be."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with written_whole(folder / WEIGHTS[0]) as part:
+        # Tensors may share their memory.
+        save_file(
+            {name: tensor.cpu().clone().contiguous() for name, tensor in tensors.items()}, part
+        )
+    with written_whole(folder / CARD_NAME) as part:
+        part.write_text(card, encoding="utf-8")
+    # Without it the folder is no head: it comes last.
+    write_json(folder / CONFIG, config, indent=2)
 
 
 def weight_files(folder: Path, name: str) -> list[str]:

@@ -9,7 +9,7 @@ of vLLM's speculators, which other engines load too, and is read back as any pub
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import DynamicCache, PreTrainedModel
 
-from hf_spec.adapters.base_name import base_name
+from hf_spec.adapters.base_name import base_name, is_hub_id
+from hf_spec.adapters.card import GENERATED
 from hf_spec.adapters.published import PublishedHead, write_published
 from hf_spec.models.draft_head import FewTokensHead, check_plain_head
 from hf_spec.models.eagle_head import EagleHead, build
@@ -86,7 +87,8 @@ def train_eagle(
         # Beside what was trained there are the tokens that it knows.
         tensors = start.tensors | {name: w.detach().bfloat16() for name, w in trained.items()}
         told = {"training": {**facts, **asdict(run)}, "held_back": figures}
-        write_published(folder, {**start.config, "hf_spec": told}, tensors)
+        config = {**start.config, "hf_spec": told}
+        write_published(folder, config, tensors, _card(base_name(model), folder, figures))
     return figures
 
 
@@ -294,3 +296,33 @@ def _first_rows(weight: Tensor | None, shape: tuple[int, int]) -> Tensor:
     if weight is None or weight.shape[0] < shape[0] or weight.shape[1] < shape[1]:
         return torch.randn(shape) * DEVIATION
     return weight[: shape[0], : shape[1]].clone()
+
+
+def _card(base: str, folder: Path, figures: Mapping[str, float]) -> str:
+    """What the head is and how to use it, as a model card."""
+    rows = "\n".join(f"| `{name}` | {value:.4f} |" for name, value in figures.items())
+    return f"""---
+{f"base_model: {base}" if is_hub_id(base) else "library_name: hf_spec"}
+tags:
+- speculative-decoding
+- eagle3
+---
+
+{GENERATED}
+
+# An EAGLE-3 head for {base}
+
+Written by `hf-spec train eagle` in the layout of vLLM's speculators; `config.json` has the options.
+
+```python
+import hf_spec  # adds spec_strategy= and assistant= to generate()
+
+model.generate(**inputs, spec_strategy="eagle", assistant={folder.name!r}, max_new_tokens=64)
+```
+
+## Held-back texts
+
+| | |
+|---|---|
+{rows}
+"""

@@ -81,6 +81,8 @@ def test_it_learns_drafts_and_is_read_back(
     taus = [row["tau"] for row in metrics if "tau" in row]
     assert taus[-1] > taus[0] + 0.2
     assert figures.items() <= metrics[-1].items()
+    card = (folder / "README.md").read_text()
+    assert f"| `tau` | {figures['tau']:.4f} |" in card
     published = read_published(folder)
     assert published is not None
     assert published.family == "eagle3"
