@@ -31,6 +31,7 @@ from hf_spec.devices.transfer import fetch_all
 from hf_spec.drafting.config import PolicyConfig
 from hf_spec.drafting.graph import TokenGraph, Unmerged
 from hf_spec.drafting.length_policy import DraftedToken, LengthPolicy, make_policy
+from hf_spec.drafting.rank_tree import Path, RankTree
 from hf_spec.execution.runner import ForwardOutput, ModelRunner
 from hf_spec.execution.tree import DraftTree, Verdict
 
@@ -39,8 +40,12 @@ COUNTERS = ("draft_nodes", "merges", "rounds", "rounds_with_merged_accepted")
 
 @dataclass(frozen=True)
 class TreeShape:
-    """What bounds the growth of a draft, by the names of the options; a chain by default."""
+    """What bounds the growth of a draft, by the names of the options; a chain by default.
 
+    A tree of ranks says which nodes there are; without one the likeliest paths grow.
+    """
+
+    tree: RankTree | None = None
     children: int = 1
     expanded_per_level: int = 1
     max_nodes: int = sys.maxsize
@@ -81,13 +86,14 @@ class _Growth:
     """A draft under construction: the graph and the nodes to expand next.
 
     Of nodes with children: the distribution that those were drawn from, where they were, and what
-    the length policy made of it.
+    the length policy made of it. Of the nodes of a tree of ranks: the ranks that lead to them.
     """
 
     graph: TokenGraph
     frontier: list[int] = field(default_factory=lambda: [0])
     distributions: dict[int, Tensor] = field(default_factory=dict)
     scores: dict[int, float] = field(default_factory=dict)
+    paths: dict[int, Path] = field(default_factory=lambda: {0: ()})
 
 
 class DraftModelDrafter(Drafter):
@@ -132,9 +138,14 @@ class DraftModelDrafter(Drafter):
         """Empty keys and values for every row."""
         batching, size = self.config.batching, self.vocab_size
         self._runner = ModelRunner(self.model, state.num_rows, batching=batching, vocab_size=size)
+        self._begin(state)
+
+    def _begin(self, state: GenerationState) -> None:
+        """Begin a generation with a runner that has been made."""
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.policy.start(state.num_rows)
-        self.samples = state.do_sample and self.config.sample_drafts
+        # Ranks are of likelihood, not of chance.
+        self.samples = state.do_sample and self.config.sample_drafts and self.shape.tree is None
         self.rule = self.config.sampling_rule if state.do_sample else None
         self._processors = NodeProcessors(state.processors, state.num_rows, stateless_only=True)
 
@@ -219,14 +230,15 @@ class DraftModelDrafter(Drafter):
         tree = DraftTree.from_drafts(drafts, state.num_rows)
         owners = [(row, node) for row in growing for node in growths[row].frontier]
         probs = self._probabilities(state, growths, tree, owners)
-        children = min(self.shape.children, probs.shape[-1])
+        ranks = self.shape.tree.num_ranks if self.shape.tree else self.shape.children
+        children = min(ranks, probs.shape[-1])
         if self.samples:
             drawn = draw(probs, children)
             likely = probs.gather(-1, drawn)
         else:
             likely, drawn = probs.topk(children, dim=-1)
         positions = [state.generated[row] + growths[row].graph.depth[node] for row, node in owners]
-        scored = self.policy.score(probs, positions)
+        scored = self._score(probs, positions)
         found = [drawn, likely, *([scored] if scored is not None else [])]
         tokens, chances, *scores = fetch_all(found)
         for row in growing:
@@ -242,7 +254,8 @@ class DraftModelDrafter(Drafter):
             if len(graph) > self.shape.max_draft_nodes:
                 growth.frontier = []
             alive = [n for n in growth.frontier if not state.stop.ends_sequence(graph.tokens[n])]
-            best = heapq.nsmallest(self.shape.expanded_per_level, alive, key=lambda n: -reach[n])
+            most = len(alive) if self.shape.tree else self.shape.expanded_per_level
+            best = heapq.nsmallest(most, alive, key=lambda n: -reach[n])
             growth.frontier = sorted(best)
 
     def _probabilities(
@@ -253,19 +266,34 @@ class DraftModelDrafter(Drafter):
         owners: Sequence[tuple[int, int]],
     ) -> Tensor:
         """(nodes, V) float32: the draft model's distribution after each (row, node)."""
-        starts = tree.row_start
-        nodes = [starts[row] + node for row, node in owners]
-        output = self._runner.forward(tree, state.tokens, nodes)
+        logits = self._logits(state, growths, tree, owners).to(state.device, torch.float32)
         rows, prefixes = [row for row, _ in owners], None
         if self._processors.reads_prefix:
             paths = [growths[row].graph.path(node) for row, node in owners]
             prefixes = state.prefixes(rows, paths)
-        logits = output.logits.to(state.device, torch.float32)
         return distribution(self._processors(rows, prefixes, logits))
+
+    def _logits(
+        self,
+        state: GenerationState,
+        growths: dict[int, _Growth],
+        tree: DraftTree,
+        owners: Sequence[tuple[int, int]],
+    ) -> Tensor:
+        """(nodes, V): what the draft model says after each (row, node)."""
+        nodes = [tree.row_start[row] + node for row, node in owners]
+        return self._runner.forward(tree, state.tokens, nodes).logits
+
+    def _score(self, probs: Tensor, positions: Sequence[int]) -> Tensor | None:
+        """(nodes,) float32: what the length policy wants to know of the nodes' distributions."""
+        return self.policy.score(probs, positions)
 
     def _hang(
         self, growth: _Growth, node: int, tokens: Sequence[int], chances: Sequence[float]
     ) -> None:
+        if self.shape.tree is not None:
+            _hang_ranks(self.shape.tree, growth, node, tokens, chances)
+            return
         # Whether a drawn child is sent must not depend on what was drawn, or the draft would no
         # longer follow `draft_probs`: sampled trees stop growing by count alone.
         if self.samples and len(growth.graph) + len(tokens) > self.shape.max_nodes + 1:
@@ -277,6 +305,21 @@ class DraftModelDrafter(Drafter):
             child = growth.graph.add(node, token, chance)
             if child is not None and chance >= self.shape.min_probability:
                 growth.frontier.append(child)
+
+
+def _hang_ranks(
+    tree: RankTree, growth: _Growth, node: int, tokens: Sequence[int], chances: Sequence[float]
+) -> None:
+    """The children that a tree of ranks has there; those with children of their own grow on."""
+    above = growth.paths[node]
+    for rank, (token, chance) in enumerate(zip(tokens, chances, strict=True)):
+        path = (*above, rank)
+        if path not in tree.places or chance <= 0:
+            continue
+        child = growth.graph.hang(node, token, chance)
+        growth.paths[child] = path
+        if path in tree.inner:
+            growth.frontier.append(child)
 
 
 def _stack(distributions: Sequence[Tensor | None]) -> Tensor | None:
