@@ -40,7 +40,8 @@ Reference = Callable[[Sequence[int], Sequence[int]], Tensor]
 def random_tensors(shapes: Mapping[str, Sequence[int]], seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {
-        name: ("norm" in name) + (0.1 if "norm" in name else 0.3) * torch.randn(shape, generator=generator)
+        name: ("norm" in name)
+        + (0.1 if "norm" in name else 0.3) * torch.randn(shape, generator=generator)
         for name, shape in shapes.items()
     }
 

@@ -97,9 +97,9 @@ class PolicyConfig(StrategyConfig):
             and the usual number for others (`usual`; `longest` for "measured").
         min_draft_tokens: so many are drafted before a policy is asked.
         length_policy: "measured" (see `hf_spec.drafting.measured`), "static", "heuristic",
-            "confidence" or, of heads with a confidence head, "head" (see
-            `hf_spec.drafting.length_policy`), or "disco" (see `hf_spec.strategies.disco`). None is "measured" where no size of the draft is given, and
-            "static" where one is.
+            "confidence", of heads with a confidence head "head" (see
+            `hf_spec.drafting.length_policy`), or "disco" (see `hf_spec.strategies.disco`). None is
+            "measured" where no size of the draft is given, and "static" where one is.
         usual: sizes of drafts that are not given, for policies with fixed sizes.
         longest: the same as bounds, for the "measured" policy.
         has_confidence_head: whether drafters may have one, for the "head" policy.

@@ -123,6 +123,7 @@ class FeatureDrafter(DraftModelDrafter):
     # From `start` on.
     _runner: FeatureRunner  # type: ignore[assignment]
     _proposals: Proposals
+    _places: dict[tuple[int, int], int]
 
     no_candidates = (
         "the head needs the target's hidden states, which assisted decoding does not hand on; use "
@@ -172,19 +173,16 @@ class FeatureDrafter(DraftModelDrafter):
 
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
         """Take the hidden states of the root and of what was accepted; tell the policy."""
-        tree = verdict.tree
-        places: list[int] = []
-        spans = {}
-        for row, accepted in enumerate(verdict.accepted):
-            if not tree.nodes(row):
-                continue
-            pending = output.pending.get(row, [])
-            nodes = [output.nodes[node] for node in (tree.row_start[row], *accepted)]
-            spans[row] = self._roots[row] - len(pending), len(pending) + len(nodes)
-            places += [*pending, *nodes]
-            self.policy.observe(row, tree.height(row), len(accepted))
+        kept = output.kept_places(verdict)
+        for row in kept:
+            self.policy.observe(row, verdict.tree.height(row), len(verdict.accepted[row]))
+        spans = {
+            row: (self._roots[row] - len(output.pending.get(row, [])), len(mine))
+            for row, mine in kept.items()
+        }
         states = [output.hidden[layer] for layer in self.head.hidden_layers]
-        (index,) = send([torch.tensor(places)], states[0].device)
+        places = torch.tensor([place for mine in kept.values() for place in mine])
+        (index,) = send([places], states[0].device)
         self._runner.learn(spans, [found[index.to(found.device)] for found in states])
 
     @fast_products()

@@ -170,8 +170,8 @@ class BlockHead(nn.Module):
         self, hidden: Tensor, rotation: Rotation, steps: Mapping[LayerKind, PackedStep]
     ) -> Tensor:
         """(T, width) embedded places of packed blocks -> (T, width) outputs, one step a kind."""
-        for layer in self.layers:
-            hidden = layer(hidden, rotation, steps[layer.kind])
+        for layer, kind in zip(self.layers, self.shape.kinds, strict=True):
+            hidden = layer(hidden, rotation, steps[kind])
         return self.norm(hidden)
 
     def logits(self, outputs: Tensor) -> Tensor:
@@ -285,8 +285,8 @@ def build_block_head(head: PublishedHead, target: PreTrainedModel) -> BlockHead:
     ]
     if lacking:
         raise AssistantError(
-            f"{head.name!r} is {config.hidden_size} wide and has no {lacking[0]!r}, and the target's "
-            f"is {size} wide"
+            f"{head.name!r} is {config.hidden_size} wide and has no {lacking[0]!r}, and the "
+            f"target's is {size} wide"
         )
     output = OutputHead(target, tensors.get("lm_head.weight"), vocabulary)
     return BlockHead(_shape(head, config, target), config, tensors, embedding, output).eval()
@@ -319,7 +319,8 @@ def _layer_config(head: PublishedHead, given: Mapping[str, Tensor]) -> Qwen3Conf
     if kinds is not None:
         if len(kinds) < len(layers):
             raise AssistantError(
-                f"the config of {head.name!r} names {len(kinds)} layer_types for {len(layers)} layers"
+                f"the config of {head.name!r} names {len(kinds)} layer_types for {len(layers)} "
+                "layers"
             )
         options["layer_types"] = list(kinds)[: len(layers)]
     return Qwen3Config(
@@ -387,9 +388,7 @@ def _shape(head: PublishedHead, config: Qwen3Config, target: PreTrainedModel) ->
     )
 
 
-def _hidden_layers(
-    head: PublishedHead, config: Qwen3Config, text: Any
-) -> tuple[int, ...] | None:
+def _hidden_layers(head: PublishedHead, config: Qwen3Config, text: Any) -> tuple[int, ...] | None:
     """The indices of hidden states that a config names; None where it names none."""
     ids, shift = _look(head.config, "aux_hidden_state_layer_ids"), 0
     if ids is None:
@@ -406,9 +405,7 @@ def _hidden_layers(
     )
 
 
-def checked_layers(
-    what: str, layers: tuple[int, ...], width: int, text: Any
-) -> tuple[int, ...]:
+def checked_layers(what: str, layers: tuple[int, ...], width: int, text: Any) -> tuple[int, ...]:
     """Hidden states, `width` wide in all, that a head reads; refused if they cannot be these."""
     count = width // text.hidden_size
     if len(layers) != count or not all(0 <= i <= text.num_hidden_layers for i in layers):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from hf_spec_kernels import kv_write
@@ -48,7 +49,8 @@ class BlockRunner:
         """Prepare the head for packed passes; it is as it was found when the block ends."""
         with ExitStack() as stack:
             stack.enter_context(fast_cpu_linears(self.head))
-            self._graphs = StepGraphs(self.head, self.pool, self.device)
+            head: Any = self.head
+            self._graphs = StepGraphs(head, self.pool, self.device)
             stack.callback(self._graphs.clear)
             yield self
 
@@ -97,7 +99,8 @@ class BlockRunner:
         rotation = self.head.rotation(torch.cat(positions).to(self.device))
         where = write_places(writes, start).to(self.device)
         for index, layer in enumerate(self.head.layers):
-            key, value = layer.self_attn.keys_values(context, rotation)
+            attention: Any = layer.self_attn
+            key, value = attention.keys_values(context, rotation)
             keys, values = self.pool.layer(index, key[None], value[None])
             kv_write(key.transpose(0, 1), value.transpose(0, 1), keys, values, where)
 
@@ -122,9 +125,7 @@ class BlockRunner:
         # A graph holds one layout.
         return self._compute([tensor.to(self.device) for tensor in tensors], steps)
 
-    def _compute(
-        self, tensors: Sequence[Tensor], steps: Mapping[LayerKind, PackedStep]
-    ) -> Tensor:
+    def _compute(self, tensors: Sequence[Tensor], steps: Mapping[LayerKind, PackedStep]) -> Tensor:
         tokens, positions = tensors
         hidden = self.head.embed(tokens, self._scale)
         return self.head(hidden, self.head.rotation(positions), steps)

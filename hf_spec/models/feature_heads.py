@@ -20,6 +20,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -66,11 +67,11 @@ class MedusaHeads(nn.Module):
     def forward(self, features: Tensor, depth: int) -> Tensor:
         """(A, H) features -> (A, depth, V) logits of the first levels."""
         found = []
-        for level in range(depth):
+        for blocks, projection in list(zip(self.blocks, self.projections, strict=True))[:depth]:
             hidden = features
-            for block in self.blocks[level]:
+            for block in cast("nn.ModuleList", blocks):
                 hidden = hidden + F.silu(block(hidden))
-            found.append(self.projections[level](hidden))
+            found.append(projection(hidden))
         return torch.stack(found, dim=1)
 
     def propose(self, features: Tensor, depth: int) -> Proposals:
@@ -237,8 +238,8 @@ def build_mlp_speculator(head: PublishedHead, target: PreTrainedModel) -> MlpSpe
     alike = dict.fromkeys(counts, num_levels)
     if counts not in (tied, alike) or not 1 <= num_levels <= MAX_LEVELS:
         raise AssistantError(
-            f"{head.name!r} is no MLP speculator: it has {counts}, which is neither one of each for "
-            f"{num_levels} levels nor tied weights"
+            f"{head.name!r} is no MLP speculator: it has {counts}, which is neither one of each "
+            f"for {num_levels} levels nor tied weights"
         )
     size, vocab = sizes_of(target)
     inner = int(given["emb.0.weight"].shape[-1])

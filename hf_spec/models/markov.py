@@ -68,9 +68,10 @@ class MarkovHead(nn.Module):
 
 
 class ConfidenceHead(nn.Module):
-    """The chance that the target accepts what is drafted at a place, from a weight (1, width [+ r]).
+    """The chance that the target accepts what is drafted at a place.
 
-    With the r it reads the token before, too, as the Markov head embeds it.
+    Its weight is (1, width), or (1, width + r) where it also reads the token before, as the Markov
+    head embeds it.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], width: int):

@@ -1,4 +1,4 @@
-"""The weights of published heads: checked against what they must be, and made ready beside a target."""
+"""The weights of published heads: checked against what they must be, and put beside a target."""
 
 from __future__ import annotations
 
@@ -87,7 +87,10 @@ class OutputHead(FewTokensHead):
     """
 
     def __init__(
-        self, target: PreTrainedModel, weight: Tensor | None = None, vocabulary: Tensor | None = None
+        self,
+        target: PreTrainedModel,
+        weight: Tensor | None = None,
+        vocabulary: Tensor | None = None,
     ):
         if weight is None:
             super().__init__(_output(target), vocabulary)

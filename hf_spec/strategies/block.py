@@ -56,7 +56,7 @@ def _make(config: BlockConfig, target: PreTrainedModel, assistant: object) -> Dr
     if layers is None:
         raise AssistantError(
             "the head's config has no target_layer_ids, which say what it reads of the target; "
-            "pass BlockConfig(aux_layers=[...]), the indices of hidden states that it was trained on"
+            "pass BlockConfig(aux_layers=[...]), the indices of the hidden states it was trained on"
         )
     if config.length_policy == HEAD and head.confidence is None:
         raise AssistantError(
@@ -68,9 +68,7 @@ def _make(config: BlockConfig, target: PreTrainedModel, assistant: object) -> Dr
 
 def _make_for_auto(target: PreTrainedModel, assistant: object, batching: str) -> Drafter:
     # Which nodes are worth sending is decided there, and nothing is drawn at random.
-    wide = BlockConfig(
-        children=3, length_policy="static", sample_drafts=False, batching=batching
-    )
+    wide = BlockConfig(children=3, length_policy="static", sample_drafts=False, batching=batching)
     return _make(wide, target, assistant)
 
 
