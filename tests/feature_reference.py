@@ -59,14 +59,17 @@ def save(folder: Path, head: PublishedHead, name: str = "model.safetensors") -> 
 
 
 @cache
-def medusa(blocks: int = 1, projected: bool = True, levels: int = 3) -> PublishedHead:
+def medusa(
+    blocks: int = 1, projected: bool = True, size: int = SIZE, vocab: int = VOCAB
+) -> PublishedHead:
+    levels = 3
     shapes: dict[str, Sequence[int]] = {}
     for level in range(levels):
         for block in range(blocks):
-            shapes[f"{level}.{block}.linear.weight"] = (SIZE, SIZE)
-            shapes[f"{level}.{block}.linear.bias"] = (SIZE,)
+            shapes[f"{level}.{block}.linear.weight"] = (size, size)
+            shapes[f"{level}.{block}.linear.bias"] = (size,)
         if projected:
-            shapes[f"{level}.{blocks}.weight"] = (VOCAB, SIZE)
+            shapes[f"{level}.{blocks}.weight"] = (vocab, size)
     # As published: the config does not know how many there are.
     config = {"medusa_num_heads": 2, "medusa_num_layers": blocks, "model_type": "medusa"}
     return published("medusa", config, random_tensors(shapes, 4))
@@ -107,6 +110,7 @@ def medusa_reference(model: PreTrainedModel, head: PublishedHead) -> Reference:
     blocks = sum(key.startswith("0.") and "linear.weight" in key for key in tensors)
     own: Any = model.get_output_embeddings()
 
+    @torch.no_grad()
     def after(tokens: Sequence[int], path: Sequence[int]) -> Tensor:
         # The state of the last token is not there yet.
         hidden = states_of(model, tokens[:-1], [-1])[-1]
@@ -135,6 +139,7 @@ def speculator_reference(model: PreTrainedModel, head: PublishedHead) -> Referen
     def norm(x: Tensor) -> Tensor:
         return x / (x.square().mean() + 1e-6).sqrt()
 
+    @torch.no_grad()
     def after(tokens: Sequence[int], path: Sequence[int]) -> Tensor:
         state = states_of(model, tokens[:-1], [-1])[-1]
         if head.config["scale_input"]:
@@ -198,12 +203,13 @@ def block_tensors(
     confidence: bool = False,
     width: int = SIZE,
     own: int = 0,
-    seed: int = 6,
+    size: int = SIZE,
+    vocab: int = VOCAB,
 ) -> dict[str, Tensor]:
     """Of a block head; `own` is R of its own head, with its own embedding, 0 for none."""
     inner = 40
     shapes: dict[str, Sequence[int]] = {
-        "fc.weight": (width, len(LAYERS) * SIZE),
+        "fc.weight": (width, len(LAYERS) * size),
         "hidden_norm.weight": (width,),
         "norm.weight": (width,),
     }
@@ -225,8 +231,8 @@ def block_tensors(
             }.items()
         }
     if markov:
-        shapes["markov_head.markov_w1.weight"] = (VOCAB, RANK)
-        shapes["markov_head.markov_w2.weight"] = (own or VOCAB, RANK)
+        shapes["markov_head.markov_w1.weight"] = (vocab, RANK)
+        shapes["markov_head.markov_w2.weight"] = (own or vocab, RANK)
     if markov == "gated":
         shapes["markov_head.gate_proj.weight"] = (RANK, width + RANK)
         shapes["markov_head.gate_proj.bias"] = (RANK,)
@@ -237,12 +243,12 @@ def block_tensors(
         shapes["confidence_head.proj.weight"] = (1, width + (RANK if markov else 0))
         shapes["confidence_head.proj.bias"] = (1,)
     if own:
-        shapes |= {"embed_tokens.weight": (VOCAB, width), "lm_head.weight": (own, width)}
-    tensors = random_tensors(shapes, seed)
-    if own < VOCAB and own:
-        tokens = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(8))[:own].sort()[0]
+        shapes |= {"embed_tokens.weight": (vocab, width), "lm_head.weight": (own, width)}
+    tensors = random_tensors(shapes, 6)
+    if own < vocab and own:
+        tokens = torch.randperm(vocab, generator=torch.Generator().manual_seed(8))[:own].sort()[0]
         tensors["d2t"] = tokens - torch.arange(own)
-        tensors["t2d"] = torch.isin(torch.arange(VOCAB), tokens)
+        tensors["t2d"] = torch.isin(torch.arange(vocab), tokens)
     return tensors
 
 
@@ -266,17 +272,24 @@ def dflash(new: bool = True, **tensors: Any) -> PublishedHead:
 
 
 @cache
-def deepspec(kind: str | None = "vanilla", confidence: bool = True) -> PublishedHead:
+def deepspec(
+    kind: str | None = "vanilla",
+    confidence: bool = True,
+    layers: tuple[int, ...] = tuple(LAYERS),
+    size: int = SIZE,
+    vocab: int = VOCAB,
+) -> PublishedHead:
     """DeepSpec's layout: everything at the top, and its own copies of embedding and head."""
     config = {
         "architectures": ["Qwen3DSparkModel"],
         **BODY,
         "block_size": BLOCK,
-        "mask_token_id": MASK,
-        "target_layer_ids": [i - 1 for i in LAYERS],
+        "mask_token_id": vocab - 1,
+        "target_layer_ids": [i - 1 for i in layers],
         "markov_rank": RANK if kind else 0,
     }
-    return published("dspark", config, block_tensors(2, kind, confidence, own=VOCAB))
+    tensors = block_tensors(2, kind, confidence, size, vocab, size=size, vocab=vocab)
+    return published("dspark", config, tensors)
 
 
 @cache
@@ -307,10 +320,12 @@ def block_reference(
     embedding = t.get("embed_tokens.weight", model.get_input_embeddings().weight)
 
     @cache
+    @torch.no_grad()
     def outputs(tokens: tuple[int, ...]) -> Tensor:
         states = states_of(model, tokens[:-1], LAYERS)[begin:]
         return block_outputs(t, states, embedding[[tokens[-1], *[MASK] * (BLOCK - 1)]], kinds)
 
+    @torch.no_grad()
     def after(tokens: Sequence[int], path: Sequence[int]) -> Tensor:
         block = outputs(tuple(tokens))
         state, bias = torch.zeros(RANK), None

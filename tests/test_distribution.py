@@ -21,15 +21,18 @@ from transformers.generation import logits_process as hf
 
 from hf_spec import (
     AutoConfig,
+    BlockConfig,
     DiscoConfig,
     DraftConfig,
     FalconConfig,
     GsdConfig,
+    HeadsConfig,
     LookupConfig,
     SdsatConfig,
     TreeConfig,
 )
 from hf_spec.adapters.folder import SpecAdapter
+from hf_spec.adapters.published import PublishedHead
 from hf_spec.decoding import drafter
 from hf_spec.decoding.verification import NodeDraw
 from hf_spec.drafting import model_drafter
@@ -38,6 +41,7 @@ from hf_spec.execution.tree import DraftTree
 from hf_spec.models.falcon_head import FalconHead, FalconShape
 from hf_spec.verify.distribution import IMPOSSIBLE, chi_square
 from tests.biased_rules import NoResidual, RedrawnBonus, SiblingsWithoutUpdate
+from tests.feature_reference import deepspec, medusa
 from tests.tiny_models import TIMINGS, random_adaptive_tokens, save_disco_adapter
 
 VOCAB = 8
@@ -114,6 +118,11 @@ SDSAT_TREE = [(0,), (1,), (2,), (0, 0), (0, 1), (2, 0)]
 
 
 @cache
+def block_head() -> PublishedHead:
+    return deepspec(layers=(0, 1), size=16, vocab=VOCAB)
+
+
+@cache
 def adaptive() -> SpecAdapter:
     return random_adaptive_tokens(tiny(0))
 
@@ -170,6 +179,22 @@ def arguments(strategy: str) -> dict[str, Any]:
             "assistant": [draft, falcon_head()],
         },
         "auto sdsat": {"spec_strategy": AutoConfig(timings=TIMINGS), "assistant": adaptive()},
+        "block": {
+            "spec_strategy": BlockConfig(max_draft_tokens=2),
+            "assistant": block_head(),
+        },
+        "block surely": {
+            "spec_strategy": BlockConfig(length_policy="head", confidence_threshold=0.5),
+            "assistant": block_head(),
+        },
+        "block tree": {
+            "spec_strategy": BlockConfig(tree=[(0,), (1,), (2,), (0, 0), (0, 1), (2, 0)]),
+            "assistant": block_head(),
+        },
+        "heads": {
+            "spec_strategy": HeadsConfig(children=2, max_draft_tokens=2),
+            "assistant": medusa(size=16, vocab=VOCAB),
+        },
         "tree": {"spec_strategy": TreeConfig(children=2, max_nodes=6), "assistant": draft},
         "siblings": {
             "spec_strategy": TreeConfig(children=3, max_nodes=12, sample_drafts=True),
@@ -291,6 +316,10 @@ CASES = [
     ("falcon", PLAIN),
     ("falcon", TOP_K),
     ("falcon", REPETITION),
+    ("block", TOP_K),
+    ("block surely", PLAIN),
+    ("block tree", REPETITION),
+    ("heads", PLAIN),
     ("sdsat", PLAIN),
     ("sdsat", REPETITION),
     ("sdsat fused", PLAIN),
@@ -322,6 +351,7 @@ def test_what_the_prefix_forbids_never_comes(strategy: str) -> None:
         "disco",
         "merging",
         "falcon",
+        "block",
         "sdsat",
         "sdsat fused",
         "siblings",
@@ -417,7 +447,9 @@ class TestBrokenTwins:
         monkeypatch.setattr(drafter, "ResidualRejection", SiblingsWithoutUpdate)
         assert worst_p_value([REPETITIVE], PLAIN, "siblings") < REJECTED
 
-    @pytest.mark.parametrize("strategy", ["lookup", "tree", "falcon", "sdsat fused", "auto"])
+    @pytest.mark.parametrize(
+        "strategy", ["lookup", "tree", "falcon", "heads", "sdsat fused", "auto"]
+    )
     def test_bonus_redrawn_after_a_miss(
         self, strategy: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -428,9 +460,12 @@ class TestBrokenTwins:
         monkeypatch.setattr(DraftModelDrafter, "draft", draft_that_peeks)
         assert worst_p_value([REPETITIVE], PLAIN, "disco") < REJECTED
 
-    def test_draft_probs_that_were_not_drawn_from(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("strategy", ["draft", "block"])
+    def test_draft_probs_that_were_not_drawn_from(
+        self, strategy: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(model_drafter, "_stack", flatter)
-        assert worst_p_value([REPETITIVE], {"temperature": 0.5}, "draft") < REJECTED
+        assert worst_p_value([REPETITIVE], {"temperature": 0.5}, strategy) < REJECTED
 
     def test_one_row_with_the_prefix_of_another(self, monkeypatch: pytest.MonkeyPatch) -> None:
         class WrongPrefix(NodeDraw):

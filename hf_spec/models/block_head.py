@@ -410,8 +410,8 @@ def checked_layers(what: str, layers: tuple[int, ...], width: int, text: Any) ->
     count = width // text.hidden_size
     if len(layers) != count or not all(0 <= i <= text.num_hidden_layers for i in layers):
         raise AssistantError(
-            f"{what} names the hidden states {list(layers)}; the head reads {count}, of 0 to "
-            f"{text.num_hidden_layers}"
+            f"{what} names the hidden states {list(layers)}; the head reads {count} of "
+            f"{text.hidden_size} dimensions each, from 0 to {text.num_hidden_layers}"
         )
     return layers
 

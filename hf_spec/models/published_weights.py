@@ -41,8 +41,8 @@ def fitted(
         AssistantError: names the first that is missing, too many, or of another shape.
     """
     size, vocab = sizes_of(target)
-    what = f"{head.name!r}, beside a target of hidden size {size} and {vocab} tokens,"
-    check_tensors(what, tensors, expected)
+    source = f"a target of hidden size {size} and {vocab} tokens"
+    check_tensors(repr(head.name), tensors, expected, source)
     device, dtype = execution_device(_output(target)), head_dtype(target)
     return {name: tensor.to(device, dtype) for name, tensor in tensors.items()}
 

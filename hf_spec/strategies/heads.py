@@ -70,6 +70,8 @@ def make_feature_drafter(
             f"a draft of {deepest} tokens is deeper than the head proposes ({head.num_levels}); "
             f"pass max_draft_tokens={head.num_levels} or a flatter tree"
         )
+    if config.tree is not None and config.max_nodes is None:
+        config = replace(config, max_nodes=len(config.tree))
     config = resolve(config, target)
     if config.max_draft_tokens is None and config.length_policy != "disco":
         config = replace(config, max_draft_tokens=deepest or head.num_levels)
