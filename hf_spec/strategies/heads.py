@@ -36,6 +36,8 @@ class FeatureConfig(TreeConfig):
         max_draft_tokens: depth at which the tree is cut; None is all that the head proposes.
         tree: a list of rank paths, see `hf_spec.drafting.rank_tree`, instead of `children`,
             `expanded_per_level` and the rest. It is never drawn at random.
+        max_nodes: most nodes sent to the target, the likeliest paths first; None is as many as are
+            worth their time, a `tree` as a whole, and 24 where a depth or another policy is given.
     """
 
     adapter_methods = ()
@@ -55,9 +57,7 @@ class FeatureConfig(TreeConfig):
     @property
     def shape(self) -> TreeShape:
         """The configured one."""
-        plain = replace(self, tree=None) if self.tree is not None else self
-        shape = super(FeatureConfig, plain).shape
-        return shape if self.tree is None else replace(shape, tree=RankTree(self.tree))
+        return replace(super().shape, tree=None if self.tree is None else RankTree(self.tree))
 
 
 def make_feature_drafter(

@@ -28,7 +28,7 @@ from tests.feature_reference import (
     watch_drafts,
 )
 from tests.refusals import refuse
-from tests.tiny_models import TIMINGS, build, prompts, settled_prompt
+from tests.tiny_models import TIMINGS, build, disco_adapter, prompts, settled_prompt
 
 MODEL = build("llama")
 TREE = [[0], [1], [4], [0, 0], [0, 2], [1, 0], [4, 1], [0, 0, 0], [0, 0, 3], [1, 0, 0]]
@@ -148,6 +148,10 @@ def test_the_confidence_head_ends_a_draft() -> None:
 def test_length_policies(policy: str | None) -> None:
     generate(deepspec(), length_policy=policy)
     generate(dflash(), length_policy=policy, children=3)
+
+
+def test_discos_classifier_ends_a_draft() -> None:
+    generate(deepspec(), length_policy="disco", adapter=disco_adapter("llama"))
 
 
 def test_auto_takes_a_head(tmp_path: Path) -> None:
