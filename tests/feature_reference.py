@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from hf_spec.adapters.published import PublishedHead
-from hf_spec.drafting.feature_drafter import FeatureDrafter
+from hf_spec.drafting.proposal_drafter import ProposalDrafter
 from hf_spec.execution.tree import DraftTree
 from tests.tiny_models import VOCAB
 
@@ -156,15 +156,15 @@ def speculator_reference(model: PreTrainedModel, head: PublishedHead) -> Referen
 def watch_drafts() -> Iterator[list[tuple[DraftTree, list[list[int]], list[int]]]]:
     """A list that gains (tree, committed tokens, unfinished rows) with every draft."""
     seen: list[Any] = []
-    original = FeatureDrafter.draft
+    original = ProposalDrafter.draft
 
-    def draft(self: FeatureDrafter, state: Any, limits: Any) -> DraftTree:
+    def draft(self: ProposalDrafter, state: Any, limits: Any) -> DraftTree:
         tree = original(self, state, limits)
         seen.append((tree, [list(row) for row in state.tokens], list(state.unfinished)))
         return tree
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FeatureDrafter, "draft", draft)
+        patch.setattr(ProposalDrafter, "draft", draft)
         yield seen
 
 

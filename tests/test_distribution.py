@@ -35,7 +35,7 @@ from hf_spec.adapters.folder import SpecAdapter
 from hf_spec.adapters.published import PublishedHead
 from hf_spec.decoding import drafter
 from hf_spec.decoding.verification import NodeDraw
-from hf_spec.drafting import model_drafter
+from hf_spec.drafting import level_drafter
 from hf_spec.drafting.model_drafter import DraftModelDrafter
 from hf_spec.execution.tree import DraftTree
 from hf_spec.models.falcon_head import FalconHead, FalconShape
@@ -406,7 +406,7 @@ def flatter(distributions: Any) -> Tensor | None:
     return torch.nn.functional.normalize(probs.sqrt(), p=1, dim=-1)
 
 
-draft_model_stack = model_drafter._stack
+draft_model_stack = level_drafter._stack
 whole_draft = DraftModelDrafter.draft
 
 
@@ -464,7 +464,7 @@ class TestBrokenTwins:
     def test_draft_probs_that_were_not_drawn_from(
         self, strategy: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(model_drafter, "_stack", flatter)
+        monkeypatch.setattr(level_drafter, "_stack", flatter)
         assert worst_p_value([REPETITIVE], {"temperature": 0.5}, strategy) < REJECTED
 
     def test_one_row_with_the_prefix_of_another(self, monkeypatch: pytest.MonkeyPatch) -> None:

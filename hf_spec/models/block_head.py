@@ -35,9 +35,10 @@ from hf_spec.adapters.published import PublishedFamily, PublishedHead, register_
 from hf_spec.adapters.reading import whole_number
 from hf_spec.errors import AssistantError
 from hf_spec.execution.attention import PackedStep, tree_attention
+from hf_spec.execution.vocabulary import PADDED_ROWS
 from hf_spec.models.markov import CONFIDENCE, ConfidenceHead, MarkovHead, expected_tensors
 from hf_spec.models.markov import PREFIX as MARKOV
-from hf_spec.models.published_weights import OutputHead, fitted, published_vocabulary, sizes_of
+from hf_spec.models.published_weights import OutputHead, fitted, known_tokens, sizes_of
 
 STRATEGY = "block"
 DFLASH, DSPARK = "dflash", "dspark"
@@ -269,7 +270,13 @@ def build_block_head(head: PublishedHead, target: PreTrainedModel) -> BlockHead:
     offsets = given.get("d2t")
     own = own_head if own_head is not None else offsets
     num_known = vocab if own is None else len(own)
-    vocabulary = published_vocabulary(head, num_known, vocab)
+    if offsets is None and num_known > vocab:
+        # Rows that pad the published vocabulary.
+        for name in ("lm_head.weight", f"{MARKOV}markov_w2.weight"):
+            if name in given and len(given[name]) <= vocab + PADDED_ROWS:
+                given[name] = given[name][:vocab]
+        num_known = len(given["lm_head.weight"])
+    vocabulary = known_tokens(repr(head.name), offsets, num_known, vocab)
     expected = _expected(config, given, size, vocab)
     expected |= expected_tensors(given, config.hidden_size, num_known, vocab)
     tensors = fitted(

@@ -15,7 +15,7 @@ import torch
 from hf_spec_kernels import kv_write
 from torch import Tensor
 
-from hf_spec.drafting.feature_drafter import Proposals
+from hf_spec.drafting.proposal_drafter import Proposals
 from hf_spec.execution.attention import PackedStep
 from hf_spec.execution.cpu_linear import fast_cpu_linears, fast_products
 from hf_spec.execution.kv_cache import KVPool
@@ -65,7 +65,7 @@ class BlockRunner:
 
     @fast_products()
     def learn(self, spans: Mapping[int, tuple[int, int]], states: Sequence[Tensor]) -> None:
-        """See `FeatureRunner`."""
+        """See `ProposalRunner`."""
         joined = torch.cat([s.to(self.device, self.head.dtype) for s in states], dim=-1)
         context = self.head.context(joined)
         counts = [count for _, count in spans.values()]
@@ -76,7 +76,7 @@ class BlockRunner:
 
     @fast_products()
     def propose(self, roots: Mapping[int, int], depth: int) -> Proposals:
-        """See `FeatureRunner`: one pass over a block for each row."""
+        """See `ProposalRunner`: one pass over a block for each row."""
         self._store([row for row in roots if row in self._waiting])
         outputs = self._run(roots).view(len(roots), self.head.shape.block_size, -1)
         return BlockProposals(self.head, outputs, torch.tensor(list(roots.values())), depth)

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 
 from hf_spec.adapters.published import PublishedFamily, PublishedHead, register_family
 from hf_spec.adapters.reading import whole_number
-from hf_spec.drafting.feature_drafter import Lists, Proposals
+from hf_spec.drafting.proposal_drafter import Lists, Proposals
 from hf_spec.errors import AssistantError
 from hf_spec.execution.cpu_linear import fast_cpu_linears
 from hf_spec.models.published_weights import OutputHead, fitted, linear, sizes_of
@@ -79,8 +79,13 @@ class MedusaHeads(nn.Module):
         return Lists(self(features, depth))
 
     def runner(self, num_rows: int) -> NewestFeatures:
-        """See `FeatureHead`."""
+        """See `ProposalHead`."""
         return NewestFeatures(self, num_rows)
+
+    @property
+    def timing_key(self) -> int:
+        """See `ProposalHead`."""
+        return id(self)
 
     def num_forwards(self, depth: int) -> int:
         """One pass of all heads."""
@@ -131,8 +136,13 @@ class MlpSpeculator(nn.Module):
         return _Steps(self, features)
 
     def runner(self, num_rows: int) -> NewestFeatures:
-        """See `FeatureHead`."""
+        """See `ProposalHead`."""
         return NewestFeatures(self, num_rows)
+
+    @property
+    def timing_key(self) -> int:
+        """See `ProposalHead`."""
+        return id(self)
 
     def num_forwards(self, depth: int) -> int:
         """A step for every level."""
@@ -185,7 +195,7 @@ class NewestFeatures:
             self._features[row] = states[0][end].to(self.device, self._dtype)
 
     def propose(self, roots: Mapping[int, int], depth: int) -> Proposals:
-        """See `FeatureRunner`."""
+        """See `ProposalRunner`."""
         self.forwards += self.head.num_forwards(depth)
         known = [feature for row in roots if (feature := self._features[row]) is not None]
         return self.head.propose(torch.stack(known), depth)

@@ -12,6 +12,7 @@ from hf_spec.adapters.published import PublishedHead
 from hf_spec.adapters.reading import check_tensors
 from hf_spec.devices.placement import execution_device
 from hf_spec.errors import AssistantError
+from hf_spec.execution.vocabulary import PADDED_ROWS, num_embeddings
 from hf_spec.models.draft_head import FewTokensHead
 
 
@@ -25,8 +26,7 @@ def head_dtype(target: PreTrainedModel) -> torch.dtype:
 
 def sizes_of(target: PreTrainedModel) -> tuple[int, int]:
     """Hidden size and number of tokens of a target."""
-    config = target.config.get_text_config()
-    return config.hidden_size, config.vocab_size
+    return target.config.get_text_config().hidden_size, num_embeddings(target)
 
 
 def fitted(
@@ -47,34 +47,37 @@ def fitted(
     return {name: tensor.to(device, dtype) for name, tensor in tensors.items()}
 
 
-def published_vocabulary(head: PublishedHead, num_known: int, size: int) -> Tensor | None:
-    """(R,) int64 the tokens that the R outputs of a head stand for; None for all V in order.
+def known_tokens(
+    what: str, offsets: Tensor | None, num_known: int, full_size: int
+) -> Tensor | None:
+    """(R,) int64 tokens that R outputs of a head stand for; None for all of V, in their order.
 
-    The tensor "d2t" holds for each how far its token id is from its place.
+    `offsets`, the tensor "d2t", has for each how far its token is from its place. Without it the
+    first tokens are meant, up to rows that pad one of the two vocabularies.
 
     Raises:
-        AssistantError: if there are R < V outputs without it, or it leads out of the vocabulary.
+        AssistantError: if outputs lack an offset, or offsets lead out of V or to a token twice.
     """
-    offsets = head.tensors.get("d2t")
     if offsets is None:
-        if num_known != size:
+        if abs(num_known - full_size) > PADDED_ROWS:
             raise AssistantError(
-                f"{head.name!r} knows {num_known} of the target's {size} tokens and has no 'd2t', "
-                "which says which ones"
+                f"{what} knows {num_known} of {full_size} tokens and lacks d2t, which says which"
             )
-        return None
+        return None if num_known >= full_size else torch.arange(num_known)
     if offsets.shape != (num_known,) or offsets.is_floating_point():
         raise AssistantError(
-            f"{head.name!r}: 'd2t' is of shape {tuple(offsets.shape)} and {offsets.dtype}, not one "
-            f"offset for each of {num_known} outputs"
+            f"{what} is damaged: d2t is {tuple(offsets.shape)} of {offsets.dtype}, not {num_known} "
+            "whole numbers"
         )
     tokens = offsets.long() + torch.arange(num_known)
-    if int(tokens.min()) < 0 or int(tokens.max()) >= size or len(tokens.unique()) < num_known:
+    if int(tokens.min()) < 0 or int(tokens.max()) >= full_size:
         raise AssistantError(
-            f"{head.name!r}: 'd2t' does not lead to {num_known} different tokens below {size}; it "
-            "holds offsets, not token ids"
+            f"{what} is for another target: d2t leads to token {int(tokens.max())}, and there are "
+            f"{full_size}"
         )
-    return tokens
+    if len(tokens.unique()) < num_known:
+        raise AssistantError(f"{what} is damaged: d2t leads to some tokens twice")
+    return None if num_known == full_size and not bool(offsets.any()) else tokens
 
 
 class OutputHead(FewTokensHead):

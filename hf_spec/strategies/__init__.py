@@ -4,6 +4,7 @@ from hf_spec.strategies.auto import AutoConfig
 from hf_spec.strategies.block import BlockConfig
 from hf_spec.strategies.disco import DiscoConfig
 from hf_spec.strategies.draft_model import DraftConfig, TreeConfig
+from hf_spec.strategies.eagle import EagleConfig
 from hf_spec.strategies.falcon import FalconConfig
 from hf_spec.strategies.gsd import GsdConfig
 from hf_spec.strategies.heads import HeadsConfig
@@ -16,6 +17,7 @@ __all__ = [
     "BlockConfig",
     "DiscoConfig",
     "DraftConfig",
+    "EagleConfig",
     "FalconConfig",
     "GsdConfig",
     "HeadsConfig",

@@ -20,7 +20,7 @@ from hf_spec.errors import AssistantError, OptionError
 from hf_spec.models.block_head import DFLASH, DSPARK, BlockHead, checked_layers
 from hf_spec.models.block_runner import BlockRunner
 from hf_spec.strategies.assistants import resolve_published
-from hf_spec.strategies.heads import FeatureConfig, make_feature_drafter
+from hf_spec.strategies.heads import ProposalConfig, make_proposal_drafter
 from hf_spec.strategies.registry import register
 
 
@@ -31,10 +31,11 @@ class _Reading:
         self.head = head
         self.hidden_layers = layers
         self.num_levels = head.shape.num_levels
+        self.timing_key = id(head)
         self.embedding_scale = embedding_scale
 
     def runner(self, num_rows: int) -> BlockRunner:
-        """See `FeatureHead`."""
+        """See `ProposalHead`."""
         return BlockRunner(self.head, num_rows, self.embedding_scale)
 
     def num_forwards(self, depth: int) -> int:
@@ -63,7 +64,7 @@ def _make(config: BlockConfig, target: PreTrainedModel, assistant: object) -> Dr
             f"length_policy={HEAD!r}: this head has no confidence head; choose 'confidence'"
         )
     scale = head.shape.embedding_scale if scale is None else scale
-    return make_feature_drafter(config, _Reading(head, layers, scale), target)
+    return make_proposal_drafter(config, _Reading(head, layers, scale), target)
 
 
 def _make_for_auto(target: PreTrainedModel, assistant: object, batching: str) -> Drafter:
@@ -74,7 +75,7 @@ def _make_for_auto(target: PreTrainedModel, assistant: object, batching: str) ->
 
 @register("block", _make, _make_for_auto)
 @dataclass(frozen=True)
-class BlockConfig(FeatureConfig):
+class BlockConfig(ProposalConfig):
     """Options of DFlash and DSpark heads; `length_policy="head"` asks DSpark's confidence head.
 
     Attributes:

@@ -15,10 +15,10 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from hf_spec.decoding.drafter import Drafter
-from hf_spec.drafting.feature_drafter import FeatureDrafter, FeatureHead
 from hf_spec.drafting.length_policy import MEASURED, make_policy
+from hf_spec.drafting.level_drafter import TreeShape
 from hf_spec.drafting.measured import measured, resolve
-from hf_spec.drafting.model_drafter import TreeShape
+from hf_spec.drafting.proposal_drafter import ProposalDrafter, ProposalHead
 from hf_spec.drafting.rank_tree import RankTree, checked_tree
 from hf_spec.drafting.sources import NODES_PER_LEVEL
 from hf_spec.errors import OptionError
@@ -29,7 +29,7 @@ from hf_spec.strategies.registry import register
 
 
 @dataclass(frozen=True)
-class FeatureConfig(TreeConfig):
+class ProposalConfig(TreeConfig):
     """Options of drafts from a head that proposes several levels at once.
 
     Attributes:
@@ -60,8 +60,8 @@ class FeatureConfig(TreeConfig):
         return replace(super().shape, tree=None if self.tree is None else RankTree(self.tree))
 
 
-def make_feature_drafter(
-    config: FeatureConfig, head: FeatureHead, target: PreTrainedModel
+def make_proposal_drafter(
+    config: ProposalConfig, head: ProposalHead, target: PreTrainedModel
 ) -> Drafter:
     """The drafter of a config and the head that was found for it."""
     deepest = config.max_draft_tokens or (RankTree(config.tree).height if config.tree else 0)
@@ -76,7 +76,7 @@ def make_feature_drafter(
     if config.max_draft_tokens is None and config.length_policy != "disco":
         config = replace(config, max_draft_tokens=deepest or head.num_levels)
     policy = make_policy(config, target)
-    drafter = FeatureDrafter(config, head, target, policy)
+    drafter = ProposalDrafter(config, head, policy)
     if config.length_policy != MEASURED:
         return drafter
     width = min(config.shape.children, NODES_PER_LEVEL)
@@ -85,7 +85,7 @@ def make_feature_drafter(
 
 def _make(config: HeadsConfig, target: PreTrainedModel, assistant: object) -> Drafter:
     head = resolve_published(config.strategy, assistant, target, (MEDUSA, MLP_SPECULATOR))
-    return make_feature_drafter(config, head, target)
+    return make_proposal_drafter(config, head, target)
 
 
 def _make_for_auto(target: PreTrainedModel, assistant: object, batching: str) -> Drafter:
@@ -95,7 +95,7 @@ def _make_for_auto(target: PreTrainedModel, assistant: object, batching: str) ->
 
 @register("heads", _make, _make_for_auto)
 @dataclass(frozen=True)
-class HeadsConfig(FeatureConfig):
+class HeadsConfig(ProposalConfig):
     """Options of Medusa heads and MLP speculators.
 
     Attributes:

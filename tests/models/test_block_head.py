@@ -218,7 +218,7 @@ INNER = dflash().config["dflash_config"]
         ),
         (changed(dflash(), layer_types=["full_attention"]), "names 1 layer_types for 2 layers"),
         (changed(dflash(), input_embedding_scale="big"), "input_embedding_scale='big'"),
-        (changed(speculators(), {"d2t": None}), "knows 60 of the target's 97 tokens"),
+        (changed(speculators(), {"d2t": torch.arange(60) * 2}), "leads to token 177"),
         (changed(speculators(), {"embed_tokens.weight": None}), "has no 'embed_tokens.weight'"),
         (
             changed(deepspec(confidence=False), {"markov_head.markov_w1.weight": None}),

@@ -10,8 +10,8 @@ from hf_spec.models.published_weights import (
     OutputHead,
     fitted,
     head_dtype,
+    known_tokens,
     linear,
-    published_vocabulary,
 )
 from tests.feature_reference import published
 from tests.tiny_models import VOCAB, build
@@ -19,32 +19,32 @@ from tests.tiny_models import VOCAB, build
 MODEL = build("llama")
 
 
-def vocabulary(offsets: torch.Tensor | None, known: int) -> torch.Tensor | None:
-    tensors = {} if offsets is None else {"d2t": offsets}
-    return published_vocabulary(published("dflash", {}, tensors), known, VOCAB)
+def vocabulary(offsets: torch.Tensor | None, known: int) -> list[int] | None:
+    found = known_tokens("the head", offsets, known, VOCAB)
+    return None if found is None else found.tolist()
 
 
 def test_d2t_holds_offsets() -> None:
     tokens = torch.tensor([4, 7, 8, 96])
-    found = vocabulary(tokens - torch.arange(4), 4)
-    assert found is not None
-    assert found.tolist() == tokens.tolist()
+    assert vocabulary(tokens - torch.arange(4), 4) == tokens.tolist()
 
 
 def test_d2t_may_be_absent_where_all_tokens_are_known() -> None:
     assert vocabulary(None, VOCAB) is None
-    assert vocabulary(torch.zeros(VOCAB, dtype=torch.long), VOCAB).tolist() == list(range(VOCAB))  # type: ignore[union-attr]
+    assert vocabulary(torch.zeros(VOCAB, dtype=torch.long), VOCAB) is None
+    # As many as padding explains.
+    assert vocabulary(None, VOCAB - 3) == list(range(VOCAB - 3))
 
 
 @pytest.mark.parametrize(
     ("offsets", "known", "match"),
     [
-        (None, 4, "knows 4 of the target's 97 tokens and has no 'd2t'"),
-        (torch.tensor([4, 7, 8, 96]), 4, "it holds offsets, not token ids"),
-        (torch.tensor([-1, 0, 0, 0]), 4, "does not lead to 4 different tokens"),
-        (torch.tensor([1, 0, 0, 0]), 4, "does not lead to 4 different tokens"),
-        (torch.tensor([1.0, 0, 0, 0]), 4, "torch.float32, not one offset for each"),
-        (torch.tensor([1, 0, 0]), 4, r"shape \(3,\)"),
+        (None, VOCAB + 2000, "knows 2097 of 97 tokens and lacks d2t"),
+        (torch.tensor([4, 7, 8, 96]), 4, "leads to token 99, and there are 97"),
+        (torch.tensor([-1, 0, 0, 0]), 4, "for another target"),
+        (torch.tensor([1, 0, 0, 0]), 4, "leads to some tokens twice"),
+        (torch.tensor([1.0, 0, 0, 0]), 4, "torch.float32, not 4 whole numbers"),
+        (torch.tensor([1, 0, 0]), 4, r"d2t is \(3,\)"),
     ],
 )
 def test_d2t_that_cannot_be(offsets: torch.Tensor | None, known: int, match: str) -> None:

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.stopping import StopRules
-from hf_spec.drafting.feature_drafter import FeatureDrafter, Lists, Proposals
 from hf_spec.drafting.length_policy import LengthPolicy
+from hf_spec.drafting.proposal_drafter import Lists, ProposalDrafter, Proposals
 from hf_spec.execution.runner import ForwardOutput
 from hf_spec.execution.tree import DraftTree, Verdict
 from hf_spec.strategies.draft_model import TreeConfig
-from tests.tiny_models import VOCAB, build
+from tests.tiny_models import VOCAB
 
 
 def test_lists_follow_rows_and_levels() -> None:
@@ -34,6 +34,7 @@ class Recorder:
 
     hidden_layers = (2, 0, 2)
     num_levels = 3
+    timing_key = "recorder"
     forwards = 0
     device = torch.device("cpu")
 
@@ -77,7 +78,7 @@ def begun(prompts: list[list[int]]) -> GenerationState:
 def test_what_a_head_is_told_and_asked() -> None:
     head, state = Recorder(), begun([[5, 6, 7], [8, 9, 4]])
     config = TreeConfig(children=1, max_draft_tokens=2)
-    drafter = FeatureDrafter(config, head, build("llama"), LengthPolicy(2))
+    drafter = ProposalDrafter(config, head, LengthPolicy(2))
     assert drafter.hidden_layers == (2, 0)
     with drafter.active(state):
         first = drafter.draft(state, {0: 9, 1: 9})
@@ -101,7 +102,7 @@ def test_what_a_head_is_told_and_asked() -> None:
 
 def test_a_draft_that_is_no_draft_asks_nobody() -> None:
     head, state = Recorder(), begun([[5, 6, 7]])
-    drafter = FeatureDrafter(TreeConfig(), head, build("llama"), LengthPolicy(2))
+    drafter = ProposalDrafter(TreeConfig(), head, LengthPolicy(2))
     head.known.add(0)
     with drafter.active(state):
         tree: DraftTree = drafter.draft(state, {0: 0})

@@ -1,28 +1,27 @@
-"""Drafts from heads that read the target's hidden states and propose several levels at once.
+"""Drafts from heads that look at the target's hidden states once, and propose several levels.
 
-A *feature head* looks at what the target thought of the newest tokens, once per round, and says for
-each of its levels what may stand there; whether that depends on the tokens drafted before is its
-own affair (`Proposals`). The draft grows from there like one of a draft model: a chain, the
-likeliest paths, or a tree of ranks, drawn at random or not, ended by any length policy.
+What they propose for a level may depend on the tokens that are drafted before (`Proposals`). The
+draft grows level by level like others: a chain, the likeliest paths, or a tree of ranks, drawn at
+random or not, ended by any length policy.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from hf_spec.decoding.state import GenerationState
 from hf_spec.devices.transfer import send
+from hf_spec.drafting.graph import TokenGraph
 from hf_spec.drafting.length_policy import HeadPolicy, LengthPolicy
-from hf_spec.drafting.model_drafter import DraftModelConfig, DraftModelDrafter, _Growth
+from hf_spec.drafting.level_drafter import LevelConfig, LevelDrafter
 from hf_spec.execution.cpu_linear import fast_products
-from hf_spec.execution.runner import ForwardOutput, ModelRunner
+from hf_spec.execution.runner import ForwardOutput
 from hf_spec.execution.tree import DraftTree, Verdict
 
 
@@ -67,8 +66,8 @@ class Lists(Proposals):
         return self._logits[rows, level]
 
 
-class FeatureRunner(Protocol):
-    """Runs a feature head, with whatever it keeps of each row.
+class ProposalRunner(Protocol):
+    """Runs a head, with whatever it keeps of each row.
 
     Attributes:
         forwards: passes of the head so far.
@@ -99,7 +98,7 @@ class FeatureRunner(Protocol):
         """Look at the rows whose last tokens are given, for a draft of so many levels."""
 
 
-class FeatureHead(Protocol):
+class ProposalHead(Protocol):
     """A head as its drafter sees it.
 
     Attributes:
@@ -110,72 +109,69 @@ class FeatureHead(Protocol):
     hidden_layers: tuple[int, ...]
     num_levels: int
 
-    def runner(self, num_rows: int) -> FeatureRunner:
+    @property
+    def timing_key(self) -> Hashable:
+        """What measured times belong to."""
+
+    def runner(self, num_rows: int) -> ProposalRunner:
         """Runs it for one generation."""
 
     def num_forwards(self, depth: int) -> int:
         """Passes that a draft of so many levels takes."""
 
 
-class FeatureDrafter(DraftModelDrafter):
-    """Grows a chain or a tree per row from what a feature head of `target` proposes."""
+class ProposalDrafter(LevelDrafter):
+    """Grows a chain or a tree per row from what a head proposes."""
 
     # From `start` on.
-    _runner: FeatureRunner  # type: ignore[assignment]
+    _runner: ProposalRunner
     _proposals: Proposals
     _places: dict[tuple[int, int], int]
 
-    no_candidates = (
-        "the head needs the target's hidden states, which assisted decoding does not hand on; use "
-        "spec_strategy="
-    )
-
-    def __init__(
-        self,
-        config: DraftModelConfig,
-        head: FeatureHead,
-        target: PreTrainedModel,
-        policy: LengthPolicy,
-    ):
-        super().__init__(config, target, policy)
+    def __init__(self, config: LevelConfig, head: ProposalHead, policy: LengthPolicy):
+        super().__init__(config, policy)
         self.head = head
         self.hidden_layers = tuple(dict.fromkeys(head.hidden_layers))
-        self.max_depth = min(policy.max_draft_tokens, head.num_levels)
-        self.no_candidates = f"{type(self).no_candidates}{config.strategy!r}"
+        self.max_depth = min(self.max_depth, head.num_levels)
+        self.no_candidates = (
+            "the head needs the target's hidden states, which assisted decoding does not hand on; "
+            f"use spec_strategy={config.strategy!r}"
+        )
         self._roots: dict[int, int] = {}
 
     @property
     def timing_key(self) -> Hashable:
         """The head."""
-        return id(self.head)
+        return self.head.timing_key
 
     def num_forwards(self, depth: int) -> int:
-        """See `FeatureHead`."""
+        """See `ProposalHead`."""
         return self.head.num_forwards(depth)
 
     def start(self, state: GenerationState) -> None:
         """Rows of which nothing is known."""
+        super().start(state)
         self._runner = self.head.runner(state.num_rows)
-        self._begin(state)
 
-    def prefill(self, run: Callable[[ModelRunner], object]) -> None:
-        """The target has seen the prompt; that is enough."""
+    def restart(self, row: int) -> None:
+        """A row of which nothing is known."""
+        super().restart(row)
+        self._runner.restart(row)
 
     def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
-        """One tree per unfinished row."""
+        """One tree per unfinished row, the root alone where no state is known yet."""
         self._roots = {row: len(state.tokens[row]) - 1 for row in limits}
-        limits = {
+        known = {
             row: min(limit, self.max_depth) if self._runner.knows(row) else 0
             for row, limit in limits.items()
         }
-        self._depth = max(limits.values(), default=0)
-        return super().draft(state, limits)
+        self._depth = max(known.values(), default=0)
+        return super().draft(state, known)
 
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
         """Take the hidden states of the root and of what was accepted; tell the policy."""
+        self.accepted(verdict)
         kept = output.kept_places(verdict)
-        for row in kept:
-            self.policy.observe(row, verdict.tree.height(row), len(verdict.accepted[row]))
         spans = {
             row: (self._roots[row] - len(output.pending.get(row, [])), len(mine))
             for row, mine in kept.items()
@@ -185,29 +181,28 @@ class FeatureDrafter(DraftModelDrafter):
         (index,) = send([places], states[0].device)
         self._runner.learn(spans, [found[index.to(found.device)] for found in states])
 
-    @fast_products()
-    def _logits(
-        self,
-        state: GenerationState,
-        growths: dict[int, _Growth],
-        tree: DraftTree,
-        owners: Sequence[tuple[int, int]],
-    ) -> Tensor:
-        graphs = {row: growths[row].graph for row, _ in owners}
-        if owners[0][1] == 0:
-            self._proposals = self._runner.propose(
-                {row: graph.tokens[0] for row, graph in graphs.items()}, self._depth
-            )
-            above = {(row, -1): place for place, row in enumerate(graphs)}
-        else:
-            above = self._places
-        tokens = [graphs[row].tokens[node] for row, node in owners]
-        parents = [above[row, graphs[row].parents[node]] for row, node in owners]
-        self._places = {owner: place for place, owner in enumerate(owners)}
-        pair = [torch.tensor(part) for part in (tokens, parents)]
-        return self._proposals.after(*send(pair, self._runner.device))
-
-    def _score(self, probs: Tensor, positions: Sequence[int]) -> Tensor | None:
+    def scores(self, probs: Tensor, positions: Sequence[int]) -> Tensor | None:
+        """Those of the confidence head, for the policy that asks it."""
         if isinstance(self.policy, HeadPolicy):
             return self._proposals.confidence
-        return super()._score(probs, positions)
+        return super().scores(probs, positions)
+
+    @fast_products()
+    def probabilities(
+        self,
+        state: GenerationState,
+        graphs: Mapping[int, TokenGraph],
+        owners: Sequence[tuple[int, int]],
+    ) -> Tensor:
+        """(nodes, V) float32: what the head proposes after each (row, node), processed."""
+        if owners[0][1] == 0:
+            roots = {row: graph.tokens[0] for row, graph in graphs.items()}
+            self._proposals = self._runner.propose(roots, self._depth)
+            self._places = {(row, -1): place for place, row in enumerate(graphs)}
+        tokens = [graphs[row].tokens[node] for row, node in owners]
+        parents = [self._places[row, graphs[row].parents[node]] for row, node in owners]
+        self._places = {owner: place for place, owner in enumerate(owners)}
+        pair = [torch.tensor(part) for part in (tokens, parents)]
+        logits = self._proposals.after(*send(pair, self._runner.device))
+        logits = logits.to(state.device, torch.float32)
+        return self.processed(state, graphs, owners, logits)
