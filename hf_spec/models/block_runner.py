@@ -15,6 +15,7 @@ import torch
 from hf_spec_kernels import kv_write
 from torch import Tensor
 
+from hf_spec.devices.transfer import send
 from hf_spec.drafting.proposal_drafter import Proposals
 from hf_spec.execution.attention import PackedStep
 from hf_spec.execution.cpu_linear import fast_cpu_linears, fast_products
@@ -96,8 +97,9 @@ class BlockRunner:
             positions.append(torch.arange(begin, places.stop) + self._first[row])
             start = end
         self.pool.reserve(max(self._stored))
-        rotation = self.head.rotation(torch.cat(positions).to(self.device))
-        where = write_places(writes, start).to(self.device)
+        hosted = [torch.cat(positions), write_places(writes, start)]
+        position, where = send(hosted, self.device)
+        rotation = self.head.rotation(position)
         for index, layer in enumerate(self.head.layers):
             attention: Any = layer.self_attn
             key, value = attention.keys_values(context, rotation)
@@ -123,7 +125,7 @@ class BlockRunner:
             )
             return outputs[: len(tokens)]
         # A graph holds one layout.
-        return self._compute([tensor.to(self.device) for tensor in tensors], steps)
+        return self._compute(send(tensors, self.device), steps)
 
     def _compute(self, tensors: Sequence[Tensor], steps: Mapping[LayerKind, PackedStep]) -> Tensor:
         tokens, positions = tensors

@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.drafting.length_policy import HEAD
 from hf_spec.errors import AssistantError, OptionError
-from hf_spec.models.block_head import DFLASH, DSPARK, BlockHead, checked_layers
+from hf_spec.models.block_head import BlockHead
+from hf_spec.models.block_reading import DFLASH, DSPARK, checked_layers
 from hf_spec.models.block_runner import BlockRunner
 from hf_spec.strategies.assistants import resolve_published
 from hf_spec.strategies.heads import ProposalConfig, make_proposal_drafter

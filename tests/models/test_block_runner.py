@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_spec.adapters.published import PublishedHead
 from hf_spec.execution.step_graphs import padded_steps
-from hf_spec.models.block_head import build_block_head
+from hf_spec.models.block_reading import build_block_head
 from hf_spec.models.block_runner import BlockRunner
 from tests.feature_reference import (
     BLOCK,
