@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from hf_spec.adapters.published import PublishedHead
 from hf_spec.drafting.proposal_drafter import ProposalDrafter
 from hf_spec.execution.tree import DraftTree
+from tests.published_heads import random_tensors
 from tests.tiny_models import VOCAB
 
 SIZE = 32
@@ -35,15 +36,6 @@ RANK = 6
 
 # The text, a drafted path -> (V,) logits of what follows.
 Reference = Callable[[Sequence[int], Sequence[int]], Tensor]
-
-
-def random_tensors(shapes: Mapping[str, Sequence[int]], seed: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        name: ("norm" in name)
-        + (0.1 if "norm" in name else 0.3) * torch.randn(shape, generator=generator)
-        for name, shape in shapes.items()
-    }
 
 
 def published(family: str, config: dict[str, Any], tensors: dict[str, Tensor]) -> PublishedHead:

@@ -71,7 +71,7 @@ def build_block_head(head: PublishedHead, target: PreTrainedModel) -> BlockHead:
                 f"is {size} wide"
             )
     output = OutputHead(target, tensors.get("lm_head.weight"), vocabulary)
-    return BlockHead(_shape(head, config, target), config, tensors, embedding, output).eval()
+    return BlockHead(_shape(head, config, target), config, tensors, embedding, output)
 
 
 def _known(head: PublishedHead, given: dict[str, Tensor], vocab: int) -> tuple[int, Tensor | None]:

@@ -266,7 +266,7 @@ def build_mlp_speculator(head: PublishedHead, target: PreTrainedModel) -> MlpSpe
     scale_input = head.config.get("scale_input", False)
     if not isinstance(scale_input, bool):
         raise AssistantError(f"{what} has scale_input={scale_input!r}, not true or false")
-    return MlpSpeculator(fitted(head, given, expected, target), num_levels, scale_input).eval()
+    return MlpSpeculator(fitted(head, given, expected, target), num_levels, scale_input)
 
 
 def _norm(states: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from hf_spec.drafting.length_policy import MEASURED, make_policy
 from hf_spec.drafting.level_drafter import TreeShape
 from hf_spec.drafting.measured import measured, resolve
 from hf_spec.drafting.proposal_drafter import ProposalDrafter, ProposalHead
-from hf_spec.drafting.rank_tree import RankTree, checked_tree
+from hf_spec.drafting.rank_tree import RankTree
 from hf_spec.drafting.sources import NODES_PER_LEVEL
 from hf_spec.errors import OptionError
 from hf_spec.models.feature_heads import MEDUSA, MLP_SPECULATOR
@@ -52,7 +52,7 @@ class ProposalConfig(TreeConfig):
         for name in ("max_draft_tokens", "max_nodes"):
             self.check(name, 1)
         if self.tree is not None:
-            object.__setattr__(self, "tree", checked_tree(self.tree, self.strategy))
+            object.__setattr__(self, "tree", RankTree.of(self.tree).paths)
 
     @property
     def shape(self) -> TreeShape:

@@ -165,7 +165,7 @@ class TestRefused:
     def test_options(self) -> None:
         with pytest.raises(OptionError, match="lacks its parent"):
             HeadsConfig(tree=[[0, 0]])
-        with pytest.raises(OptionError, match="unknown tree 'wide'"):
+        with pytest.raises(OptionError, match="must be a list of rank paths"):
             HeadsConfig(tree="wide")
         with pytest.raises(OptionError, match="max_draft_tokens must be"):
             HeadsConfig(max_draft_tokens=0)
