@@ -8,7 +8,7 @@ random or not, ended by any length policy.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -113,24 +113,28 @@ class ProposalHead(Protocol):
     def timing_key(self) -> Hashable:
         """What measured times belong to."""
 
-    def runner(self, num_rows: int) -> ProposalRunner:
-        """Runs it for one generation."""
-
     def num_forwards(self, depth: int) -> int:
         """Passes that a draft of so many levels takes."""
 
 
 class ProposalDrafter(LevelDrafter):
-    """Grows a chain or a tree per row from what a head proposes."""
+    """Grows a chain or a tree per row from what a head proposes, run for a number of rows."""
 
     # From `start` on.
     _runner: ProposalRunner
     _proposals: Proposals
     _places: dict[tuple[int, int], int]
 
-    def __init__(self, config: LevelConfig, head: ProposalHead, policy: LengthPolicy):
+    def __init__(
+        self,
+        config: LevelConfig,
+        head: ProposalHead,
+        make_runner: Callable[[int], ProposalRunner],
+        policy: LengthPolicy,
+    ):
         super().__init__(config, policy)
         self.head = head
+        self._make_runner = make_runner
         self.hidden_layers = tuple(dict.fromkeys(head.hidden_layers))
         self.max_depth = min(self.max_depth, head.num_levels)
         self.no_candidates = (
@@ -151,7 +155,7 @@ class ProposalDrafter(LevelDrafter):
     def start(self, state: GenerationState) -> None:
         """Rows of which nothing is known."""
         super().start(state)
-        self._runner = self.head.runner(state.num_rows)
+        self._runner = self._make_runner(state.num_rows)
 
     def restart(self, row: int) -> None:
         """A row of which nothing is known."""

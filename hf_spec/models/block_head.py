@@ -48,8 +48,7 @@ class BlockShape:
         block_size: b, places of a block.
         from_anchor: whether its first output drafts, too, and each one the token after its place.
         mask_token_id: stands at all places but the first.
-        hidden_layers: indices of the target's hidden states that make the context; None where the
-            config does not say, which only the user can mend.
+        hidden_layers: indices of the target's hidden states that make the context.
         kinds: one per layer.
         embedding_scale: factor of the target's embedding.
         output_scale, softcap: what becomes of logits, a factor and then squashing by tanh; 0 for
@@ -59,7 +58,7 @@ class BlockShape:
     block_size: int
     from_anchor: bool
     mask_token_id: int
-    hidden_layers: tuple[int, ...] | None
+    hidden_layers: tuple[int, ...]
     kinds: tuple[LayerKind, ...]
     embedding_scale: float = 1.0
     output_scale: float = 1.0
@@ -95,6 +94,7 @@ class BlockHead(nn.Module):
         from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
         self.shape = shape
+        self.hidden_layers, self.num_levels = shape.hidden_layers, shape.num_levels
         width, eps = config.hidden_size, config.rms_norm_eps
         with torch.device("meta"):
             self.fc = nn.Linear(tensors["fc.weight"].shape[1], width, bias=False)
@@ -121,6 +121,15 @@ class BlockHead(nn.Module):
         """Where it computes."""
         return self.fc.weight.device
 
+    @property
+    def timing_key(self) -> int:
+        """See `ProposalHead`."""
+        return id(self)
+
+    def num_forwards(self, depth: int) -> int:
+        """One pass, however many of its places are drafted."""
+        return 1
+
     def context(self, states: Tensor) -> Tensor:
         """(T, n * H) hidden states of the target, layer beside layer -> (T, width)."""
         return self.hidden_norm(self.fc(states.to(self.device, self.dtype)))
@@ -131,11 +140,11 @@ class BlockHead(nn.Module):
         cos, sin = self.rotary(like, positions[None])
         return cos[0], sin[0]
 
-    def embed(self, tokens: Tensor, scale: float) -> Tensor:
-        """(T,) int64 -> (T, width), raw rows of the embedding times a factor."""
+    def embed(self, tokens: Tensor) -> Tensor:
+        """(T,) int64 -> (T, width), raw rows of the embedding, scaled."""
         weight: Any = self.embedding.weight
         rows = F.embedding(tokens.to(weight.device), weight)
-        return rows.to(self.device, self.dtype) * scale
+        return rows.to(self.device, self.dtype) * self.shape.embedding_scale
 
     def forward(
         self, hidden: Tensor, rotation: Rotation, steps: Mapping[LayerKind, PackedStep]

@@ -170,42 +170,41 @@ def _shape(head: PublishedHead, config: Qwen3Config, target: PreTrainedModel) ->
         scales[name] = usual if value is None else value
         if not isinstance(scales[name], (int, float)) or not math.isfinite(scales[name]):
             raise AssistantError(f"{what} has {name}={value!r}, which is no number")
+    scale = dict(head.reading).get("embedding_scale", scales["input_embedding_scale"])
     embeddings: Any = target.get_input_embeddings()
     return BlockShape(
         whole_number(what, named, "block_size", 2, MAX_BLOCK),
         bool(from_anchor),
         whole_number(what, named, "mask_token_id", 0, embeddings.weight.shape[0] - 1),
-        _hidden_layers(head, config, text),
+        _hidden_layers(head, text),
         tuple(_kind(head, config, index) for index in range(config.num_hidden_layers)),
-        float(scales["input_embedding_scale"]),
+        float(scale),
         float(scales["output_multiplier"]),
         float(scales["final_logit_softcapping"]),
     )
 
 
-def _hidden_layers(head: PublishedHead, config: Qwen3Config, text: Any) -> tuple[int, ...] | None:
-    """The indices of hidden states that a config names; None where it names none."""
-    ids, shift = _look(head.config, "aux_hidden_state_layer_ids"), 0
+def _hidden_layers(head: PublishedHead, text: Any) -> tuple[int, ...]:
+    """The indices of hidden states that the user or the config names."""
+    ids: Any = dict(head.reading).get("aux_layers")
+    shift = 0
+    if ids is None:
+        ids = _look(head.config, "aux_hidden_state_layer_ids")
     if ids is None:
         ids, shift = _look(head.config, "target_layer_ids"), 1
     if ids is None:
-        return None
-    if not isinstance(ids, list) or not all(type(i) is int for i in ids):
-        raise AssistantError(f"the config of {head.name!r} names the layers {ids!r:.60}")
-    return checked_layers(
-        f"the config of {head.name!r}",
-        tuple(i + shift for i in ids),
-        head.tensors["fc.weight"].shape[1],
-        text,
-    )
-
-
-def checked_layers(what: str, layers: tuple[int, ...], width: int, text: Any) -> tuple[int, ...]:
-    """Hidden states, `width` wide in all, that a head reads; refused if they cannot be these."""
-    count = width // text.hidden_size
+        raise AssistantError(
+            f"the config of {head.name!r} has no target_layer_ids, which say what the head reads "
+            "of the target; pass BlockConfig(aux_layers=[...]), the indices of the hidden states "
+            "that it was trained on"
+        )
+    if not isinstance(ids, (list, tuple)) or not all(type(i) is int for i in ids):
+        raise AssistantError(f"{head.name!r} reads the layers {ids!r:.60}, which are no numbers")
+    layers = tuple(i + shift for i in ids)
+    count = head.tensors["fc.weight"].shape[1] // text.hidden_size
     if len(layers) != count or not all(0 <= i <= text.num_hidden_layers for i in layers):
         raise AssistantError(
-            f"{what} names the hidden states {list(layers)}; the head reads {count} of "
+            f"{head.name!r} is to read the hidden states {list(layers)}; it reads {count} of "
             f"{text.hidden_size} dimensions each, from 0 to {text.num_hidden_layers}"
         )
     return layers

@@ -27,17 +27,13 @@ from hf_spec.models.block_head import BlockHead, LayerKind
 
 
 class BlockRunner:
-    """A head in evaluation mode, what it knows of `num_rows` sequences, and its passes.
+    """A head, what it knows of `num_rows` sequences, and its passes."""
 
-    `embedding_scale` is a factor of the rows of the embedding.
-    """
-
-    def __init__(self, head: BlockHead, num_rows: int, embedding_scale: float):
+    def __init__(self, head: BlockHead, num_rows: int):
         self.head = head
         self.pool = KVPool(num_rows)
         self.forwards = 0
         self.device = head.device
-        self._scale = embedding_scale
         # Per row: the position of its first context vector, -1 without any; how many have keys and
         # values; and those that have none yet.
         self._first = [-1] * num_rows
@@ -129,7 +125,7 @@ class BlockRunner:
 
     def _compute(self, tensors: Sequence[Tensor], steps: Mapping[LayerKind, PackedStep]) -> Tensor:
         tokens, positions = tensors
-        hidden = self.head.embed(tokens, self._scale)
+        hidden = self.head.embed(tokens)
         return self.head(hidden, self.head.rotation(positions), steps)
 
     def _step(self, rows: Sequence[int], kind: LayerKind) -> PackedStep:

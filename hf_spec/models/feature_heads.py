@@ -78,10 +78,6 @@ class MedusaHeads(nn.Module):
         """What follows the roots after (A, H) features."""
         return Lists(self(features, depth))
 
-    def runner(self, num_rows: int) -> NewestFeatures:
-        """See `ProposalHead`."""
-        return NewestFeatures(self, num_rows)
-
     @property
     def timing_key(self) -> int:
         """See `ProposalHead`."""
@@ -134,10 +130,6 @@ class MlpSpeculator(nn.Module):
     def propose(self, features: Tensor, depth: int) -> Proposals:
         """What follows the roots after (A, H) features."""
         return _Steps(self, features)
-
-    def runner(self, num_rows: int) -> NewestFeatures:
-        """See `ProposalHead`."""
-        return NewestFeatures(self, num_rows)
 
     @property
     def timing_key(self) -> int:

@@ -11,6 +11,8 @@ the likeliest tokens, and are judged by node draw.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -18,54 +20,21 @@ from hf_spec.decoding.drafter import Drafter
 from hf_spec.drafting.length_policy import HEAD
 from hf_spec.errors import AssistantError, OptionError
 from hf_spec.models.block_head import BlockHead
-from hf_spec.models.block_reading import DFLASH, DSPARK, checked_layers
+from hf_spec.models.block_reading import DFLASH, DSPARK
 from hf_spec.models.block_runner import BlockRunner
 from hf_spec.strategies.assistants import resolve_published
 from hf_spec.strategies.heads import ProposalConfig, make_proposal_drafter
 from hf_spec.strategies.registry import register
 
 
-class _Reading:
-    """A head as a config reads it where the head's own config leaves something open."""
-
-    def __init__(self, head: BlockHead, layers: tuple[int, ...], embedding_scale: float):
-        self.head = head
-        self.hidden_layers = layers
-        self.num_levels = head.shape.num_levels
-        self.timing_key = id(head)
-        self.embedding_scale = embedding_scale
-
-    def runner(self, num_rows: int) -> BlockRunner:
-        """See `ProposalHead`."""
-        return BlockRunner(self.head, num_rows, self.embedding_scale)
-
-    def num_forwards(self, depth: int) -> int:
-        """One pass, however many of its places are drafted."""
-        return 1
-
-
 def _make(config: BlockConfig, target: PreTrainedModel, assistant: object) -> Drafter:
-    head: BlockHead = resolve_published(config.strategy, assistant, target, (DFLASH, DSPARK))
-    layers, scale = head.shape.hidden_layers, config.embedding_scale
-    if config.aux_layers is not None:
-        text = target.config.get_text_config()
-        layers = checked_layers(
-            f"BlockConfig(aux_layers={list(config.aux_layers)})",
-            tuple(config.aux_layers),
-            head.fc.in_features,
-            text,
-        )
-    if layers is None:
-        raise AssistantError(
-            "the head's config has no target_layer_ids, which say what it reads of the target; "
-            "pass BlockConfig(aux_layers=[...]), the indices of the hidden states it was trained on"
-        )
+    kinds = (DFLASH, DSPARK)
+    head: BlockHead = resolve_published(config.strategy, assistant, target, kinds, config.reading)
     if config.length_policy == HEAD and head.confidence is None:
         raise AssistantError(
             f"length_policy={HEAD!r}: this head has no confidence head; choose 'confidence'"
         )
-    scale = head.shape.embedding_scale if scale is None else scale
-    return make_proposal_drafter(config, _Reading(head, layers, scale), target)
+    return make_proposal_drafter(config, head, partial(BlockRunner, head), target)
 
 
 def _make_for_auto(target: PreTrainedModel, assistant: object, batching: str) -> Drafter:
@@ -103,3 +72,10 @@ class BlockConfig(ProposalConfig):
             isinstance(layers, (list, tuple)) and all(type(i) is int for i in layers)
         ):
             raise OptionError(f"aux_layers={layers!r:.60} must be a list of indices such as [2, 4]")
+
+    @property
+    def reading(self) -> tuple[tuple[str, Any], ...]:
+        """What is said of the head against its config."""
+        layers = None if self.aux_layers is None else tuple(self.aux_layers)
+        given = {"aux_layers": layers, "embedding_scale": self.embedding_scale}
+        return tuple((name, value) for name, value in given.items() if value is not None)

@@ -8,7 +8,9 @@ judges them. Medusa's "typical acceptance" is not offered, since it changes the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -18,11 +20,11 @@ from hf_spec.decoding.drafter import Drafter
 from hf_spec.drafting.length_policy import MEASURED, make_policy
 from hf_spec.drafting.level_drafter import TreeShape
 from hf_spec.drafting.measured import measured, resolve
-from hf_spec.drafting.proposal_drafter import ProposalDrafter, ProposalHead
+from hf_spec.drafting.proposal_drafter import ProposalDrafter, ProposalHead, ProposalRunner
 from hf_spec.drafting.rank_tree import RankTree
 from hf_spec.drafting.sources import NODES_PER_LEVEL
 from hf_spec.errors import OptionError
-from hf_spec.models.feature_heads import MEDUSA, MLP_SPECULATOR
+from hf_spec.models.feature_heads import MEDUSA, MLP_SPECULATOR, NewestFeatures
 from hf_spec.strategies.assistants import resolve_published
 from hf_spec.strategies.draft_model import TreeConfig
 from hf_spec.strategies.registry import register
@@ -61,9 +63,12 @@ class ProposalConfig(TreeConfig):
 
 
 def make_proposal_drafter(
-    config: ProposalConfig, head: ProposalHead, target: PreTrainedModel
+    config: ProposalConfig,
+    head: ProposalHead,
+    make_runner: Callable[[int], ProposalRunner],
+    target: PreTrainedModel,
 ) -> Drafter:
-    """The drafter of a config and the head that was found for it."""
+    """The drafter of a config, the head that was found for it, and what runs it for some rows."""
     deepest = config.max_draft_tokens or (RankTree(config.tree).height if config.tree else 0)
     if deepest > head.num_levels:
         raise OptionError(
@@ -76,7 +81,7 @@ def make_proposal_drafter(
     if config.max_draft_tokens is None and config.length_policy != "disco":
         config = replace(config, max_draft_tokens=deepest or head.num_levels)
     policy = make_policy(config, target)
-    drafter = ProposalDrafter(config, head, policy)
+    drafter = ProposalDrafter(config, head, make_runner, policy)
     if config.length_policy != MEASURED:
         return drafter
     width = min(config.shape.children, NODES_PER_LEVEL)
@@ -85,7 +90,7 @@ def make_proposal_drafter(
 
 def _make(config: HeadsConfig, target: PreTrainedModel, assistant: object) -> Drafter:
     head = resolve_published(config.strategy, assistant, target, (MEDUSA, MLP_SPECULATOR))
-    return make_proposal_drafter(config, head, target)
+    return make_proposal_drafter(config, head, partial(NewestFeatures, head), target)
 
 
 def _make_for_auto(target: PreTrainedModel, assistant: object, batching: str) -> Drafter:

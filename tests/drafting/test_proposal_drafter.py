@@ -43,9 +43,6 @@ class Recorder:
         self.asked: list[Any] = []
         self.known: set[int] = set()
 
-    def runner(self, num_rows: int) -> Recorder:
-        return self
-
     def num_forwards(self, depth: int) -> int:
         return 1
 
@@ -78,7 +75,7 @@ def begun(prompts: list[list[int]]) -> GenerationState:
 def test_what_a_head_is_told_and_asked() -> None:
     head, state = Recorder(), begun([[5, 6, 7], [8, 9, 4]])
     config = TreeConfig(children=1, max_draft_tokens=2)
-    drafter = ProposalDrafter(config, head, LengthPolicy(2))
+    drafter = ProposalDrafter(config, head, lambda rows: head, LengthPolicy(2))
     assert drafter.hidden_layers == (2, 0)
     with drafter.active(state):
         first = drafter.draft(state, {0: 9, 1: 9})
@@ -102,7 +99,7 @@ def test_what_a_head_is_told_and_asked() -> None:
 
 def test_a_draft_that_is_no_draft_asks_nobody() -> None:
     head, state = Recorder(), begun([[5, 6, 7]])
-    drafter = ProposalDrafter(TreeConfig(), head, LengthPolicy(2))
+    drafter = ProposalDrafter(TreeConfig(), head, lambda rows: head, LengthPolicy(2))
     head.known.add(0)
     with drafter.active(state):
         tree: DraftTree = drafter.draft(state, {0: 0})

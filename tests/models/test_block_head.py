@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from hf_spec.models.block_reading import build_block_head
@@ -16,11 +18,13 @@ def test_an_embedding_that_the_target_scales_is_read_raw() -> None:
     """Gemma's own module multiplies by the root of the hidden size."""
     model = build("gemma3")
     table = model.get_input_embeddings()
-    head = build_block_head(changed(dflash(), input_embedding_scale=3.0), model)
-    assert head.shape.embedding_scale == 3.0
     tokens = torch.tensor([5, MASK])
-    assert torch.equal(head.embed(tokens, 1.0), table.weight[tokens])
-    assert torch.allclose(head.embed(tokens, SIZE**0.5), table(tokens), rtol=1e-3)
+    assert torch.equal(build_block_head(dflash(), model).embed(tokens), table.weight[tokens])
+    # Another reading, by the config or against it.
+    scaled = changed(dflash(), input_embedding_scale=SIZE**0.5)
+    against = replace(scaled, reading=(("embedding_scale", 3.0),))
+    assert torch.allclose(build_block_head(scaled, model).embed(tokens), table(tokens), rtol=1e-3)
+    assert torch.equal(build_block_head(against, model).embed(tokens), table.weight[tokens] * 3)
 
 
 def test_logits_may_be_scaled_and_squashed() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -148,11 +149,13 @@ def test_layers_that_slide() -> None:
     )
 
 
-def test_a_missing_list_of_layers_is_left_to_the_user() -> None:
+def test_a_missing_list_of_layers_is_the_users_to_give() -> None:
     inner = {**dflash().config["dflash_config"], "target_layer_ids": None}
-    assert (
-        build_block_head(changed(dflash(), dflash_config=inner), MODEL).shape.hidden_layers is None
-    )
+    head = changed(dflash(), dflash_config=inner)
+    with pytest.raises(AssistantError, match=r"pass BlockConfig\(aux_layers="):
+        build_block_head(head, MODEL)
+    told = replace(head, reading=(("aux_layers", (0, 3)),))
+    assert build_block_head(told, MODEL).hidden_layers == (0, 3)
 
 
 INNER = dflash().config["dflash_config"]
@@ -177,15 +180,15 @@ INNER = dflash().config["dflash_config"]
         (changed(dflash(), dflash_config={**INNER, "mask_token_id": VOCAB}), "mask_token_id=97"),
         (
             changed(dflash(), dflash_config={**INNER, "target_layer_ids": [1]}),
-            "names the hidden states [2]; the head reads 2 of 32 dimensions each, from 0 to 3",
+            "is to read the hidden states [2]; it reads 2 of 32 dimensions each, from 0 to 3",
         ),
         (
             changed(dflash(), dflash_config={**INNER, "target_layer_ids": [1, 3]}),
-            "names the hidden states [2, 4]",
+            "is to read the hidden states [2, 4]",
         ),
         (
             changed(dflash(), dflash_config={**INNER, "target_layer_ids": "all"}),
-            "names the layers 'all'",
+            "reads the layers 'all'",
         ),
         (changed(dflash(), layer_types=["full_attention"]), "names 1 layer_types for 2 layers"),
         (changed(dflash(), input_embedding_scale="big"), "input_embedding_scale='big'"),

@@ -70,10 +70,10 @@ HEADS = {
 Said = tuple[int, int, tuple[int, ...], Tensor]
 
 
-def rounds(head: PublishedHead, scale: float = 1.0) -> list[Said]:
+def rounds(head: PublishedHead) -> list[Said]:
     """What is said in every round, both rows in one pass."""
     block = build_block_head(head, MODEL)
-    runner, found = BlockRunner(block, 3, scale), []
+    runner, found = BlockRunner(block, 3), []
     states = [states_of(MODEL, text, LAYERS).split(32, dim=-1) for text in TEXTS]
     known = [0, 0]
     with runner.active():
@@ -101,11 +101,11 @@ def rounds(head: PublishedHead, scale: float = 1.0) -> list[Said]:
     return found
 
 
-def gap(head: PublishedHead, *reading: Any, **options: Any) -> float:
+def gap(head: PublishedHead, *reading: Any) -> float:
     """The largest difference of any logit from those of plain torch."""
     reference = block_reference(MODEL, head, *reading)
     worst = 0.0
-    for row, known, path, logits in rounds(head, **options):
+    for row, known, path, logits in rounds(head):
         wanted = reference(TEXTS[row][: known + 1], path)
         same = wanted.isneginf() == logits.isneginf()
         assert same.all()
@@ -143,13 +143,9 @@ def test_steps_in_the_form_of_graphs() -> None:
         assert gap(*HEADS["z-lab"]) < 1e-5
 
 
-def test_the_embedding_may_be_scaled() -> None:
-    assert gap(*HEADS["z-lab"], scale=2.0) > 1e-2
-
-
 def test_a_row_begins_again() -> None:
     block = build_block_head(dflash(), MODEL)
-    runner = BlockRunner(block, 1, 1.0)
+    runner = BlockRunner(block, 1)
     parts = list(states_of(MODEL, TEXTS[0], LAYERS).split(32, dim=-1))
     with runner.active():
         logits = []

@@ -11,7 +11,12 @@ import torch
 
 from hf_spec import AssistantError, HeadsConfig
 from hf_spec.adapters.published import PublishedHead, read_published
-from hf_spec.models.feature_heads import MedusaHeads, build_medusa, build_mlp_speculator
+from hf_spec.models.feature_heads import (
+    MedusaHeads,
+    NewestFeatures,
+    build_medusa,
+    build_mlp_speculator,
+)
 from tests.feature_reference import (
     SIZE,
     check_against,
@@ -77,7 +82,7 @@ def test_counts_come_from_the_tensors(tmp_path: Path) -> None:
 
 def test_logits_of_two_rounds() -> None:
     model, head = build("llama"), medusa()
-    reference, runner = medusa_reference(model, head), build_medusa(head, model).runner(1)
+    reference, runner = medusa_reference(model, head), NewestFeatures(build_medusa(head, model), 1)
     text = list(range(3, 15))
     states = model(torch.tensor([text]), output_hidden_states=True).hidden_states[-1][0].detach()
     with runner.active():

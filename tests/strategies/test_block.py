@@ -183,7 +183,7 @@ def test_layers_that_the_config_does_not_name() -> None:
         generate(head, tree=TREE, aux_layers=[1, 3])
     with pytest.raises(AssertionError):
         check_against(block_reference(MODEL, dflash(), False), seen, TREE)
-    wrong = "names the hidden states \\[9, 1\\]; the head reads 2 .* from 0 to 3"
+    wrong = "is to read the hidden states \\[9, 1\\]; it reads 2 .* from 0 to 3"
     config = BlockConfig(aux_layers=[9, 1])
     refuse(wrong, error=AssistantError, spec_strategy=config, assistant=head)
 
@@ -225,7 +225,7 @@ class TestRefused:
 
     def test_a_head_of_another_target(self) -> None:
         small = deepspec(size=16)
-        match = "the head reads 1 of 32 dimensions each"
+        match = "it reads 1 of 32 dimensions each"
         refuse(match, error=AssistantError, spec_strategy="block", assistant=small)
 
     def test_a_truncated_file(self, tmp_path: Path) -> None:
