@@ -21,16 +21,19 @@ from transformers.generation import logits_process as hf
 
 from hf_spec import (
     AutoConfig,
+    BlockConfig,
     DiscoConfig,
     DraftConfig,
     EagleConfig,
     FalconConfig,
     GsdConfig,
+    HeadsConfig,
     LookupConfig,
     SdsatConfig,
     TreeConfig,
 )
 from hf_spec.adapters.folder import SpecAdapter
+from hf_spec.adapters.published import PublishedHead
 from hf_spec.decoding import drafter
 from hf_spec.decoding.verification import NodeDraw
 from hf_spec.drafting import level_drafter
@@ -40,6 +43,7 @@ from hf_spec.models.falcon_head import FalconHead, FalconShape
 from hf_spec.verify.distribution import IMPOSSIBLE, chi_square
 from tests.biased_rules import NoResidual, RedrawnBonus, SiblingsWithoutUpdate
 from tests.published_heads import random_tensors, save
+from tests.feature_reference import deepspec, medusa
 from tests.tiny_models import TIMINGS, random_adaptive_tokens, save_disco_adapter
 
 VOCAB = 8
@@ -134,6 +138,11 @@ SDSAT_TREE = [(0,), (1,), (2,), (0, 0), (0, 1), (2, 0)]
 
 
 @cache
+def block_head() -> PublishedHead:
+    return deepspec(layers=(0, 1), size=16, vocab=VOCAB)
+
+
+@cache
 def adaptive() -> SpecAdapter:
     return random_adaptive_tokens(tiny(0))
 
@@ -198,6 +207,22 @@ def arguments(strategy: str) -> dict[str, Any]:
             "assistant": [draft, falcon_head()],
         },
         "auto sdsat": {"spec_strategy": AutoConfig(timings=TIMINGS), "assistant": adaptive()},
+        "block": {
+            "spec_strategy": BlockConfig(max_draft_tokens=2),
+            "assistant": block_head(),
+        },
+        "block surely": {
+            "spec_strategy": BlockConfig(length_policy="head", confidence_threshold=0.5),
+            "assistant": block_head(),
+        },
+        "block tree": {
+            "spec_strategy": BlockConfig(tree=[(0,), (1,), (2,), (0, 0), (0, 1), (2, 0)]),
+            "assistant": block_head(),
+        },
+        "heads": {
+            "spec_strategy": HeadsConfig(children=2, max_draft_tokens=2),
+            "assistant": medusa(size=16, vocab=VOCAB),
+        },
         "tree": {"spec_strategy": TreeConfig(children=2, max_nodes=6), "assistant": draft},
         "siblings": {
             "spec_strategy": TreeConfig(children=3, max_nodes=12, sample_drafts=True),
@@ -322,6 +347,10 @@ CASES = [
     ("eagle", REPETITION),
     ("eagle chain", PLAIN),
     ("eagle chain", REPETITION),
+    ("block", TOP_K),
+    ("block surely", PLAIN),
+    ("block tree", REPETITION),
+    ("heads", PLAIN),
     ("sdsat", PLAIN),
     ("sdsat", REPETITION),
     ("sdsat fused", PLAIN),
@@ -354,6 +383,7 @@ def test_what_the_prefix_forbids_never_comes(strategy: str) -> None:
         "merging",
         "falcon",
         "eagle chain",
+        "block",
         "sdsat",
         "sdsat fused",
         "siblings",
@@ -450,7 +480,7 @@ class TestBrokenTwins:
         assert worst_p_value([REPETITIVE], PLAIN, "siblings") < REJECTED
 
     @pytest.mark.parametrize(
-        "strategy", ["lookup", "tree", "falcon", "eagle", "sdsat fused", "auto"]
+        "strategy", ["lookup", "tree", "falcon", "eagle", "heads", "sdsat fused", "auto"]
     )
     def test_bonus_redrawn_after_a_miss(
         self, strategy: str, monkeypatch: pytest.MonkeyPatch
@@ -462,9 +492,12 @@ class TestBrokenTwins:
         monkeypatch.setattr(DraftModelDrafter, "draft", draft_that_peeks)
         assert worst_p_value([REPETITIVE], PLAIN, "disco") < REJECTED
 
-    def test_draft_probs_that_were_not_drawn_from(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("strategy", ["draft", "block"])
+    def test_draft_probs_that_were_not_drawn_from(
+        self, strategy: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(level_drafter, "_stack", flatter)
-        assert worst_p_value([REPETITIVE], {"temperature": 0.5}, "draft") < REJECTED
+        assert worst_p_value([REPETITIVE], {"temperature": 0.5}, strategy) < REJECTED
 
     def test_one_row_with_the_prefix_of_another(self, monkeypatch: pytest.MonkeyPatch) -> None:
         class WrongPrefix(NodeDraw):

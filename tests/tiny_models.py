@@ -258,6 +258,18 @@ def _eagle(name: str) -> dict[str, Any]:
     return {"spec_strategy": config, "assistant": sample("every token").folder}
 
 
+def _block(name: str) -> dict[str, Any]:
+    from tests.feature_reference import deepspec
+
+    return {"spec_strategy": hf_spec.BlockConfig(tree=wide_tree()), "assistant": deepspec("gated")}
+
+
+def _heads(name: str) -> dict[str, Any]:
+    from tests.feature_reference import medusa
+
+    return {"spec_strategy": hf_spec.HeadsConfig(tree=wide_tree()), "assistant": medusa()}
+
+
 def _auto(name: str) -> dict[str, Any]:
     config = hf_spec.AutoConfig(timings=TIMINGS)
     return {"spec_strategy": config, "assistant": draft_model(name)}
@@ -274,6 +286,8 @@ _ROWS: dict[str, Callable[[str], dict[str, Any]]] = {
     "eagle": _eagle,
     "falcon": _falcon,
     "sdsat": _sdsat,
+    "block": _block,
+    "heads": _heads,
     "auto": _auto,
 }
 STRATEGIES = tuple(_ROWS)

@@ -105,16 +105,17 @@ def tensors_of(
 
 
 def check_tensors(
-    what: str, found: Mapping[str, Tensor], expected: Mapping[str, Sequence[int]]
+    what: str,
+    found: Mapping[str, Tensor],
+    expected: Mapping[str, Sequence[int]],
+    source: str = "its own config",
 ) -> None:
-    """Refuse weights that are not floats of the shapes which an adapter's config stands for."""
+    """Refuse weights that are not floats of the shapes which follow from their `source`."""
     shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
     for name in sorted({*shapes, *expected}):
         wanted = tuple(expected[name]) if name in expected else "absent"
         if (shape := shapes.get(name, "missing")) != wanted:
-            raise AssistantError(
-                f"{what} does not fit its own config: {name} is {shape}, not {wanted}"
-            )
+            raise AssistantError(f"{what} does not fit {source}: {name} is {shape}, not {wanted}")
         if not found[name].is_floating_point():
             raise AssistantError(f"{what} is damaged: {name} is of {found[name].dtype}")
 

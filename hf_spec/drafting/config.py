@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hf_spec.drafting.length_policy import MEASURED, check_policy
+from hf_spec.drafting.length_policy import HEAD, MEASURED, check_policy
 from hf_spec.errors import OptionError, choices
 from hf_spec.execution.row_work import BATCHING
 
@@ -97,12 +97,13 @@ class PolicyConfig(StrategyConfig):
             and the usual number for others (`usual`; `longest` for "measured").
         min_draft_tokens: so many are drafted before a policy is asked.
         length_policy: "measured" (see `hf_spec.drafting.measured`), "static", "heuristic",
-            "confidence" (see `hf_spec.drafting.length_policy`) or "disco" (see
-            `hf_spec.strategies.disco`). None is "measured" where no size of the draft is given, and
-            "static" where one is.
+            "confidence", of heads with a confidence head "head" (see
+            `hf_spec.drafting.length_policy`), or "disco" (see `hf_spec.strategies.disco`). None is
+            "measured" where no size of the draft is given, and "static" where one is.
         usual: sizes of drafts that are not given, for policies with fixed sizes.
         longest: the same as bounds, for the "measured" policy.
-        confidence_threshold: probability below which the "confidence" policy stops.
+        has_confidence_head: whether drafters may have one, for the "head" policy.
+        confidence_threshold: probability below which the "confidence" and "head" policies stop.
         adapter: folder or Hub id of the classifier, for the "disco" policy.
         acceptance_threshold: below which the "disco" policy stops; None is the adapter's.
     """
@@ -112,6 +113,7 @@ class PolicyConfig(StrategyConfig):
 
     usual: ClassVar[Mapping[str, int]] = MappingProxyType({"max_draft_tokens": 5})
     longest: ClassVar[Mapping[str, int]] = MappingProxyType({"max_draft_tokens": 16})
+    has_confidence_head: ClassVar[bool] = False
 
     max_draft_tokens: int | None = None
     min_draft_tokens: int = 1
@@ -126,6 +128,11 @@ class PolicyConfig(StrategyConfig):
             self.check(name, 1)
         if self.length_policy is not None:
             check_policy(self.length_policy)
+        if self.length_policy == HEAD and not self.has_confidence_head:
+            raise OptionError(
+                f"length_policy={HEAD!r} asks a confidence head, which drafters of "
+                f"{type(self).__name__} do not have; choose 'confidence'"
+            )
         self.check("min_draft_tokens", 1)
         self.check("confidence_threshold", 0, 1)
         self.check("acceptance_threshold", 0, 1)

@@ -6,6 +6,8 @@
                 (transformers' rule; the dynHeur baseline of Mamou et al. 2024, arXiv 2405.04304)
 `confidence`    stop after the first token whose draft probability is below the threshold
                 (transformers' dynamic speculation)
+`head`          stop after the first token that the drafter's own confidence head gives a chance
+                of acceptance below the threshold (DSpark; `hf_spec.models.markov`)
 `measured`      stop where the next level is not worth its time (`hf_spec.drafting.measured`)
 ==============  ================================================================================
 
@@ -27,8 +29,9 @@ from transformers import PreTrainedModel
 from hf_spec.drafting.sources import EXPECTATION_WEIGHT, PROBABILITY_KINDS, Shares, shares_of_levels
 from hf_spec.errors import OptionError, choices
 
-# The policy that decides by the time that rounds take.
+# The policy that decides by the time that rounds take, and the one that asks a head of the drafter.
 MEASURED = "measured"
+HEAD = "head"
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,8 @@ class DraftedToken:
         row, token: the sequence, and the token's id.
         position: counted from the beginning of the generation, 0 for the first generated token.
         probability: the draft model's, after its own prefix.
-        score: what `LengthPolicy.score` made of the distribution it was taken from.
+        score: what `LengthPolicy.score` made of the distribution it was taken from, or what the
+            drafter's confidence head says of it.
         reach: the drafter's probability that the target goes to what the row would draft on from;
             in a tree, of all its ends together.
     """
@@ -118,6 +122,17 @@ class ConfidencePolicy(LengthPolicy):
         return [token.probability >= self.threshold for token in newest]
 
 
+@dataclass
+class HeadPolicy(LengthPolicy):
+    """Stop after a token that the drafter's confidence head gives less than the threshold."""
+
+    threshold: float = 0.4
+
+    def goes_on(self, newest: Sequence[DraftedToken]) -> list[bool]:
+        """Whether each token was likely enough to be accepted."""
+        return [token.score >= self.threshold for token in newest]
+
+
 def free(level: int) -> float:
     """The price of another level where none is known."""
     return 0.0
@@ -191,6 +206,7 @@ _MAKERS: dict[str, MakePolicy] = {
     "confidence": lambda options, _: ConfidencePolicy(
         options.max_draft_tokens, options.confidence_threshold
     ),
+    HEAD: lambda options, _: HeadPolicy(options.max_draft_tokens, options.confidence_threshold),
 }
 
 

@@ -34,6 +34,7 @@ from hf_spec.devices.transfer import fetch_all
 from hf_spec.drafting.config import PolicyConfig
 from hf_spec.drafting.graph import TokenGraph, Unmerged
 from hf_spec.drafting.length_policy import DraftedToken, LengthPolicy
+from hf_spec.drafting.rank_tree import Path, RankTree
 from hf_spec.execution.runner import ForwardOutput
 from hf_spec.execution.tree import DraftTree, Verdict
 
@@ -42,8 +43,12 @@ COUNTERS = ("draft_nodes", "merges", "rounds", "rounds_with_merged_accepted")
 
 @dataclass(frozen=True)
 class TreeShape:
-    """What bounds the growth of a draft, by the names of the options; a chain by default."""
+    """What bounds the growth of a draft, by the names of the options; a chain by default.
 
+    A tree of ranks says which nodes there are; without one the likeliest paths grow.
+    """
+
+    tree: RankTree | None = None
     children: int = 1
     expanded_per_level: int = 1
     max_nodes: int = sys.maxsize
@@ -84,13 +89,14 @@ class _Growth:
     """A draft under construction: the graph and the nodes to expand next.
 
     Of nodes with children: the distribution that those were drawn from, where they were, and what
-    the length policy made of it.
+    the length policy made of it. Of the nodes of a tree of ranks: the ranks that lead to them.
     """
 
     graph: TokenGraph
     frontier: list[int] = field(default_factory=lambda: [0])
     distributions: dict[int, Tensor] = field(default_factory=dict)
     scores: dict[int, float] = field(default_factory=dict)
+    paths: dict[int, Path] = field(default_factory=lambda: {0: ()})
 
 
 class LevelDrafter(Drafter):
@@ -132,6 +138,10 @@ class LevelDrafter(Drafter):
         """Token ids of places in what `probabilities` gave last; the same by default."""
         return places
 
+    def scores(self, probs: Tensor, positions: Sequence[int]) -> Tensor | None:
+        """(nodes,) float32: what the length policy wants to know of these distributions."""
+        return self.policy.score(probs, positions)
+
     def processed(
         self,
         state: GenerationState,
@@ -150,7 +160,8 @@ class LevelDrafter(Drafter):
         """Counters, the rule that judges, and a policy that knows nothing."""
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.policy.start(state.num_rows)
-        self.samples = state.do_sample and self.config.sample_drafts
+        # Ranks are of likelihood, not of chance.
+        self.samples = state.do_sample and self.config.sample_drafts and self.shape.tree is None
         self.rule = self.config.sampling_rule if state.do_sample else None
         self.processors = NodeProcessors(state.processors, state.num_rows, stateless_only=True)
 
@@ -231,14 +242,15 @@ class LevelDrafter(Drafter):
         graphs = {row: growths[row].graph for row in growing}
         owners = [(row, node) for row in growing for node in growths[row].frontier]
         probs = self.probabilities(state, graphs, owners)
-        children = min(self.shape.children, probs.shape[-1])
+        ranks = self.shape.tree.num_ranks if self.shape.tree else self.shape.children
+        children = min(ranks, probs.shape[-1])
         if self.samples:
             drawn = draw(probs, children)
             likely = probs.gather(-1, drawn)
         else:
             likely, drawn = probs.topk(children, dim=-1)
         positions = [state.generated[row] + growths[row].graph.depth[node] for row, node in owners]
-        scored = self.policy.score(probs, positions)
+        scored = self.scores(probs, positions)
         found = [self.token_ids(drawn), likely, *([scored] if scored is not None else [])]
         tokens, chances, *scores = fetch_all(found)
         for row in growing:
@@ -254,12 +266,16 @@ class LevelDrafter(Drafter):
             if len(graph) > self.shape.max_draft_nodes:
                 growth.frontier = []
             alive = [n for n in growth.frontier if not state.stop.ends_sequence(graph.tokens[n])]
-            best = heapq.nsmallest(self.shape.expanded_per_level, alive, key=lambda n: -reach[n])
+            most = len(alive) if self.shape.tree else self.shape.expanded_per_level
+            best = heapq.nsmallest(most, alive, key=lambda n: -reach[n])
             growth.frontier = sorted(best)
 
     def _hang(
         self, growth: _Growth, node: int, tokens: Sequence[int], chances: Sequence[float]
     ) -> None:
+        if self.shape.tree is not None:
+            _hang_ranks(self.shape.tree, growth, node, tokens, chances)
+            return
         # Whether a drawn child is sent must not depend on what was drawn, or the draft would no
         # longer follow `draft_probs`: sampled trees stop growing by count alone.
         if self.samples and len(growth.graph) + len(tokens) > self.shape.max_nodes + 1:
@@ -271,6 +287,21 @@ class LevelDrafter(Drafter):
             child = growth.graph.add(node, token, chance)
             if child is not None and chance >= self.shape.min_probability:
                 growth.frontier.append(child)
+
+
+def _hang_ranks(
+    tree: RankTree, growth: _Growth, node: int, tokens: Sequence[int], chances: Sequence[float]
+) -> None:
+    """The children that a tree of ranks has there; those with children of their own grow on."""
+    above = growth.paths[node]
+    for rank, (token, chance) in enumerate(zip(tokens, chances, strict=True)):
+        path = (*above, rank)
+        if path not in tree.places or chance <= 0:
+            continue
+        child = growth.graph.hang(node, token, chance)
+        growth.paths[child] = path
+        if path in tree.inner:
+            growth.frontier.append(child)
 
 
 def _stack(distributions: Sequence[Tensor | None]) -> Tensor | None:

@@ -69,10 +69,19 @@ class RankTree:
         return [len(path) for path in self.paths]
 
     @cached_property
+    def places(self) -> dict[Path, int]:
+        """Per path the index of its node."""
+        return {path: index for index, path in enumerate(self.paths)}
+
+    @cached_property
+    def inner(self) -> set[Path]:
+        """The paths of nodes that have children, and the root's."""
+        return {path[:-1] for path in self.paths}
+
+    @cached_property
     def parents(self) -> list[int]:
         """Per node the index of its parent, -1 for a child of the root."""
-        place = {path: index for index, path in enumerate(self.paths)}
-        return [place.get(path[:-1], -1) for path in self.paths]
+        return [self.places.get(path[:-1], -1) for path in self.paths]
 
     @property
     def height(self) -> int:

@@ -31,7 +31,7 @@ from hf_spec.execution.recurrent import RecurrentMixers
 from hf_spec.execution.row_storage import RowStorage
 from hf_spec.execution.row_work import BATCHING, RowWork, fill_up
 from hf_spec.execution.step_graphs import StepGraphs
-from hf_spec.execution.tree import DraftTree
+from hf_spec.execution.tree import DraftTree, Verdict
 from hf_spec.execution.virtual_tokens import VirtualTokens
 from hf_spec.execution.vocabulary import fit_logits, fit_tokens, num_embeddings
 
@@ -58,6 +58,15 @@ class ForwardOutput:
     hidden: dict[int, Tensor] = field(default_factory=dict)
     pending: dict[int, list[int]] = field(default_factory=dict)
     nodes: list[int] = field(default_factory=list)
+
+    def kept_places(self, verdict: Verdict) -> dict[int, list[int]]:
+        """Per row that was run where its pending tokens, root and accepted nodes are in the T."""
+        starts = verdict.tree.row_start
+        return {
+            row: self.pending.get(row, []) + [self.nodes[n] for n in (starts[row], *accepted)]
+            for row, accepted in enumerate(verdict.accepted)
+            if verdict.tree.nodes(row)
+        }
 
     def put_after(self, earlier: ForwardOutput) -> None:
         """Join the hidden states of an earlier stretch of the same prompt in front of these."""

@@ -73,7 +73,10 @@ class FewTokensHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """(..., hidden size) -> (..., V)."""
-        few = self.known(hidden)
+        return self.among_all(self.known(hidden))
+
+    def among_all(self, few: Tensor) -> Tensor:
+        """(..., R) logits of the vocabulary -> (..., V)."""
         if self.vocabulary is None:
             return few
         logits = few.new_full((*few.shape[:-1], self.full_size), float("-inf"))

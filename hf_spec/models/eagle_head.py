@@ -32,6 +32,7 @@ from hf_spec.models.draft_head import FewTokensHead
 from hf_spec.models.eagle_spec import EagleSpec, normal_names, read_spec
 from hf_spec.models.pair_rows import State
 from hf_spec.models.pair_runner import Ahead
+from hf_spec.models.published_weights import head_dtype, known_tokens
 
 STRATEGY = "eagle"
 FAMILIES = ("eagle3", "peagle", "eagle")
@@ -82,7 +83,7 @@ class EagleHead(nn.Module):
         self.shape = EagleShape(spec.num_layers)
         self.hidden_size = spec.hidden_size
         self.hidden_layers = spec.hidden_layers
-        dtype = torch.bfloat16 if target.dtype == torch.float16 else target.dtype
+        dtype = head_dtype(target)
         tensors = dict(tensors)
         own = {name: tensors.pop(name, None) for name in ("d2t", "embed_tokens.weight")}
         mask = tensors.pop("mask_hidden", None)
@@ -170,7 +171,7 @@ class EagleHead(nn.Module):
         if offsets is None and num_known > full_size:
             # Rows that pad the published vocabulary.
             scores.weight = nn.Parameter(scores.weight[:full_size], requires_grad=False)
-        vocabulary = _vocabulary(self.spec.what, offsets, num_known, full_size)
+        vocabulary = known_tokens(self.spec.what, offsets, num_known, full_size)
         if vocabulary is not None:
             vocabulary = vocabulary.to(scores.weight.device)
         return OwnHead(norm, scores, vocabulary, full_size)
@@ -296,30 +297,6 @@ def _head_of(spec: EagleSpec, target: PreTrainedModel) -> Any:
             f"{scores.weight.shape[1]}, not {spec.hidden_size}"
         )
     return scores
-
-
-def _vocabulary(what: str, offsets: Tensor | None, num_known: int, full_size: int) -> Tensor | None:
-    """(R,) int64 tokens that a head knows, from what is added to each of its own ids."""
-    if offsets is None:
-        if abs(num_known - full_size) > PADDED_ROWS:
-            raise AssistantError(
-                f"{what} knows {num_known} of {full_size} tokens and lacks d2t, which says which"
-            )
-        return None if num_known >= full_size else torch.arange(num_known)
-    if offsets.shape != (num_known,) or offsets.is_floating_point():
-        raise AssistantError(
-            f"{what} is damaged: d2t is {tuple(offsets.shape)} of {offsets.dtype}, not {num_known} "
-            "whole numbers"
-        )
-    tokens = offsets.long() + torch.arange(num_known)
-    if int(tokens.min()) < 0 or int(tokens.max()) >= full_size:
-        raise AssistantError(
-            f"{what} is for another target: d2t leads to token {int(tokens.max())}, and there are "
-            f"{full_size}"
-        )
-    if len(tokens.unique()) < num_known:
-        raise AssistantError(f"{what} is damaged: d2t leads to some tokens twice")
-    return None if num_known == full_size and not bool(offsets.any()) else tokens
 
 
 for _family in FAMILIES:

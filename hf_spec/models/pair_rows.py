@@ -78,25 +78,18 @@ class PairRows:
         They are what `read` makes, (n, H), of a function that chooses their states among (T, ...)
         states of all tokens that were run.
         """
-        tree = verdict.tree
-        places: list[int] = []
-        counts: dict[int, int] = {}
-        for row, accepted in enumerate(verdict.accepted):
-            if not tree.nodes(row):
-                continue
-            pending = output.pending.get(row, [])
+        kept = output.kept_places(verdict)
+        for row in kept:
             if self.rows[row].first < 0:
-                self.rows[row].first = self.roots[row] - len(pending)
-            nodes = [output.nodes[node] for node in (tree.row_start[row], *accepted)]
-            places += [*pending, *nodes]
-            counts[row] = len(pending) + len(nodes)
+                self.rows[row].first = self.roots[row] - len(output.pending.get(row, []))
+        places = [place for mine in kept.values() for place in mine]
 
         def choose(states: Tensor) -> Tensor:
             (index,) = send([torch.tensor(places)], states.device)
             return states[index]
 
         features = read(choose).to(self._empty.device)
-        for row, mine in zip(counts, features.split(list(counts.values())), strict=True):
+        for row, mine in zip(kept, features.split([len(k) for k in kept.values()]), strict=True):
             self.rows[row].extend(mine)
 
     def _none(self, row: int) -> PairRow:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import ClassVar
 
 from transformers import PreTrainedModel
 
@@ -37,7 +38,7 @@ def make_drafter(config: DraftModelConfig, target: PreTrainedModel, assistant: o
 class DraftConfig(DraftModelConfig):
     """Options of a drafted chain."""
 
-    adapter_methods = ("draft",)
+    adapter_methods: ClassVar[tuple[str, ...] | None] = ("draft",)
 
 
 def wide_tree(batching: str) -> TreeConfig:
@@ -63,7 +64,7 @@ class TreeConfig(DraftConfig):
         min_sibling_ratio: a child less probable than this share of its best sibling is dropped.
     """
 
-    sizes = ("max_draft_tokens", "max_nodes")
+    sizes: ClassVar[tuple[str, ...]] = ("max_draft_tokens", "max_nodes")
     usual = MappingProxyType({"max_draft_tokens": 5, "max_nodes": 15})
     longest = MappingProxyType({"max_draft_tokens": 8, "max_nodes": 24})
 

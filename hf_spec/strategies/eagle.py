@@ -118,5 +118,5 @@ class EagleConfig(LevelConfig):
     def shape(self) -> TreeShape:
         """A chain, or a beam of `width`."""
         width = self.width if self.tree == "dynamic" else 1
-        given = {} if self.max_nodes is None else {"max_nodes": self.max_nodes}
+        given: dict[str, Any] = {} if self.max_nodes is None else {"max_nodes": self.max_nodes}
         return TreeShape(children=width, expanded_per_level=width, **given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from hf_spec import DraftConfig
 from hf_spec.drafting.length_policy import (
     DraftedToken,
+    HeadPolicy,
     LengthPolicy,
     MeasuredPolicy,
     known_policies,
@@ -65,10 +67,20 @@ def test_confidence_stops_each_row_behind_an_unlikely_token() -> None:
     assert confidence.limit(0) == 5
 
 
+def test_a_confidence_head_stops_each_row_after_a_token_that_it_doubts() -> None:
+    head = HeadPolicy(5, 0.5)
+    tokens = [
+        replace(token, score=score)
+        for token, score in zip(drafted(0.1, 0.9, 1.0), (0.5, 0.4, 1.0), strict=True)
+    ]
+    assert head.goes_on(tokens) == [True, False, True]
+    assert head.limit(0) == 5
+
+
 def test_others_are_named() -> None:
     assert {"confidence", "disco", "heuristic", "measured", "static"} <= set(known_policies())
     with pytest.raises(
-        OptionError, match=r"'bold'; known: .*confidence, disco, heuristic, measured, static"
+        OptionError, match=r"'bold'; known: .*confidence, disco, head, heuristic, measured, static"
     ):
         DraftConfig(length_policy="bold")
     with pytest.raises(OptionError, match="unknown length_policy 7"):

@@ -1,0 +1,404 @@
+"""Heads that draft several levels at once, for tests: what they say, in plain torch without caches.
+
+Tensors are random and named as on the Hub. A reference gives, for a text and a path drafted after
+it, the logits of what follows.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from hf_spec.adapters.published import PublishedHead
+from hf_spec.drafting.proposal_drafter import ProposalDrafter
+from hf_spec.execution.tree import DraftTree
+from tests.published_heads import random_tensors
+from tests.tiny_models import VOCAB
+
+SIZE = 32
+MASK = VOCAB - 1
+# Of the block heads: places, heads, heads of keys, width of each, hidden states read.
+BLOCK, HEADS, KEYS, WIDTH = 5, 4, 2, 8
+LAYERS = [0, 2]
+RANK = 6
+
+# The text, a drafted path -> (V,) logits of what follows.
+Reference = Callable[[Sequence[int], Sequence[int]], Tensor]
+
+
+def published(family: str, config: dict[str, Any], tensors: dict[str, Tensor]) -> PublishedHead:
+    return PublishedHead(family, config, tensors, Path("a-head"), "a-head")
+
+
+def save(folder: Path, head: PublishedHead, name: str = "model.safetensors") -> str:
+    """Write a head as it lies on the Hub."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(head.config))
+    save_file({k: t.clone().contiguous() for k, t in head.tensors.items()}, folder / name)
+    return str(folder)
+
+
+@cache
+def medusa(
+    blocks: int = 1, projected: bool = True, size: int = SIZE, vocab: int = VOCAB
+) -> PublishedHead:
+    levels = 3
+    shapes: dict[str, Sequence[int]] = {}
+    for level in range(levels):
+        for block in range(blocks):
+            shapes[f"{level}.{block}.linear.weight"] = (size, size)
+            shapes[f"{level}.{block}.linear.bias"] = (size,)
+        if projected:
+            shapes[f"{level}.{blocks}.weight"] = (vocab, size)
+    # As published: the config does not know how many there are.
+    config = {"medusa_num_heads": 2, "medusa_num_layers": blocks, "model_type": "medusa"}
+    return published("medusa", config, random_tensors(shapes, 4))
+
+
+@cache
+def speculator(tied: bool = False, scale_input: bool = False, levels: int = 3) -> PublishedHead:
+    inner, shapes = 24, dict[str, Sequence[int]]()
+    for i in range(levels):
+        if tied and i > 1:
+            break
+        shapes[f"speculator.proj.{i}.weight"] = (inner, SIZE if i == 0 else inner)
+        if tied and i:
+            continue
+        shapes[f"speculator.emb.{i}.weight"] = (VOCAB, inner)
+        shapes[f"speculator.head.{i}.weight"] = (VOCAB, inner)
+        shapes |= {f"speculator.ln.{i}.{name}": (inner,) for name in ("weight", "bias")}
+    config = {
+        "model_type": "mlp_speculator",
+        "n_predict": levels,
+        "emb_dim": SIZE,
+        "inner_dim": inner,
+        "tie_weights": tied,
+        "scale_input": scale_input,
+    }
+    return published("mlp_speculator", config, random_tensors(shapes, 5))
+
+
+@torch.no_grad()
+def states_of(model: PreTrainedModel, tokens: Sequence[int], layers: Sequence[int]) -> Tensor:
+    """(T, n * H) hidden states of the target."""
+    found = model(torch.tensor([list(tokens)]), output_hidden_states=True).hidden_states
+    return torch.cat([found[layer][0] for layer in layers], dim=-1)
+
+
+def medusa_reference(model: PreTrainedModel, head: PublishedHead) -> Reference:
+    tensors = {k.removeprefix("medusa_head."): t for k, t in head.tensors.items()}
+    blocks = sum(key.startswith("0.") and "linear.weight" in key for key in tensors)
+    own: Any = model.get_output_embeddings()
+
+    @torch.no_grad()
+    def after(tokens: Sequence[int], path: Sequence[int]) -> Tensor:
+        # The state of the last token is not there yet.
+        hidden = states_of(model, tokens[:-1], [-1])[-1]
+        level = len(path)
+        for block in range(blocks):
+            weight, bias = (tensors[f"{level}.{block}.linear.{n}"] for n in ("weight", "bias"))
+            hidden = hidden + F.silu(weight @ hidden + bias)
+        return tensors.get(f"{level}.{blocks}.weight", own.weight) @ hidden
+
+    return after
+
+
+def speculator_reference(model: PreTrainedModel, head: PublishedHead) -> Reference:
+    given = {k.removeprefix("speculator."): t for k, t in head.tensors.items()}
+    levels, inner = head.config["n_predict"], head.config["inner_dim"]
+    kept = 0.5 ** (0.5 / levels)
+    added = math.sqrt((1 - kept**2) * inner / 2)
+
+    def of(kind: str, level: int, name: str = "weight") -> Tensor:
+        return next(
+            given[f"{kind}.{i}.{name}"]
+            for i in range(level, -1, -1)
+            if f"{kind}.{i}.{name}" in given
+        )
+
+    def norm(x: Tensor) -> Tensor:
+        return x / (x.square().mean() + 1e-6).sqrt()
+
+    @torch.no_grad()
+    def after(tokens: Sequence[int], path: Sequence[int]) -> Tensor:
+        state = states_of(model, tokens[:-1], [-1])[-1]
+        if head.config["scale_input"]:
+            state = norm(state) / math.sqrt(2)
+        for level, token in enumerate([tokens[-1], *path]):
+            mixed = of("proj", level) @ state * kept + of("emb", level)[token] * added
+            state = F.gelu(norm(mixed / kept) * of("ln", level) + of("ln", level, "bias"))
+        return of("head", level) @ state
+
+    return after
+
+
+@contextmanager
+def watch_drafts() -> Iterator[list[tuple[DraftTree, list[list[int]], list[int]]]]:
+    """A list that gains (tree, committed tokens, unfinished rows) with every draft."""
+    seen: list[Any] = []
+    original = ProposalDrafter.draft
+
+    def draft(self: ProposalDrafter, state: Any, limits: Any) -> DraftTree:
+        tree = original(self, state, limits)
+        seen.append((tree, [list(row) for row in state.tokens], list(state.unfinished)))
+        return tree
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ProposalDrafter, "draft", draft)
+        yield seen
+
+
+def check_against(reference: Reference, seen: list[Any], paths: Sequence[Sequence[int]]) -> int:
+    """Compare the first drafts of each row with a reference; returns how many nodes were compared.
+
+    `paths` are the rank paths that were asked for.
+    """
+    compared = 0
+    for tree, texts, unfinished in seen:
+        for row in unfinished:
+            root, *nodes = tree.nodes(row)
+            tokens: dict[int, list[int]] = {root: []}
+            ranks: dict[int, tuple[int, ...]] = {root: ()}
+            lists: dict[int, Tensor] = {}
+            for node in nodes:
+                above = tree.parent[node]
+                if above not in lists:
+                    lists[above] = reference(texts[row], tokens[above])
+                tokens[node] = [*tokens[above], tree.tokens[node]]
+                own = lists[above][tree.tokens[node]]
+                ranks[node] = (*ranks[above], int((lists[above] > own).sum()))
+                chance = float(lists[above].softmax(-1)[tree.tokens[node]])
+                assert abs(tree.node_probs[node] - chance) < 1e-5
+                compared += 1
+            depth = tree.height(row)
+            if depth:
+                wanted = {tuple(path) for path in paths if len(path) <= depth}
+                assert set(ranks.values()) == {(), *wanted}
+    return compared
+
+
+def block_tensors(
+    layers: int = 2,
+    markov: str | None = None,
+    confidence: bool = False,
+    width: int = SIZE,
+    own: int = 0,
+    size: int = SIZE,
+    vocab: int = VOCAB,
+) -> dict[str, Tensor]:
+    """Of a block head; `own` is R of its own head, with its own embedding, 0 for none."""
+    inner = 40
+    shapes: dict[str, Sequence[int]] = {
+        "fc.weight": (width, len(LAYERS) * size),
+        "hidden_norm.weight": (width,),
+        "norm.weight": (width,),
+    }
+    for layer in range(layers):
+        shapes |= {
+            f"layers.{layer}.{name}.weight": shape
+            for name, shape in {
+                "input_layernorm": (width,),
+                "post_attention_layernorm": (width,),
+                "self_attn.q_proj": (HEADS * WIDTH, width),
+                "self_attn.k_proj": (KEYS * WIDTH, width),
+                "self_attn.v_proj": (KEYS * WIDTH, width),
+                "self_attn.o_proj": (width, HEADS * WIDTH),
+                "self_attn.q_norm": (WIDTH,),
+                "self_attn.k_norm": (WIDTH,),
+                "mlp.gate_proj": (inner, width),
+                "mlp.up_proj": (inner, width),
+                "mlp.down_proj": (width, inner),
+            }.items()
+        }
+    if markov:
+        shapes["markov_head.markov_w1.weight"] = (vocab, RANK)
+        shapes["markov_head.markov_w2.weight"] = (own or vocab, RANK)
+    if markov == "gated":
+        shapes["markov_head.gate_proj.weight"] = (RANK, width + RANK)
+        shapes["markov_head.gate_proj.bias"] = (RANK,)
+    if markov == "rnn":
+        shapes["markov_head.joint_proj.weight"] = (3 * RANK, 2 * RANK + width)
+        shapes["markov_head.joint_proj.bias"] = (3 * RANK,)
+    if confidence:
+        shapes["confidence_head.proj.weight"] = (1, width + (RANK if markov else 0))
+        shapes["confidence_head.proj.bias"] = (1,)
+    if own:
+        shapes |= {"embed_tokens.weight": (vocab, width), "lm_head.weight": (own, width)}
+    tensors = random_tensors(shapes, 6)
+    if own < vocab and own:
+        tokens = torch.randperm(vocab, generator=torch.Generator().manual_seed(8))[:own].sort()[0]
+        tensors["d2t"] = tokens - torch.arange(own)
+        tensors["t2d"] = torch.isin(torch.arange(vocab), tokens)
+    return tensors
+
+
+BODY: dict[str, Any] = {
+    "hidden_size": SIZE,
+    # As published: a count that the tensors do not bear out.
+    "num_hidden_layers": 5,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5000.0,
+    "tie_word_embeddings": True,
+}
+
+
+@cache
+def dflash(new: bool = True, **tensors: Any) -> PublishedHead:
+    """z-lab's and SpecForge's layout; older repositories have the block size at the top."""
+    inner = {"mask_token_id": MASK, "target_layer_ids": [i - 1 for i in LAYERS]}
+    config = {"architectures": ["DFlashDraftModel"], **BODY, "dflash_config": inner}
+    (inner if new else config)["block_size"] = BLOCK
+    return published("dflash", config, block_tensors(**tensors))
+
+
+@cache
+def deepspec(
+    kind: str | None = "vanilla",
+    confidence: bool = True,
+    layers: tuple[int, ...] = tuple(LAYERS),
+    size: int = SIZE,
+    vocab: int = VOCAB,
+) -> PublishedHead:
+    """DeepSpec's layout: everything at the top, and its own copies of embedding and head."""
+    config = {
+        "architectures": ["Qwen3DSparkModel"],
+        **BODY,
+        "block_size": BLOCK,
+        "mask_token_id": vocab - 1,
+        "target_layer_ids": [i - 1 for i in layers],
+        "markov_rank": RANK if kind else 0,
+    }
+    tensors = block_tensors(2, kind, confidence, size, vocab, size=size, vocab=vocab)
+    return published("dspark", config, tensors)
+
+
+@cache
+def speculators(family: str = "dspark", kind: str | None = "vanilla", **more: Any) -> PublishedHead:
+    """vLLM's layout: hidden states by index, few tokens, and a width of its own."""
+    config = {
+        "speculators_model_type": family,
+        "transformer_layer_config": {**BODY, "model_type": "qwen3"},
+        "aux_hidden_state_layer_ids": LAYERS,
+        "mask_token_id": MASK,
+        "block_size": BLOCK,
+        **more,
+    }
+    tensors = block_tensors(2, kind, kind is not None, width=24, own=60)
+    return published(family, config, tensors)
+
+
+def block_reference(
+    model: PreTrainedModel,
+    head: PublishedHead,
+    from_anchor: bool,
+    kinds: Sequence[tuple[int | None, bool]] = ((None, False),) * 2,
+    begin: int = 0,
+) -> Reference:
+    """Of a block head whose layers have (window, causal) `kinds`; a text known from `begin` on."""
+    t = head.tensors
+    own: Any = model.get_output_embeddings()
+    embedding = t.get("embed_tokens.weight", model.get_input_embeddings().weight)
+
+    @cache
+    @torch.no_grad()
+    def outputs(tokens: tuple[int, ...]) -> Tensor:
+        states = states_of(model, tokens[:-1], LAYERS)[begin:]
+        return block_outputs(t, states, embedding[[tokens[-1], *[MASK] * (BLOCK - 1)]], kinds)
+
+    @torch.no_grad()
+    def after(tokens: Sequence[int], path: Sequence[int]) -> Tensor:
+        block = outputs(tuple(tokens))
+        state, bias = torch.zeros(RANK), None
+        texts = [tokens[-1], *path]
+        places = list(range(0 if from_anchor else 1, BLOCK))[: len(texts)]
+        if "markov_head.joint_proj.weight" in t and not from_anchor:
+            _, state = markov_bias(t, tokens[-1], block[0], state)
+        if "markov_head.markov_w1.weight" in t:
+            for token, place in zip(texts, places, strict=True):
+                bias, state = markov_bias(t, token, block[place], state)
+        few = t.get("lm_head.weight", own.weight) @ block[places[-1]]
+        few = few if bias is None else few + bias
+        if "d2t" not in t:
+            return few
+        logits = torch.full((VOCAB,), float("-inf"))
+        logits[t["d2t"] + torch.arange(len(few))] = few
+        return logits
+
+    return after
+
+
+def markov_bias(
+    t: Mapping[str, Tensor], token: int, output: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    before = t["markov_head.markov_w1.weight"][token]
+    if "markov_head.gate_proj.weight" in t:
+        read = torch.cat([output, before])
+        gate = t["markov_head.gate_proj.weight"] @ read + t["markov_head.gate_proj.bias"]
+        before = gate.sigmoid() * before
+    if "markov_head.joint_proj.weight" in t:
+        read = torch.cat([state, before, output])
+        joint = t["markov_head.joint_proj.weight"] @ read + t["markov_head.joint_proj.bias"]
+        gate, candidate, out = joint.split(RANK)
+        state = gate.sigmoid() * state + (1 - gate.sigmoid()) * candidate.tanh()
+        before = out.tanh()
+    return t["markov_head.markov_w2.weight"] @ before, state
+
+
+def block_outputs(
+    t: Mapping[str, Tensor],
+    states: Tensor,
+    block: Tensor,
+    kinds: Sequence[tuple[int | None, bool]],
+) -> Tensor:
+    """(b, width) outputs of a block after a context of (T, n * H) states."""
+    context = rms(states @ t["fc.weight"].T, t["hidden_norm.weight"])
+    known, x = len(context), block
+    places = torch.arange(known + len(block))
+    for layer, (window, causal) in enumerate(kinds):
+        p = f"layers.{layer}."
+        y = rms(x, t[p + "input_layernorm.weight"])
+        both = torch.cat([context, y])
+        q = split(y, t, p, "q", places[known:])
+        k = split(both, t, p, "k", places).repeat_interleave(HEADS // KEYS, dim=0)
+        v = split(both, t, p, "v", None).repeat_interleave(HEADS // KEYS, dim=0)
+        ahead = places[None] - places[known:, None]
+        hidden = (ahead > 0) & causal
+        if window is not None:
+            hidden = hidden | (ahead <= -window)
+        scores = (q @ k.transpose(1, 2) / math.sqrt(WIDTH)).masked_fill(hidden, float("-inf"))
+        mixed = (scores.softmax(-1) @ v).transpose(0, 1).flatten(1)
+        x = x + mixed @ t[p + "self_attn.o_proj.weight"].T
+        y = rms(x, t[p + "post_attention_layernorm.weight"])
+        gate, up = (y @ t[p + f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+        x = x + (F.silu(gate) * up) @ t[p + "mlp.down_proj.weight"].T
+    return rms(x, t["norm.weight"])
+
+
+def rms(x: Tensor, weight: Tensor) -> Tensor:
+    return weight * x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+
+
+def split(
+    x: Tensor, t: Mapping[str, Tensor], prefix: str, name: str, places: Tensor | None
+) -> Tensor:
+    """(heads, T, D), normed and turned unless they are values."""
+    x = (x @ t[f"{prefix}self_attn.{name}_proj.weight"].T).view(len(x), -1, WIDTH).transpose(0, 1)
+    if places is None:
+        return x
+    x = rms(x, t[f"{prefix}self_attn.{name}_norm.weight"])
+    angles = places[:, None] * 5000.0 ** (-torch.arange(0, WIDTH, 2) / WIDTH)
+    cos, sin = (torch.cat([f, f], dim=-1) for f in (angles.cos(), angles.sin()))
+    half = WIDTH // 2
+    return x * cos + torch.cat([-x[..., half:], x[..., :half]], dim=-1) * sin
