@@ -8,6 +8,7 @@ own processors. Deliberately broken verifiers must fail the same test, or it wou
 from __future__ import annotations
 
 import atexit
+import copy
 import shutil
 import tempfile
 from functools import cache
@@ -26,6 +27,7 @@ from hf_spec import (
     FalconConfig,
     GsdConfig,
     LookupConfig,
+    PardConfig,
     SdsatConfig,
     TreeConfig,
 )
@@ -89,6 +91,14 @@ def tiny(seed: int, vocab_size: int = VOCAB) -> LlamaForCausalLM:
         eos_token_id=None,
     )
     return LlamaForCausalLM(config).eval()
+
+
+@cache
+def pard_draft() -> LlamaForCausalLM:
+    """A draft model of its own, as the others must not have a mask token."""
+    draft = copy.deepcopy(tiny(1))
+    draft.config.pard_token = VOCAB - 1
+    return draft
 
 
 @cache
@@ -170,6 +180,11 @@ def arguments(strategy: str) -> dict[str, Any]:
             "assistant": [draft, falcon_head()],
         },
         "auto sdsat": {"spec_strategy": AutoConfig(timings=TIMINGS), "assistant": adaptive()},
+        "pard": {"spec_strategy": PardConfig(max_draft_tokens=2), "assistant": pard_draft()},
+        "pard tree": {
+            "spec_strategy": PardConfig(max_draft_tokens=2, children=3, max_nodes=8),
+            "assistant": pard_draft(),
+        },
         "tree": {"spec_strategy": TreeConfig(children=2, max_nodes=6), "assistant": draft},
         "siblings": {
             "spec_strategy": TreeConfig(children=3, max_nodes=12, sample_drafts=True),
@@ -288,6 +303,9 @@ CASES = [
     ("auto sdsat", PLAIN),
     ("tree", PLAIN),
     ("tree", REPETITION),
+    ("pard", TOP_K),
+    ("pard", REPETITION),
+    ("pard tree", TOP_P),
     ("falcon", PLAIN),
     ("falcon", TOP_K),
     ("falcon", REPETITION),
@@ -321,6 +339,7 @@ def test_what_the_prefix_forbids_never_comes(strategy: str) -> None:
         "measured",
         "disco",
         "merging",
+        "pard",
         "falcon",
         "sdsat",
         "sdsat fused",
@@ -376,7 +395,7 @@ def flatter(distributions: Any) -> Tensor | None:
     return torch.nn.functional.normalize(probs.sqrt(), p=1, dim=-1)
 
 
-draft_model_stack = model_drafter._stack
+draft_model_stack = model_drafter.stacked
 whole_draft = DraftModelDrafter.draft
 
 
@@ -406,7 +425,7 @@ def draft_that_peeks(self: DraftModelDrafter, state: Any, limits: Any) -> DraftT
 class TestBrokenTwins:
     """What the test above must not let pass."""
 
-    @pytest.mark.parametrize("strategy", ["draft", "siblings"])
+    @pytest.mark.parametrize("strategy", ["draft", "siblings", "pard"])
     def test_rejection_without_residual(
         self, strategy: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -417,7 +436,9 @@ class TestBrokenTwins:
         monkeypatch.setattr(drafter, "ResidualRejection", SiblingsWithoutUpdate)
         assert worst_p_value([REPETITIVE], PLAIN, "siblings") < REJECTED
 
-    @pytest.mark.parametrize("strategy", ["lookup", "tree", "falcon", "sdsat fused", "auto"])
+    @pytest.mark.parametrize(
+        "strategy", ["lookup", "tree", "pard tree", "falcon", "sdsat fused", "auto"]
+    )
     def test_bonus_redrawn_after_a_miss(
         self, strategy: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -429,7 +450,7 @@ class TestBrokenTwins:
         assert worst_p_value([REPETITIVE], PLAIN, "disco") < REJECTED
 
     def test_draft_probs_that_were_not_drawn_from(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(model_drafter, "_stack", flatter)
+        monkeypatch.setattr(model_drafter, "stacked", flatter)
         assert worst_p_value([REPETITIVE], {"temperature": 0.5}, "draft") < REJECTED
 
     def test_one_row_with_the_prefix_of_another(self, monkeypatch: pytest.MonkeyPatch) -> None:

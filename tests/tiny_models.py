@@ -263,6 +263,7 @@ _ROWS: dict[str, Callable[[str], dict[str, Any]]] = {
     "tree": lambda name: {"spec_strategy": "tree", "assistant": draft_model(name)},
     "gsd": lambda name: {"spec_strategy": "gsd", "assistant": draft_model(name)},
     "disco": lambda name: {"spec_strategy": "disco", "assistant": disco_adapter(name)},
+    "pard": lambda name: {"spec_strategy": "pard", "assistant": pard_model(name)},
     "falcon": _falcon,
     "sdsat": _sdsat,
     "auto": _auto,
@@ -308,6 +309,14 @@ def random_adaptive_tokens(
 def draft_model(name: str, num_layers: int = 2) -> PreTrainedModel:
     """The first layers of the named model, made once per session."""
     return hf_spec.truncated_draft(build(name), num_layers)
+
+
+@cache
+def pard_model(name: str) -> PreTrainedModel:
+    """The same as a model that drafts after mask tokens."""
+    model = hf_spec.truncated_draft(build(name), 2)
+    model.config.get_text_config().pard_token = VOCAB - 1
+    return model
 
 
 @cache

@@ -130,13 +130,16 @@ class DraftModelDrafter(Drafter):
 
     def start(self, state: GenerationState) -> None:
         """Empty keys and values for every row."""
-        batching, size = self.config.batching, self.vocab_size
-        self._runner = ModelRunner(self.model, state.num_rows, batching=batching, vocab_size=size)
+        self._runner = self._make_runner(state.num_rows)
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.policy.start(state.num_rows)
         self.samples = state.do_sample and self.config.sample_drafts
         self.rule = self.config.sampling_rule if state.do_sample else None
         self._processors = NodeProcessors(state.processors, state.num_rows, stateless_only=True)
+
+    def _make_runner(self, num_rows: int) -> ModelRunner:
+        batching, size = self.config.batching, self.vocab_size
+        return ModelRunner(self.model, num_rows, batching=batching, vocab_size=size)
 
     def restart(self, row: int) -> None:
         """Empty keys and values for one row, and a policy that knows nothing of it."""
@@ -181,7 +184,7 @@ class DraftModelDrafter(Drafter):
         ]
         probs = [prob for sent in self._sent.values() for prob in sent.probs]
         drafts = {row: (sent.tokens, sent.parents) for row, sent in self._sent.items()}
-        return DraftTree.from_drafts(drafts, state.num_rows, _stack(distributions), probs)
+        return DraftTree.from_drafts(drafts, state.num_rows, stacked(distributions), probs)
 
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
         """Keep the accepted part of the draft model's keys and values; tell the policy."""
@@ -279,7 +282,7 @@ class DraftModelDrafter(Drafter):
                 growth.frontier.append(child)
 
 
-def _stack(distributions: Sequence[Tensor | None]) -> Tensor | None:
+def stacked(distributions: Sequence[Tensor | None]) -> Tensor | None:
     """(N, V) with zeros for nodes without children; None if no node has a distribution."""
     known = next((d for d in distributions if d is not None), None)
     if known is None:

@@ -7,6 +7,7 @@ from hf_spec.strategies.falcon import FalconConfig
 from hf_spec.strategies.gsd import GsdConfig
 from hf_spec.strategies.lookup import LookupConfig
 from hf_spec.strategies.none import NoneConfig
+from hf_spec.strategies.pard import PardConfig
 from hf_spec.strategies.sdsat import SdsatConfig
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "GsdConfig",
     "LookupConfig",
     "NoneConfig",
+    "PardConfig",
     "SdsatConfig",
     "TreeConfig",
 ]
