@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,19 +65,28 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_tensors(folder: Path, name: str) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, of finite floats or whole numbers, on the CPU."""
+    """The tensors of an adapter's safetensors file; see `tensors_of`."""
     if not (folder / name).exists():
         pickles = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLES)
         hint = f"; {pickles[0]} is a pickle file, which is never loaded" if pickles else ""
         raise AssistantError(f"adapter {str(folder)!r} has no {name}{hint}")
-    path = regular_file(folder, name)
+    return tensors_of(regular_file(folder, name))
+
+
+def tensors_of(
+    path: Path, wanted: Callable[[str], bool] | None = None, kinds: Collection[str] = ()
+) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, of finite floats or whole numbers or `kinds`, on the CPU.
+
+    Only those whose name is `wanted` are read, all by default.
+    """
     tensors = {}
     # Its own error class derives from Exception alone, and odd dtypes raise others.
     try:
         with safe_open(path, framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118 - no mapping
+            for key in filter(wanted, file.keys()):
                 kind = file.get_slice(key).get_dtype()
-                if kind not in FLOATS | INTEGERS:
+                if kind not in {*FLOATS, *INTEGERS, *kinds}:
                     raise AssistantError(
                         f"{path}: {key!r} is of type {kind}; weights are of "
                         f"{', '.join(sorted(FLOATS))}"

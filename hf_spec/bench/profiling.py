@@ -22,7 +22,7 @@ from hf_spec.decoding.verification import Verifier
 from hf_spec.execution.row_storage import RowStorage
 from hf_spec.execution.runner import ModelRunner
 from hf_spec.models.falcon_head import FalconHead
-from hf_spec.models.falcon_runner import HeadRunner
+from hf_spec.models.pair_runner import HeadRunner
 
 # In the order of a step; what a draft model does inside a draft has names of its own.
 PARTS = (

@@ -29,13 +29,11 @@ from hf_spec.errors import AssistantError, OptionError, UnsupportedError
 from hf_spec.execution.mixers import mixers_of
 from hf_spec.execution.model_checks import takes_images
 from hf_spec.models.draft_head import FewTokensHead
+from hf_spec.models.pair_rows import State
 from hf_spec.models.shapes import FalconShape
 from hf_spec.models.truncated import own_copy, with_layers
 
 METHOD = "falcon"
-
-# Hidden and cell state of both LSTM layers, (2, S, H) each.
-State = tuple[Tensor, Tensor]
 
 
 class FalconHead(nn.Module):

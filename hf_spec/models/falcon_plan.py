@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hf_spec.drafting.rank_tree import Path, RankTree
-from hf_spec.models.falcon_runner import Blocks
+from hf_spec.models.pair_runner import Blocks
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from hf_spec.execution.segment import Segment
+from hf_spec.models.draft_head import FewTokensHead
 from hf_spec.models.falcon_head import FalconHead, State
-from hf_spec.models.falcon_runner import HeadRunner, PairRow, joined
+from hf_spec.models.pair_rows import PairRow
+from hf_spec.models.pair_runner import HeadRunner, joined
 
 # Drafts that run at once; bounds their masks.
 STARTS_AT_ONCE = 128
@@ -101,13 +103,13 @@ def _follow(
             predicted = runner.attend(mixed.flatten(0, 1), [segment]).view(mixed.shape)
         width = min(size, depth - done)
         truth = text[starts[:, None] + done + 1 + slots[:width]]
-        found.append(_ranks(head, predicted[:, :width], truth))
+        found.append(_ranks(head.head, predicted[:, :width], truth))
     return torch.cat(found, dim=1)
 
 
-def _ranks(head: FalconHead, predicted: Tensor, truth: Tensor) -> Tensor:
-    logits = head.head.known(predicted).float()
-    place = head.head.places()[truth].to(logits.device)
+def _ranks(reader: FewTokensHead, predicted: Tensor, truth: Tensor) -> Tensor:
+    logits = reader.known(predicted).float()
+    place = reader.places()[truth].to(logits.device)
     own = logits.gather(-1, place.clamp_min(0)[..., None])
     return torch.where(place >= 0, (logits > own).sum(dim=-1), -1).cpu()
 

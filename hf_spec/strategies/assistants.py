@@ -1,4 +1,4 @@
-"""What `assistant=` may be: a second language model, or an adapter of a method."""
+"""What `assistant=` may be: a second language model, an adapter, or a published head."""
 
 from __future__ import annotations
 
@@ -10,9 +10,16 @@ from typing import Any, TypeVar
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_spec.models.methods  # noqa: F401 - the methods become known
-from hf_spec.adapters.adapter import PEFT_TYPE, WEIGHTS_NAME
+from hf_spec.adapters.adapter import PEFT_TYPE
 from hf_spec.adapters.folder import SpecAdapter, active_adapters, is_adapter, load_adapter
 from hf_spec.adapters.hub import Place
+from hf_spec.adapters.published import (
+    MODELS,
+    PublishedHead,
+    family_record,
+    published_family,
+    read_published,
+)
 from hf_spec.data.hub import load_named
 from hf_spec.errors import AssistantError, HubError, OptionError, SpecError, UnsupportedError
 from hf_spec.execution.model_checks import check_model
@@ -91,13 +98,52 @@ def resolve_falcon_head(assistant: object, target: PreTrainedModel) -> FalconHea
     return assistant
 
 
+def resolve_published(
+    strategy: str, assistant: object, target: PreTrainedModel, kinds: Collection[str]
+) -> Any:
+    """What a strategy works with, made of the published head that `assistant` stands for.
+
+    That is its folder or Hub id, a `PublishedHead`, or what a builder of a family in `kinds` has
+    made, which says so by its attribute `strategy`. Messages name the `strategy`.
+
+    Raises:
+        AssistantError: if it is missing, damaged, of another family, or for another target.
+    """
+    if isinstance(assistant, (str, os.PathLike)):
+        name = os.fspath(assistant)
+
+        def read() -> Any:
+            return _build_published(_checked(read_published(name), name, strategy, kinds), target)
+
+        return read_once(target, strategy, name, read)
+    if isinstance(assistant, PublishedHead):
+        head = _checked(assistant, assistant.name, strategy, kinds)
+        key = (head, target.device, target.dtype)
+        return made_once(target, key, lambda: _build_published(head, target))
+    if assistant is not None and getattr(assistant, "strategy", None) == strategy:
+        return assistant
+    raise AssistantError(
+        f"spec_strategy={strategy!r} needs a published head: pass assistant=<folder or Hub id>; "
+        f"got {type(assistant).__name__}"
+    )
+
+
+def strategy_of(name: str) -> str:
+    """The strategy that an adapter, a published head or a model is for; "tree" for a model."""
+    if is_adapter(name):
+        return load_adapter(name).strategy
+    family = _family_of(name)
+    return "tree" if family is None else family_record(family, name).strategy
+
+
 def read_once(target: PreTrainedModel, method: str, name: str, read: Callable[[], Made]) -> Made:
     """What `read` gives for the adapter in a folder or repository, kept as by `made_once`.
 
     It is read again if the weights in the folder, or the target's device or dtype, have changed.
     """
-    weights = Path(name) / WEIGHTS_NAME
-    stamp = weights.stat().st_mtime_ns if weights.is_file() else None
+    folder = Path(name)
+    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+    stamp = tuple((file.name, file.stat().st_mtime_ns) for file in files if file.is_file())
     return made_once(target, (method, name, stamp, target.device, target.dtype), read)
 
 
@@ -154,24 +200,64 @@ def find_assistant(assistant: Any, target: PreTrainedModel, methods: Collection[
 def _build(adapter: SpecAdapter, target: PreTrainedModel) -> Any:
     method = adapter.record
     adapter.base.check(target)
+    what = f"the {adapter.method} adapter {str(adapter.folder or '')!r}"
+    return _made(what, target, lambda: method.build(adapter, target))
+
+
+def _build_published(head: PublishedHead, target: PreTrainedModel) -> Any:
+    what = f"the {head.family} head {head.name!r}"
+    return _made(what, target, lambda: head.record.build(head, target))
+
+
+def _made(what: str, target: PreTrainedModel, make: Callable[[], Made]) -> Made:
+    """What `make` gives from files that may be damaged; the target is left as it is."""
     needs_gradient = [(weight, weight.requires_grad) for weight in target.parameters()]
     try:
-        return method.build(adapter, target)
+        return make()
     except (AssistantError, UnsupportedError):
         raise
     except DAMAGE as error:
-        raise AssistantError(
-            f"the {adapter.method} adapter {str(adapter.folder or '')!r} is damaged: {error}"
-        ) from error
+        raise AssistantError(f"{what} is damaged: {error}") from error
     finally:
         # Modules freeze what they share with the target.
         for weight, needed in needs_gradient:
             weight.requires_grad_(needed)
 
 
+def _checked(
+    head: PublishedHead | None, name: str, strategy: str, kinds: Collection[str]
+) -> PublishedHead:
+    if head is None:
+        raise AssistantError(
+            f"assistant={name!r} is no published head; spec_strategy={strategy!r} uses heads of "
+            f"the families {', '.join(sorted(kinds))}, and 'draft' or 'tree' a whole model"
+        )
+    if head.family not in kinds:
+        raise AssistantError(
+            f"assistant={name!r} is a head of the family {head.family!r}: use "
+            f"spec_strategy={head.record.strategy!r}"
+        )
+    return head
+
+
+def _family_of(name: str) -> str | None:
+    """The family of the published head in a folder or repository; what cannot be read has none."""
+    try:
+        return published_family(name)
+    except AssistantError:
+        return None
+
+
 def _load(name: str, target: PreTrainedModel) -> PreTrainedModel:
     if is_adapter(name):
         return _build(load_adapter(name, DRAFT), target)
+    family = _family_of(name)
+    if family is not None and family not in MODELS:
+        strategy = family_record(family, name).strategy
+        raise AssistantError(
+            f"assistant={name!r} is a head of the family {family!r}, no draft model: use "
+            f"spec_strategy={strategy!r}"
+        )
     place = Place(name) if Path(name).exists() else Place.of(name)
     try:
         model = load_named(

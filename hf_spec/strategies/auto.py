@@ -19,7 +19,6 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from hf_spec.adapters.folder import is_adapter, load_adapter
 from hf_spec.decoding.state import GenerationState
 from hf_spec.devices.distributed_checks import tensor_parallel_size
 from hf_spec.drafting.calibration import check_timings, known_costs
@@ -29,7 +28,7 @@ from hf_spec.drafting.measured import MeasuredDrafter
 from hf_spec.drafting.sources import Source
 from hf_spec.errors import AssistantError, OptionError, UnsupportedError
 from hf_spec.execution.mixers import recurrent_share
-from hf_spec.strategies.assistants import read_once
+from hf_spec.strategies.assistants import read_once, strategy_of
 from hf_spec.strategies.lookup import LookupConfig, lookup_sources
 from hf_spec.strategies.registry import make_for_auto, register
 
@@ -136,7 +135,4 @@ def _strategy_of(assistant: Any, target: PreTrainedModel) -> str:
         return getattr(assistant, "strategy", "tree")
     name = os.fspath(assistant)
 
-    def read() -> str:
-        return load_adapter(name).strategy if is_adapter(name) else "tree"
-
-    return read_once(target, "auto", name, read)
+    return read_once(target, "auto", name, lambda: strategy_of(name))

@@ -32,9 +32,10 @@ from hf_spec.drafting.rank_tree import RankTree, checked_tree
 from hf_spec.drafting.sources import NODES_PER_LEVEL
 from hf_spec.execution.runner import ForwardOutput
 from hf_spec.execution.tree import DraftTree, Verdict, likeliest
-from hf_spec.models.falcon_head import METHOD, FalconHead, State
+from hf_spec.models.falcon_head import METHOD, FalconHead
 from hf_spec.models.falcon_plan import DraftPass, DraftPlan, draft_plan
-from hf_spec.models.falcon_runner import HeadRunner, PairRow, check_packed
+from hf_spec.models.pair_rows import PairRows, State
+from hf_spec.models.pair_runner import HeadRunner, check_packed
 from hf_spec.strategies.assistants import resolve_falcon_head
 from hf_spec.strategies.falcon_tree import choose_tree, max_sent
 from hf_spec.strategies.registry import register
@@ -121,6 +122,7 @@ class FalconDrafter(Drafter):
 
     # From `start` on.
     _runner: HeadRunner
+    _pairs: PairRows
 
     hidden_layers = (-1,)
     no_candidates = (
@@ -145,8 +147,6 @@ class FalconDrafter(Drafter):
         self.max_nodes = max_nodes
         # A policy that only sets limits need not be asked, which spares the host a wait a pass.
         self._asks = type(self.policy).goes_on is not LengthPolicy.goes_on
-        self._pairs: list[PairRow] = []
-        self._roots: list[int] = []
         self.counters: dict[str, int] = {}
 
     def num_forwards(self, depth: int) -> int:
@@ -161,14 +161,14 @@ class FalconDrafter(Drafter):
     def start(self, state: GenerationState) -> None:
         """Rows without pairs."""
         self._runner = HeadRunner(self.head, state.num_rows)
-        self._pairs = [self._no_pairs(row) for row in range(state.num_rows)]
-        self._roots = [0] * state.num_rows
+        device = self.head.attention.device
+        self._pairs = PairRows(state.num_rows, self.head.hidden_size, device)
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.policy.start(state.num_rows)
 
     def restart(self, row: int) -> None:
         """One row without pairs, and a policy that knows nothing of it."""
-        self._pairs[row] = self._no_pairs(row)
+        self._pairs.restart(row)
         self.policy.restart(row)
 
     def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
@@ -176,10 +176,10 @@ class FalconDrafter(Drafter):
         size = self.head.shape.block_size
         depths = {}
         for row, limit in limits.items():
-            self._roots[row] = len(state.tokens[row]) - 1
+            self._pairs.roots[row] = len(state.tokens[row]) - 1
             most = min(self.plan.height, limit, self.policy.limit(row))
             # Before there are k pairs the newest block is not whole.
-            depths[row] = most if self._pairs[row].num_pairs >= size else 0
+            depths[row] = most if self._pairs.rows[row].num_pairs >= size else 0
         drawn = self._run(state, depths)
         drafts = {}
         probs: list[float] = []
@@ -200,27 +200,10 @@ class FalconDrafter(Drafter):
 
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
         """Take the features of the root and of what was accepted; tell the policy."""
-        tree = verdict.tree
-        places, counts = [], {}
+        self._pairs.learn(verdict, output, lambda choose: choose(output.hidden[-1]))
         for row, accepted in enumerate(verdict.accepted):
-            if not tree.nodes(row):
-                continue
-            pending = output.pending.get(row, [])
-            if self._pairs[row].first < 0:
-                self._pairs[row].first = self._roots[row] - len(pending)
-            nodes = [output.nodes[node] for node in (tree.row_start[row], *accepted)]
-            places += [*pending, *nodes]
-            counts[row] = len(pending) + len(nodes)
-            self.policy.observe(row, tree.height(row), len(accepted))
-        hidden = output.hidden[-1]
-        (index,) = send([torch.tensor(places)], hidden.device)
-        features = hidden[index].to(self.head.attention.device)
-        for row, mine in zip(counts, features.split(list(counts.values())), strict=True):
-            self._pairs[row].extend(mine)
-
-    def _no_pairs(self, row: int) -> PairRow:
-        device = self.head.attention.device
-        return PairRow(row, torch.zeros(0, self.head.hidden_size, device=device), -1)
+            if verdict.tree.nodes(row):
+                self.policy.observe(row, verdict.tree.height(row), len(accepted))
 
     def _run(self, state: GenerationState, limits: dict[int, int]) -> list[_Drawn]:
         """All passes; lowers the limits of rows whose policy says stop."""
@@ -230,7 +213,7 @@ class FalconDrafter(Drafter):
         reach = {row: [1.0] for row in rows}
         if not rows:
             return drawn
-        outputs, carried = self._runner.feed([self._pairs[row] for row in rows], state.tokens)
+        outputs, carried = self._runner.feed([self._pairs.rows[row] for row in rows], state.tokens)
         outputs = outputs[:, None]
         for index, step in enumerate(self.plan.passes):
             if index:
@@ -263,7 +246,7 @@ class FalconDrafter(Drafter):
             states = [part.view(2, *outputs.shape[:2], -1) for part in carried]
             hidden, cell = (part[:, chosen, parents].flatten(1, 2) for part in states)
             carried = hidden, cell
-        pairs = [self._pairs[rows[i]] for i in kept]
+        pairs = [self._pairs.rows[rows[i]] for i in kept]
         return self._runner.grow(pairs, step.blocks, tokens, features, carried)
 
     def _read(

@@ -1,11 +1,14 @@
-"""Runs a Falcon head on packed blocks, with keys and values of its own per row.
+"""Runs a head on packed blocks of pairs, with keys and values of its own per row.
 
-A row's *pairs* (see `falcon_head`) are stored in order; blocks that rest on predicted features go
+A row's *pairs* (see `pair_rows`) are stored in order; blocks that rest on predicted features go
 after them and are overwritten by the next round, which feeds the true pairs instead. `feed` runs
-the newest true pairs, `grow` the blocks after them. Both pack all rows into one forward.
+the newest true pairs, `grow` the blocks after them. Both pack all rows into one forward. A Falcon
+head has blocks of k pairs that see each other whole; with blocks of one pair this is what EAGLE's
+heads and MTP layers are run by.
 
-How the state of a recurrent LSTM is kept: the newest k pairs may have to be fed again, so what is
-kept is the state after the pair before the newest k - 1, and the features of those k - 1.
+How the state of a Falcon head's recurrent LSTM is kept: the newest k pairs may have to be fed
+again, so what is kept is the state after the pair before the newest k - 1, and the features of
+those k - 1.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,46 +29,67 @@ from hf_spec.execution.cpu_linear import fast_cpu_linears, fast_products
 from hf_spec.execution.kv_cache import KVPool
 from hf_spec.execution.segment import Segment
 from hf_spec.execution.step_graphs import StepGraphs
-from hf_spec.models.falcon_head import FalconHead, State
+from hf_spec.models.pair_rows import PairRow, State
 
 # Pairs of a prompt that run at once; bounds masks and activations.
 FEED_CHUNK = 1024
 
 
-@dataclass
-class PairRow:
-    """The true pairs of one sequence.
-
-    Attributes:
-        slot: of the pool.
-        features: (n, H), those of the newest pairs.
-        first: position of the first pair, above 0 where a text began in a reused cache.
-        num_pairs: how many have a known feature, `stored` of them keys and values.
-        covered: how many the LSTM's kept state has seen.
-        state: that state, (2, 1, H) each; None at the start, and where nothing is carried.
-    """
-
-    slot: int
-    features: Tensor
-    first: int
-    num_pairs: int = 0
-    stored: int = 0
-    covered: int = 0
-    state: State | None = None
-
-    def extend(self, features: Tensor) -> None:
-        """Add (n, H) features of the pairs that follow."""
-        self.features = torch.cat([self.features, features]) if self.num_pairs else features
-        self.num_pairs += len(features)
-
-    def slice(self, begin: int, end: int) -> Tensor:
-        """The features of pairs [begin, end)."""
-        offset = self.num_pairs - len(self.features)
-        return self.features[begin - offset : end - offset]
-
-
 # A row and some of its pairs, first and end.
 Span = tuple[PairRow, int, int]
+
+
+class PairShape(Protocol):
+    """How many pairs a block has, how many layers attend, and whether a state is carried."""
+
+    @property
+    def block_size(self) -> int: ...  # noqa: D102
+    @property
+    def num_layers(self) -> int: ...  # noqa: D102
+    @property
+    def recurrent(self) -> bool: ...  # noqa: D102
+
+
+class PairHead(Protocol):
+    """A head that predicts features from pairs of a token and a feature.
+
+    Attributes:
+        shape: of its blocks.
+        hidden_size: H, the width of its features.
+        head: reads tokens off the features that it predicts; a `FewTokensHead` or the like.
+        attention: a model that has its layers, each of which takes an attention function.
+    """
+
+    hidden_size: int
+    head: Any
+    attention: Any
+
+    @property
+    def shape(self) -> PairShape: ...  # noqa: D102
+
+    def mix(
+        self, tokens: Tensor, features: Tensor, state: State | None = None
+    ) -> tuple[Tensor, State | None]:
+        """(S, L) int64 t_{i+1} and (S, L, H) features -> (S, L, M) mixed pairs, and the state."""
+
+    def attend(self, mixed: Tensor, **attention: Any) -> Tensor:
+        """(B, T, M) mixed pairs see each other -> (B, T, H) predicted features.
+
+        `attention` has `attention_mask`, `position_ids` and `spec_step`, as layers take them.
+        """
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """Pairs that stand for tokens to come, after the newest true one of every row.
+
+    Attributes:
+        token: of each.
+        features: (M, H).
+    """
+
+    token: int
+    features: Tensor
 
 
 @dataclass(frozen=True)
@@ -90,12 +115,13 @@ class Blocks:
 class HeadRunner:
     """A head in evaluation mode, its key-value pool for `num_slots` sequences, and its passes."""
 
-    def __init__(self, head: FalconHead, num_slots: int):
+    def __init__(self, head: PairHead, num_slots: int):
         self.head = head
         self.pool = KVPool(num_slots)
         self.forwards = 0
         self._size = head.shape.block_size
-        self._mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=head.attention.device)
+        device: torch.device = head.attention.device
+        self._mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
 
     @contextmanager
     def active(self) -> Iterator[HeadRunner]:
@@ -103,21 +129,28 @@ class HeadRunner:
         with ExitStack() as stack:
             check_packed(self.head.attention)
             self._attention = PackedAttention(self.head.attention)
-            stack.enter_context(fast_cpu_linears(self.head))
+            head: Any = self.head
+            stack.enter_context(fast_cpu_linears(head))
             self._graphs = StepGraphs(self.head.attention, self.pool, self._mask.device)
             stack.callback(self._graphs.clear)
             yield self
 
     @fast_products()
     def feed(
-        self, rows: Sequence[PairRow], texts: Sequence[Sequence[int]]
+        self,
+        rows: Sequence[PairRow],
+        texts: Sequence[Sequence[int]],
+        ahead: Ahead | None = None,
     ) -> tuple[Tensor, State | None]:
         """Run the pairs that are new, and at least the newest k, of rows that have as many.
 
-        `texts` are the tokens of each slot; pair i of a row has the token `first + i + 1`. Returned
-        are (A, k, H), what the newest k pairs of each row predict, and the LSTM's state after them.
+        `texts` are the tokens of each slot; pair i of a row has the token `first + i + 1`. The M
+        pairs `ahead` follow in the same pass and are not kept; a head of blocks takes none.
+        Returned are (A, k + M, H), what the newest k pairs of each row and these predict, and the
+        LSTM's state after them.
         """
         size = self._size
+        extra = 0 if ahead is None else len(ahead.features)
 
         def span(row: PairRow) -> Span:
             begin = min(row.stored, row.num_pairs - size)
@@ -128,11 +161,11 @@ class HeadRunner:
         while long := [one for one in map(span, rows) if one[2] < one[0].num_pairs]:
             self._stretch(long, texts)
         spans = [span(row) for row in rows]
-        outputs, state = self._stretch(spans, texts)
+        outputs, state = self._stretch(spans, texts, ahead)
         for row in rows:
             row.features = row.features[len(row.features) - size + 1 :]
-        parts = outputs.split([end - first for _, first, end in spans])
-        return torch.stack([part[-size:] for part in parts]), state
+        parts = outputs.split([end - first + extra for _, first, end in spans])
+        return torch.stack([part[-size - extra :] for part in parts]), state
 
     @fast_products()
     def grow(
@@ -151,14 +184,29 @@ class HeadRunner:
         Returns:
             (A, n, k, H), the features they predict, and the LSTM's state after each block.
         """
-        length = blocks.count * self._size
-        segments = [self._block_segment(row, blocks, i * length) for i, row in enumerate(rows)]
-        if self.head.shape.recurrent:
+        if not self.head.shape.recurrent:
+            mine = [blocks] * len(rows)
+            outputs = self.grow_each(rows, mine, tokens.flatten(), features.flatten(0, 2))
+        else:
+            length = blocks.count * self._size
+            segments = [self._block_segment(row, blocks, i * length) for i, row in enumerate(rows)]
             mixed, state = self.head.mix(tokens.flatten(0, 1), features.flatten(0, 1), state)
             outputs = self.attend(mixed.flatten(0, 1), segments)
-        else:
-            outputs = self._run(tokens.flatten(), features.flatten(0, 2), segments)
         return outputs.view(len(rows), blocks.count, self._size, -1), state
+
+    @fast_products()
+    def grow_each(
+        self, rows: Sequence[PairRow], blocks: Sequence[Blocks], tokens: Tensor, features: Tensor
+    ) -> Tensor:
+        """The same with blocks of each row its own, of a head that carries no state.
+
+        (T,) int64 tokens and (T, H) features, row after row -> (T, H) predicted features.
+        """
+        segments: list[Segment] = []
+        for row, mine in zip(rows, blocks, strict=True):
+            start = segments[-1].end if segments else 0
+            segments.append(self._block_segment(row, mine, start))
+        return self._run(tokens, features, segments)
 
     @fast_products()
     def attend(self, mixed: Tensor, segments: Sequence[Segment]) -> Tensor:
@@ -211,19 +259,29 @@ class HeadRunner:
         return [self._attend(mixed[0], positions, step)]
 
     def _stretch(
-        self, spans: Sequence[Span], texts: Sequence[Sequence[int]]
+        self,
+        spans: Sequence[Span],
+        texts: Sequence[Sequence[int]],
+        ahead: Ahead | None = None,
     ) -> tuple[Tensor, State | None]:
         segments, start = [], 0
+        extra = 0 if ahead is None else len(ahead.features)
         for row, begin, end in spans:
-            segments.append(self.pair_segment(row, begin, end, start))
+            segments.append(self.pair_segment(row, begin, end + extra, start))
             row.stored, start = end, segments[-1].end
         if self.head.shape.recurrent:
             mixed, state = self._mix(spans, texts)
             return self.attend(mixed, segments), state
-        tokens = torch.tensor([t for span in spans for t in _tokens(texts, *span)])
-        features = [row.slice(begin, end) for row, begin, end in spans]
+        tokens: list[int] = []
+        features: list[Tensor] = []
+        for row, begin, end in spans:
+            tokens += _tokens(texts, row, begin, end)
+            features.append(row.slice(begin, end))
+            if ahead is not None:
+                tokens += [ahead.token] * extra
+                features.append(ahead.features)
         joined = features[0] if len(features) == 1 else torch.cat(features)
-        return self._run(tokens, joined, segments), None
+        return self._run(torch.tensor(tokens), joined, segments), None
 
     def _mix(self, spans: Sequence[Span], texts: Sequence[Sequence[int]]) -> tuple[Tensor, State]:
         """(T, H) mixed pairs of the spans, and the states after them."""
@@ -288,11 +346,11 @@ class HeadRunner:
 
 
 def check_packed(model: PreTrainedModel) -> None:
-    """Refuse a model whose layers cannot run the blocks of a Falcon head."""
+    """Refuse a model whose layers cannot run the blocks of a head."""
     if not takes_packed(model):
         raise UnsupportedError(
-            f"{type(model).__name__} takes no attention function, which the blocks of a Falcon "
-            "head need; use spec_strategy='draft' or 'tree'"
+            f"{type(model).__name__} takes no attention function, which the blocks of a head "
+            "need; use spec_strategy='draft' or 'tree'"
         )
 
 

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from hf_spec import UnsupportedError
-from hf_spec.models import falcon_runner
+from hf_spec.models import pair_runner
 from hf_spec.models.falcon_head import FalconHead, FalconShape
-from hf_spec.models.falcon_runner import HeadRunner, PairRow
+from hf_spec.models.pair_rows import PairRow
+from hf_spec.models.pair_runner import HeadRunner
 from tests.falcon_reference import random_head
 from tests.model_watch import snapshot
 from tests.tiny_models import VOCAB, build
@@ -70,7 +71,7 @@ class TestFeed:
     def test_long_prompts_run_in_stretches(
         self, size: int, recurrent: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(falcon_runner, "FEED_CHUNK", 8)
+        monkeypatch.setattr(pair_runner, "FEED_CHUNK", 8)
         head = random_head("llama", size, 2, recurrent)
         texts = [text(row, length) for row, length in enumerate((29, 6, 18))]
         rows = [PairRow(row, torch.zeros(0), 0) for row in range(3)]
