@@ -25,6 +25,7 @@ from hf_spec import (
     DiscoConfig,
     DraftConfig,
     FalconConfig,
+    GemmaAssistantConfig,
     GsdConfig,
     LookupConfig,
     PardConfig,
@@ -38,8 +39,11 @@ from hf_spec.drafting import model_drafter
 from hf_spec.drafting.model_drafter import DraftModelDrafter
 from hf_spec.execution.tree import DraftTree
 from hf_spec.models.falcon_head import FalconHead, FalconShape
+from hf_spec.models.gemma_assistant import GemmaAssistant
+from hf_spec.models.gemma_assistant import build as build_assistant
 from hf_spec.verify.distribution import IMPOSSIBLE, chi_square
 from tests.biased_rules import NoResidual, RedrawnBonus, SiblingsWithoutUpdate
+from tests.gemma_reference import published
 from tests.tiny_models import TIMINGS, random_adaptive_tokens, save_disco_adapter
 
 VOCAB = 8
@@ -119,6 +123,11 @@ def falcon_head() -> FalconHead:
     return FalconHead(tiny(0), FalconShape(1, 1), None).requires_grad_(False).eval()
 
 
+@cache
+def gemma_assistant() -> GemmaAssistant:
+    return build_assistant(published(tiny(0)), tiny(0))
+
+
 # The published loop verifies in its second forward, which leaves one draft of three tokens.
 SDSAT_TREE = [(0,), (1,), (2,), (0, 0), (0, 1), (2, 0)]
 
@@ -184,6 +193,16 @@ def arguments(strategy: str) -> dict[str, Any]:
         "pard tree": {
             "spec_strategy": PardConfig(max_draft_tokens=2, children=3, max_nodes=8),
             "assistant": pard_draft(),
+        },
+        "gemma assistant": {
+            "spec_strategy": GemmaAssistantConfig(max_draft_tokens=2, max_nodes=8),
+            "assistant": gemma_assistant(),
+        },
+        "gemma chain": {
+            "spec_strategy": GemmaAssistantConfig(
+                max_draft_tokens=2, children=1, sample_drafts=True
+            ),
+            "assistant": gemma_assistant(),
         },
         "tree": {"spec_strategy": TreeConfig(children=2, max_nodes=6), "assistant": draft},
         "siblings": {
@@ -306,6 +325,9 @@ CASES = [
     ("pard", TOP_K),
     ("pard", REPETITION),
     ("pard tree", TOP_P),
+    ("gemma assistant", TOP_K),
+    ("gemma assistant", REPETITION),
+    ("gemma chain", PLAIN),
     ("falcon", PLAIN),
     ("falcon", TOP_K),
     ("falcon", REPETITION),
@@ -340,6 +362,7 @@ def test_what_the_prefix_forbids_never_comes(strategy: str) -> None:
         "disco",
         "merging",
         "pard",
+        "gemma chain",
         "falcon",
         "sdsat",
         "sdsat fused",
@@ -425,7 +448,7 @@ def draft_that_peeks(self: DraftModelDrafter, state: Any, limits: Any) -> DraftT
 class TestBrokenTwins:
     """What the test above must not let pass."""
 
-    @pytest.mark.parametrize("strategy", ["draft", "siblings", "pard"])
+    @pytest.mark.parametrize("strategy", ["draft", "siblings", "pard", "gemma chain"])
     def test_rejection_without_residual(
         self, strategy: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -437,7 +460,8 @@ class TestBrokenTwins:
         assert worst_p_value([REPETITIVE], PLAIN, "siblings") < REJECTED
 
     @pytest.mark.parametrize(
-        "strategy", ["lookup", "tree", "pard tree", "falcon", "sdsat fused", "auto"]
+        "strategy",
+        ["lookup", "tree", "pard tree", "gemma assistant", "falcon", "sdsat fused", "auto"],
     )
     def test_bonus_redrawn_after_a_miss(
         self, strategy: str, monkeypatch: pytest.MonkeyPatch

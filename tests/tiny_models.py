@@ -245,6 +245,16 @@ def _falcon(name: str) -> dict[str, Any]:
     return {"spec_strategy": config, "assistant": random_head(name)}
 
 
+def _gemma_assistant(name: str) -> dict[str, Any]:
+    from tests.gemma_reference import random_assistant
+
+    # One of random weights is right where it names every token.
+    config = hf_spec.GemmaAssistantConfig(
+        max_draft_tokens=2, children=VOCAB, expanded_per_level=4, max_nodes=VOCAB + 20
+    )
+    return {"spec_strategy": config, "assistant": random_assistant(name)}
+
+
 def _sdsat(name: str) -> dict[str, Any]:
     config = hf_spec.SdsatConfig(tree=wide_tree())
     return {"spec_strategy": config, "assistant": sdsat_adapter(name)}
@@ -265,6 +275,7 @@ _ROWS: dict[str, Callable[[str], dict[str, Any]]] = {
     "disco": lambda name: {"spec_strategy": "disco", "assistant": disco_adapter(name)},
     "pard": lambda name: {"spec_strategy": "pard", "assistant": pard_model(name)},
     "falcon": _falcon,
+    "gemma_assistant": _gemma_assistant,
     "sdsat": _sdsat,
     "auto": _auto,
 }

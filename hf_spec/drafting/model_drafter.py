@@ -77,7 +77,7 @@ class DraftModelConfig(PolicyConfig):
 
 
 @dataclass
-class _Growth:
+class Growth:
     """A draft under construction: the graph and the nodes to expand next.
 
     Of nodes with children: the distribution that those were drawn from, where they were, and what
@@ -154,7 +154,7 @@ class DraftModelDrafter(Drafter):
     def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
         """One tree per unfinished row, one draft forward per level."""
         growths = {
-            row: _Growth(TokenGraph(state.tokens[row], self.shape.merge_length)) for row in limits
+            row: Growth(TokenGraph(state.tokens[row], self.shape.merge_length)) for row in limits
         }
         limits = {row: min(self.policy.limit(row), limit) for row, limit in limits.items()}
         level = 0
@@ -200,7 +200,7 @@ class DraftModelDrafter(Drafter):
         self._runner.keep(kept)
 
     @staticmethod
-    def _newest(state: GenerationState, row: int, growth: _Growth) -> DraftedToken:
+    def _newest(state: GenerationState, row: int, growth: Growth) -> DraftedToken:
         graph = growth.graph
         best = max(growth.frontier, key=lambda node: graph.reach[node])
         parent = graph.parents[best]
@@ -214,7 +214,7 @@ class DraftModelDrafter(Drafter):
         )
 
     def _grow(
-        self, state: GenerationState, growths: dict[int, _Growth], growing: Sequence[int]
+        self, state: GenerationState, growths: dict[int, Growth], growing: Sequence[int]
     ) -> None:
         """Run the frontier of every growing row and hang its children into the graphs."""
         graphs = {row: growths[row].graph for row in growing}
@@ -251,23 +251,32 @@ class DraftModelDrafter(Drafter):
     def _probabilities(
         self,
         state: GenerationState,
-        growths: dict[int, _Growth],
+        growths: dict[int, Growth],
         tree: DraftTree,
         owners: Sequence[tuple[int, int]],
     ) -> Tensor:
         """(nodes, V) float32: the draft model's distribution after each (row, node)."""
-        starts = tree.row_start
-        nodes = [starts[row] + node for row, node in owners]
-        output = self._runner.forward(tree, state.tokens, nodes)
+        logits = self._run(state, growths, tree, owners)
         rows, prefixes = [row for row, _ in owners], None
         if self._processors.reads_prefix:
             paths = [growths[row].graph.path(node) for row, node in owners]
             prefixes = state.prefixes(rows, paths)
-        logits = output.logits.to(state.device, torch.float32)
+        logits = logits.to(state.device, torch.float32)
         return distribution(self._processors(rows, prefixes, logits))
 
+    def _run(
+        self,
+        state: GenerationState,
+        growths: dict[int, Growth],
+        tree: DraftTree,
+        owners: Sequence[tuple[int, int]],
+    ) -> Tensor:
+        """(nodes, V) logits after each (row, node) of the drafts that `tree` spells out."""
+        nodes = [tree.row_start[row] + node for row, node in owners]
+        return self._runner.forward(tree, state.tokens, nodes).logits
+
     def _hang(
-        self, growth: _Growth, node: int, tokens: Sequence[int], chances: Sequence[float]
+        self, growth: Growth, node: int, tokens: Sequence[int], chances: Sequence[float]
     ) -> None:
         # Whether a drawn child is sent must not depend on what was drawn, or the draft would no
         # longer follow `draft_probs`: sampled trees stop growing by count alone.

@@ -4,6 +4,7 @@ from hf_spec.strategies.auto import AutoConfig
 from hf_spec.strategies.disco import DiscoConfig
 from hf_spec.strategies.draft_model import DraftConfig, TreeConfig
 from hf_spec.strategies.falcon import FalconConfig
+from hf_spec.strategies.gemma_assistant import GemmaAssistantConfig
 from hf_spec.strategies.gsd import GsdConfig
 from hf_spec.strategies.lookup import LookupConfig
 from hf_spec.strategies.none import NoneConfig
@@ -15,6 +16,7 @@ __all__ = [
     "DiscoConfig",
     "DraftConfig",
     "FalconConfig",
+    "GemmaAssistantConfig",
     "GsdConfig",
     "LookupConfig",
     "NoneConfig",

@@ -161,9 +161,7 @@ class PardDrafter(DraftModelDrafter):
 
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
         """Tell the policy. Nothing of the draft is stored, so nothing is kept."""
-        for row, accepted in enumerate(verdict.accepted):
-            if verdict.tree.nodes(row):
-                self.policy.observe(row, verdict.tree.height(row), len(accepted))
+        self.policy.observe_all(verdict)
 
     def _predict(self, state: GenerationState, depths: Mapping[int, int]) -> dict[int, _Places]:
         """Per row its places; one forward and one transfer."""
