@@ -35,7 +35,7 @@ from hf_spec import (
 from hf_spec.adapters.folder import SpecAdapter
 from hf_spec.decoding import drafter
 from hf_spec.decoding.verification import NodeDraw
-from hf_spec.drafting import model_drafter
+from hf_spec.drafting import level_drafter
 from hf_spec.drafting.model_drafter import DraftModelDrafter
 from hf_spec.execution.tree import DraftTree
 from hf_spec.models.falcon_head import FalconHead, FalconShape
@@ -195,13 +195,13 @@ def arguments(strategy: str) -> dict[str, Any]:
             "assistant": pard_draft(),
         },
         "gemma assistant": {
-            "spec_strategy": GemmaAssistantConfig(max_draft_tokens=2, max_nodes=8),
+            "spec_strategy": GemmaAssistantConfig(
+                tree="dynamic", width=3, max_draft_tokens=2, max_nodes=8
+            ),
             "assistant": gemma_assistant(),
         },
         "gemma chain": {
-            "spec_strategy": GemmaAssistantConfig(
-                max_draft_tokens=2, children=1, sample_drafts=True
-            ),
+            "spec_strategy": GemmaAssistantConfig(max_draft_tokens=2),
             "assistant": gemma_assistant(),
         },
         "tree": {"spec_strategy": TreeConfig(children=2, max_nodes=6), "assistant": draft},
@@ -418,7 +418,7 @@ def flatter(distributions: Any) -> Tensor | None:
     return torch.nn.functional.normalize(probs.sqrt(), p=1, dim=-1)
 
 
-draft_model_stack = model_drafter.stacked
+draft_model_stack = level_drafter.stacked
 whole_draft = DraftModelDrafter.draft
 
 
@@ -474,7 +474,7 @@ class TestBrokenTwins:
         assert worst_p_value([REPETITIVE], PLAIN, "disco") < REJECTED
 
     def test_draft_probs_that_were_not_drawn_from(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(model_drafter, "stacked", flatter)
+        monkeypatch.setattr(level_drafter, "stacked", flatter)
         assert worst_p_value([REPETITIVE], {"temperature": 0.5}, "draft") < REJECTED
 
     def test_one_row_with_the_prefix_of_another(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -248,10 +248,7 @@ def _falcon(name: str) -> dict[str, Any]:
 def _gemma_assistant(name: str) -> dict[str, Any]:
     from tests.gemma_reference import random_assistant
 
-    # One of random weights is right where it names every token.
-    config = hf_spec.GemmaAssistantConfig(
-        max_draft_tokens=2, children=VOCAB, expanded_per_level=4, max_nodes=VOCAB + 20
-    )
+    config = hf_spec.GemmaAssistantConfig(**wide_beam())
     return {"spec_strategy": config, "assistant": random_assistant(name)}
 
 
@@ -285,6 +282,11 @@ STRATEGIES = tuple(_ROWS)
 def speculation(name: str, strategy: str) -> dict[str, Any]:
     """Keyword arguments that make `generate()` of the named model use a strategy."""
     return _ROWS[strategy](name)
+
+
+def wide_beam() -> dict[str, Any]:
+    """Options of a tree for drafters of random weights, which are right where they name much."""
+    return {"tree": "dynamic", "width": 32, "max_draft_tokens": 2, "max_nodes": 64}
 
 
 @cache

@@ -24,6 +24,7 @@ from hf_spec.execution.alibi import tree_alibi
 from hf_spec.execution.attention import PackedAttention, PackedStep, takes_packed
 from hf_spec.execution.cpu_linear import fast_cpu_linears, fast_products
 from hf_spec.execution.kv_cache import PoolCache
+from hf_spec.execution.last_layer import BEFORE_NORM, LastLayer
 from hf_spec.execution.mixers import mixers_of, num_attention_layers
 from hf_spec.execution.packing import PackedInputs, RectangularInputs, align_right, pack
 from hf_spec.execution.recurrent import RecurrentMixers
@@ -81,7 +82,7 @@ class ModelRunner(RowStorage):
     Args:
         model: a decoder-only causal language model.
         num_rows: B, how many sequences share the pool.
-        hidden_layers: indices into `hidden_states` that each forward returns.
+        hidden_layers: indices into `hidden_states` that each forward returns, or `BEFORE_NORM`.
         virtual_tokens: what the nodes with negative token ids stand for, if there are any.
         batching: what is padded, a key of `BATCHING`.
         vocab_size: V of the sequences and the logits, where the model's own differs by padding.
@@ -108,6 +109,7 @@ class ModelRunner(RowStorage):
         self.tokens_run = 0
         self.padding_run = 0
         self._hidden_layers = list(hidden_layers)
+        self._last = LastLayer(model) if BEFORE_NORM in self._hidden_layers else None
         self._virtual_tokens = virtual_tokens
         self._own_size = num_embeddings(model)
         self._vocab_size = vocab_size or self._own_size
@@ -131,6 +133,8 @@ class ModelRunner(RowStorage):
     def active(self) -> Iterator[ModelRunner]:
         """Prepare the model for tree forwards; it is as it was found when the block ends."""
         with ExitStack() as stack:
+            if self._last is not None:
+                stack.enter_context(self._last.watched())
             if takes_packed(self.model):
                 self._attention = PackedAttention(self.model)
                 self._graphs = StepGraphs(self.model, self.pool, self.device)
@@ -350,12 +354,19 @@ class ModelRunner(RowStorage):
         return self.model(input_ids=tokens, **kwargs)
 
     def _wanted_hidden(self) -> dict[str, Any]:
-        if not self._hidden_layers:
+        indices = [layer for layer in self._hidden_layers if layer != BEFORE_NORM]
+        if not indices:
             return {}
-        return {"output_hidden_states": self._hidden_layers if SELECTS_LAYERS else True}
+        return {"output_hidden_states": indices if SELECTS_LAYERS else True}
 
     def _hidden(self, result: Any) -> list[Tensor]:
-        return [result.hidden_states[layer].flatten(0, 1) for layer in self._hidden_layers]
+        return [self._states(result, layer).flatten(0, 1) for layer in self._hidden_layers]
+
+    def _states(self, result: Any, layer: int) -> Tensor:
+        if self._last is not None and layer == BEFORE_NORM:
+            return self._last.take()
+        states: Tensor = result.hidden_states[layer]
+        return states
 
     def _output(
         self, logits: Tensor, states: Sequence[Tensor], inputs: PackedInputs | RectangularInputs

@@ -3,10 +3,12 @@
 from hf_spec.strategies.auto import AutoConfig
 from hf_spec.strategies.disco import DiscoConfig
 from hf_spec.strategies.draft_model import DraftConfig, TreeConfig
+from hf_spec.strategies.eagle import EagleConfig
 from hf_spec.strategies.falcon import FalconConfig
 from hf_spec.strategies.gemma_assistant import GemmaAssistantConfig
 from hf_spec.strategies.gsd import GsdConfig
 from hf_spec.strategies.lookup import LookupConfig
+from hf_spec.strategies.mtp import MtpConfig
 from hf_spec.strategies.none import NoneConfig
 from hf_spec.strategies.pard import PardConfig
 from hf_spec.strategies.sdsat import SdsatConfig
@@ -15,10 +17,12 @@ __all__ = [
     "AutoConfig",
     "DiscoConfig",
     "DraftConfig",
+    "EagleConfig",
     "FalconConfig",
     "GemmaAssistantConfig",
     "GsdConfig",
     "LookupConfig",
+    "MtpConfig",
     "NoneConfig",
     "PardConfig",
     "SdsatConfig",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Hashable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -99,12 +100,17 @@ def resolve_falcon_head(assistant: object, target: PreTrainedModel) -> FalconHea
 
 
 def resolve_published(
-    strategy: str, assistant: object, target: PreTrainedModel, kinds: Collection[str]
+    strategy: str,
+    assistant: object,
+    target: PreTrainedModel,
+    kinds: Collection[str],
+    reading: tuple[tuple[str, Any], ...] = (),
 ) -> Any:
     """What a strategy works with, made of the published head that `assistant` stands for.
 
     That is its folder or Hub id, a `PublishedHead`, or what a builder of a family in `kinds` has
-    made, which says so by its attribute `strategy`. Messages name the `strategy`.
+    made, which says so by its attribute `strategy`. Messages name the `strategy`; `reading` is what
+    the user says of the files against their config.
 
     Raises:
         AssistantError: if it is missing, damaged, of another family, or for another target.
@@ -113,13 +119,15 @@ def resolve_published(
         name = os.fspath(assistant)
 
         def read() -> Any:
-            return _build_published(_checked(read_published(name), name, strategy, kinds), target)
+            head = _checked(read_published(name), name, strategy, kinds)
+            return _build_published(replace(head, reading=reading), target)
 
-        return read_once(target, strategy, name, read)
+        return read_once(target, (strategy, reading), name, read)
     if isinstance(assistant, PublishedHead):
         head = _checked(assistant, assistant.name, strategy, kinds)
-        key = (head, target.device, target.dtype)
-        return made_once(target, key, lambda: _build_published(head, target))
+        read_so = replace(head, reading=reading or head.reading)
+        key = (head, read_so.reading, target.device, target.dtype)
+        return made_once(target, key, lambda: _build_published(read_so, target))
     if assistant is not None and getattr(assistant, "strategy", None) == strategy:
         return assistant
     raise AssistantError(
@@ -136,7 +144,9 @@ def strategy_of(name: str) -> str:
     return "tree" if family is None else family_record(family, name).strategy
 
 
-def read_once(target: PreTrainedModel, method: str, name: str, read: Callable[[], Made]) -> Made:
+def read_once(
+    target: PreTrainedModel, method: Hashable, name: str, read: Callable[[], Made]
+) -> Made:
     """What `read` gives for the adapter in a folder or repository, kept as by `made_once`.
 
     It is read again if the weights in the folder, or the target's device or dtype, have changed.

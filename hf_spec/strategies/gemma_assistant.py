@@ -7,25 +7,29 @@ a tree is one pass, however wide, and there is nothing to be fed after a round.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
+from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.state import GenerationState
+from hf_spec.drafting.beam_config import BeamConfig
+from hf_spec.drafting.graph import TokenGraph
 from hf_spec.drafting.length_policy import LengthPolicy
+from hf_spec.drafting.level_drafter import LevelDrafter
 from hf_spec.drafting.measured import with_policy
-from hf_spec.drafting.model_drafter import DraftModelDrafter, Growth
-from hf_spec.execution.runner import ForwardOutput, ModelRunner
+from hf_spec.execution.runner import ForwardOutput
 from hf_spec.execution.tree import DraftTree, Verdict
 from hf_spec.execution.vocabulary import fit_logits, num_embeddings
 from hf_spec.models.assistant_runner import AssistantRunner
 from hf_spec.models.gemma_assistant import FAMILY, STRATEGY, GemmaAssistant
 from hf_spec.strategies.assistants import resolve_published
-from hf_spec.strategies.draft_model import TreeConfig
 from hf_spec.strategies.registry import register
 
 
@@ -33,28 +37,31 @@ def _make(config: GemmaAssistantConfig, target: PreTrainedModel, assistant: obje
     found = resolve_published(STRATEGY, assistant, target, (FAMILY,))
     found.base.check(target)
     make = partial(GemmaAssistantDrafter, assistant=found, target=target)
-    return with_policy(config, target, make, config.children)
+    return with_policy(config, target, make, config.shape.children)
 
 
 def _make_for_auto(target: PreTrainedModel, assistant: object, batching: str) -> Drafter:
     # Which nodes are worth sending is decided there.
-    whole = GemmaAssistantConfig(max_draft_tokens=5, max_nodes=24, batching=batching)
+    whole = GemmaAssistantConfig(
+        max_draft_tokens=5, max_nodes=24, tree="dynamic", batching=batching
+    )
     return _make(whole, target, assistant)
 
 
 @register(STRATEGY, _make, _make_for_auto)
 @dataclass(frozen=True)
-class GemmaAssistantConfig(TreeConfig):
-    """Options of a Gemma assistant's drafts, those of `TreeConfig`; `children=1` is a chain."""
+class GemmaAssistantConfig(BeamConfig):
+    """Options of a Gemma assistant's drafts."""
 
-    adapter_methods = ()
+    usual = MappingProxyType({"max_draft_tokens": 4, "max_nodes": 24})
+    longest = MappingProxyType({"max_draft_tokens": 8, "max_nodes": 32})
 
 
-class GemmaAssistantDrafter(DraftModelDrafter):
-    """Grows chains and trees as a draft model does, with a pass of the assistant per level."""
+class GemmaAssistantDrafter(LevelDrafter):
+    """Grows chains and trees with a pass of the assistant per level."""
 
     # From `start` on.
-    _runner: AssistantRunner  # type: ignore[assignment]
+    _runner: AssistantRunner
 
     hidden_layers = (-1,)
     no_candidates = (
@@ -65,21 +72,29 @@ class GemmaAssistantDrafter(DraftModelDrafter):
     def __init__(
         self,
         config: GemmaAssistantConfig,
-        policy: LengthPolicy | None = None,
-        *,
+        policy: LengthPolicy,
         assistant: GemmaAssistant,
         target: PreTrainedModel,
     ):
-        super().__init__(config, target, policy, num_embeddings(target))
+        super().__init__(config, policy)
         self.assistant = assistant
+        self._embedding: Any = target.get_input_embeddings()
+        self._vocab_size = num_embeddings(target)
 
     @property
     def timing_key(self) -> Hashable:
         """The assistant."""
         return id(self.assistant)
 
-    def prefill(self, run: Callable[[ModelRunner], object]) -> None:
-        """Nothing: what a prompt shows is in the target's keys and values."""
+    def start(self, state: GenerationState) -> None:
+        """No row has a state to begin from."""
+        super().start(state)
+        self._runner = AssistantRunner(self.assistant, self._embedding)
+
+    def restart(self, row: int) -> None:
+        """One row has none, and a policy that knows nothing of it."""
+        super().restart(row)
+        self._runner.restart(row)
 
     def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
         """One tree per unfinished row, a root alone before the target has run its prompt."""
@@ -88,23 +103,18 @@ class GemmaAssistantDrafter(DraftModelDrafter):
 
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
         """Take the states that the next drafts begin from; tell the policy."""
+        super().observe(verdict, output)
         self._runner.learn(verdict, output)
-        self.policy.observe_all(verdict)
 
-    def _make_runner(self, num_rows: int) -> AssistantRunner:  # type: ignore[override]
-        return AssistantRunner(self.assistant, self.model.get_input_embeddings())
-
-    def _run(
+    def probabilities(
         self,
         state: GenerationState,
-        growths: dict[int, Growth],
-        tree: DraftTree,
+        graphs: Mapping[int, TokenGraph],
         owners: Sequence[tuple[int, int]],
     ) -> Tensor:
-        nodes = []
-        for row, node in owners:
-            graph = growths[row].graph
-            nodes.append((row, node, graph.parents[node], graph.tokens[node]))
-        logits = self._runner.run(nodes)
-        size = self.vocab_size or logits.shape[-1]
-        return logits if logits.shape[-1] == size else fit_logits(logits, size)
+        """(nodes, V) float32: what the assistant says of each (row, node)."""
+        nodes = [
+            (row, node, graphs[row].parents[node], graphs[row].tokens[node]) for row, node in owners
+        ]
+        logits = self._runner.run(nodes).to(state.device, torch.float32)
+        return self.processed(state, graphs, owners, fit_logits(logits, self._vocab_size))

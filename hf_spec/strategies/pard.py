@@ -27,8 +27,9 @@ from hf_spec.decoding.token_sampling import distribution, draw
 from hf_spec.devices.transfer import fetch_all
 from hf_spec.drafting.graph import place_graph
 from hf_spec.drafting.length_policy import DraftedToken, LengthPolicy
+from hf_spec.drafting.level_drafter import stacked
 from hf_spec.drafting.measured import with_policy
-from hf_spec.drafting.model_drafter import DraftModelConfig, DraftModelDrafter, stacked
+from hf_spec.drafting.model_drafter import DraftModelConfig, DraftModelDrafter
 from hf_spec.errors import AssistantError
 from hf_spec.execution.runner import ForwardOutput
 from hf_spec.execution.tree import DraftTree, Verdict
@@ -190,10 +191,10 @@ class PardDrafter(DraftModelDrafter):
         """(places, V) distributions; tokens, their probabilities and the scores as lists."""
         rows, prefixes = [row for row, _ in owners], None
         # The tokens between are not known yet: the text so far stands in for a place's prefix.
-        if self._processors.reads_prefix:
+        if self.processors.reads_prefix:
             prefixes = state.prefixes(rows, [()] * len(rows))
         logits = output.logits.to(state.device, torch.float32)
-        probs = distribution(self._processors(rows, prefixes, logits))
+        probs = distribution(self.processors(rows, prefixes, logits))
         if self.samples:
             tokens = draw(probs)
             likely = probs.gather(-1, tokens)

@@ -6,6 +6,7 @@ import torch
 
 from hf_spec.decoding.loop import speculative_step
 from hf_spec.decoding.verification import NodeDraw
+from hf_spec.drafting.length_policy import LengthPolicy
 from hf_spec.execution.runner import ModelRunner
 from hf_spec.models.assistant_runner import AssistantRunner
 from hf_spec.models.gemma_assistant import build
@@ -18,8 +19,9 @@ from tests.tiny_models import ragged_batch
 @torch.no_grad()
 def test_a_row_drafts_once_the_target_has_run_it() -> None:
     model = gemma4()
-    config = GemmaAssistantConfig(max_draft_tokens=2, children=1)
-    drafter = GemmaAssistantDrafter(config, assistant=build(published(model), model), target=model)
+    config = GemmaAssistantConfig(max_draft_tokens=2, length_policy="static")
+    assistant = build(published(model), model)
+    drafter = GemmaAssistantDrafter(config, LengthPolicy(2), assistant, model)
     state = start(ragged_batch((5, 3)))
     target = ModelRunner(model, 2, drafter.hidden_layers)
     with target.active(), drafter.active(state):

@@ -14,6 +14,7 @@ from hf_spec import AssistantError, GemmaAssistantConfig, UnsupportedError
 from hf_spec.adapters.published import PublishedHead
 from hf_spec.decoding.loop import speculative_step
 from hf_spec.decoding.verification import NodeDraw
+from hf_spec.drafting.length_policy import make_policy
 from hf_spec.execution.runner import ModelRunner
 from hf_spec.models.gemma_assistant import build
 from hf_spec.strategies.gemma_assistant import GemmaAssistantDrafter
@@ -26,15 +27,21 @@ from tests.tiny_models import VOCAB, ragged_batch
 LENGTHS = (12, 9, 3)
 DEPTH = 3
 TREE = GemmaAssistantConfig(
-    max_draft_tokens=DEPTH, children=VOCAB, expanded_per_level=3, max_nodes=150
+    max_draft_tokens=DEPTH, tree="dynamic", width=16, max_nodes=40, length_policy="static"
 )
+
+
+def made(
+    config: GemmaAssistantConfig, model: PreTrainedModel, head: PublishedHead
+) -> GemmaAssistantDrafter:
+    return GemmaAssistantDrafter(config, make_policy(config, model), build(head, model), model)
 
 
 @torch.no_grad()
 def check_rounds(model: PreTrainedModel, head: PublishedHead, config: GemmaAssistantConfig) -> int:
     """Three rounds of a ragged batch, the last two against the reference; accepted tokens."""
     state = start(ragged_batch(LENGTHS))
-    drafter = GemmaAssistantDrafter(config, assistant=build(head, model), target=model)
+    drafter = made(config, model, head)
     target = ModelRunner(model, state.num_rows, drafter.hidden_layers)
     accepted = 0
     with target.active(), drafter.active(state):
@@ -75,7 +82,7 @@ class TestParity:
 
     def test_chains(self) -> None:
         model = gemma4()
-        config = GemmaAssistantConfig(max_draft_tokens=DEPTH, children=1)
+        config = GemmaAssistantConfig(max_draft_tokens=DEPTH, length_policy="static")
         check_rounds(model, published(model), config)
 
     def test_padded_storage(self) -> None:

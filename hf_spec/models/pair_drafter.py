@@ -1,0 +1,181 @@
+"""Drafts from a head that reads pairs of tokens and of the target's features, level by level.
+
+Catching up with what was accepted already gives the first level, each further one takes a pass
+over the tokens that are drafted on; a head with mask tokens gives all of them in its first pass.
+Keys and values of true pairs stay, those of a draft rest on predicted features and are overwritten
+in the next round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hf_spec.decoding.state import GenerationState
+from hf_spec.decoding.token_sampling import distribution
+from hf_spec.devices.transfer import send
+from hf_spec.drafting.graph import TokenGraph
+from hf_spec.drafting.length_policy import LengthPolicy
+from hf_spec.drafting.level_drafter import LevelConfig, LevelDrafter
+from hf_spec.execution.runner import ForwardOutput
+from hf_spec.execution.tree import DraftTree, Verdict
+from hf_spec.models.pair_rows import PairRows
+from hf_spec.models.pair_runner import Ahead, Blocks, HeadRunner, PairHead
+
+
+class FeatureHead(PairHead, Protocol):
+    """A head that says which states of the target its features are made of.
+
+    Attributes:
+        hidden_layers: indices into the target's `hidden_states`.
+    """
+
+    hidden_layers: tuple[int, ...]
+
+    def fuse(self, states: Sequence[Tensor]) -> Tensor:
+        """Features (T, H) of the (T, ...) states of `hidden_layers`."""
+
+    def ahead(self, count: int) -> Ahead | None:
+        """What stands for so many tokens to come in one pass; None where steps draft them."""
+
+
+class PairDrafter(LevelDrafter):
+    """Grows a chain or a tree per row with a head of blocks of one pair, in evaluation mode."""
+
+    # From `start` on.
+    _runner: HeadRunner
+    _pairs: PairRows
+
+    no_candidates = (
+        "this head needs the target's features, which assisted decoding does not hand on; use "
+        "generate() with its spec_strategy"
+    )
+
+    def __init__(self, config: LevelConfig, head: FeatureHead, policy: LengthPolicy):
+        super().__init__(config, policy)
+        self.head = head
+        self.hidden_layers = tuple(dict.fromkeys(head.hidden_layers))
+        self._ahead = head.ahead(self.max_depth - 1)
+
+    def num_forwards(self, depth: int) -> int:
+        """One a level; one for all from a head with mask tokens."""
+        return depth if self._ahead is None else min(depth, 1)
+
+    @property
+    def timing_key(self) -> Hashable:
+        """The head."""
+        return id(self.head)
+
+    def start(self, state: GenerationState) -> None:
+        """Rows without pairs."""
+        super().start(state)
+        self._runner = HeadRunner(self.head, state.num_rows)
+        device: torch.device = self.head.attention.device
+        self._pairs = PairRows(state.num_rows, self.head.hidden_size, device)
+
+    def restart(self, row: int) -> None:
+        """One row without pairs, and a policy that knows nothing of it."""
+        super().restart(row)
+        self._pairs.restart(row)
+
+    def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
+        """One tree per unfinished row, the root alone where no feature is known yet."""
+        known = {}
+        for row, limit in limits.items():
+            self._pairs.roots[row] = len(state.tokens[row]) - 1
+            known[row] = limit if self._pairs.rows[row].num_pairs else 0
+        self._ran: dict[int, list[int]] = {row: [0] for row in limits}
+        return super().draft(state, known)
+
+    def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
+        """Take the features of the root and of what was accepted; tell the policy."""
+        super().observe(verdict, output)
+        layers = self.head.hidden_layers
+        self._pairs.learn(
+            verdict,
+            output,
+            lambda choose: self.head.fuse([choose(output.hidden[layer]) for layer in layers]),
+        )
+
+    def probabilities(
+        self,
+        state: GenerationState,
+        graphs: Mapping[int, TokenGraph],
+        owners: Sequence[tuple[int, int]],
+    ) -> Tensor:
+        """(nodes, R) float32: what the head says of each (row, node); R is V where it must be."""
+        if owners[0][1] == 0:
+            rows = [self._pairs.rows[row] for row in graphs]
+            fed, _ = self._runner.feed(rows, state.tokens, self._ahead)
+            self._outputs = fed.flatten(0, 1)
+            self._places = {(row, 0): index * fed.shape[1] for index, row in enumerate(graphs)}
+        elif self._ahead is None:
+            self._grow_level(graphs, owners)
+        places = [self._place(graphs, row, node) for row, node in owners]
+        return self._read(state, graphs, owners, self._gathered(places))
+
+    def token_ids(self, places: Tensor) -> Tensor:
+        """Those of the head's own tokens, where it was asked for these alone."""
+        return places if self._reads_all else self.head.head.tokens(places)
+
+    @property
+    def _reads_all(self) -> bool:
+        """Whether distributions are over V, so that processors or the verifier can read them."""
+        return self.samples or len(self.processors) > 0
+
+    def _place(self, graphs: Mapping[int, TokenGraph], row: int, node: int) -> int:
+        """Which output says what follows a node."""
+        if self._ahead is None:
+            return self._places[row, node]
+        # What follows depends on how far it is alone.
+        return self._places[row, 0] + graphs[row].depth[node]
+
+    def _gathered(self, places: Sequence[int]) -> Tensor:
+        (index,) = send([torch.tensor(places)], self._outputs.device)
+        return self._outputs[index]
+
+    def _grow_level(
+        self, graphs: Mapping[int, TokenGraph], owners: Sequence[tuple[int, int]]
+    ) -> None:
+        """Run the newest nodes, each on what its parent's output predicts."""
+        features = self._gathered([self._places[r, graphs[r].parents[n]] for r, n in owners])
+        tokens = torch.tensor([graphs[row].tokens[node] for row, node in owners])
+        blocks = []
+        for row, graph in graphs.items():
+            newest = [node for owner, node in owners if owner == row]
+            self._ran[row] += newest
+            blocks.append(_blocks(graph, self._ran[row][1:], newest))
+        rows = [self._pairs.rows[row] for row in graphs]
+        self._outputs = self._runner.grow_each(rows, blocks, tokens, features)
+        self._places = {owner: index for index, owner in enumerate(owners)}
+
+    def _read(
+        self,
+        state: GenerationState,
+        graphs: Mapping[int, TokenGraph],
+        owners: Sequence[tuple[int, int]],
+        outputs: Tensor,
+    ) -> Tensor:
+        reader = self.head.head
+        if not self._reads_all:
+            return distribution(reader.known(outputs).float())
+        logits = reader(outputs).to(state.device, torch.float32)
+        return self.processed(state, graphs, owners, logits)
+
+
+def _blocks(graph: TokenGraph, ran: Sequence[int], newest: Sequence[int]) -> Blocks:
+    """Where the newest nodes of a row stand among all that `ran`, and which of these they see."""
+    depth = graph.depth[newest[0]]
+    offsets = torch.tensor([graph.depth[node] - 1 for node in ran])
+    visible = torch.zeros(len(newest), len(ran), dtype=torch.bool)
+    places = {node: place for place, node in enumerate(ran)}
+    for line, node in enumerate(newest):
+        above = node
+        while above > 0:
+            visible[line, places[above]] = True
+            above = graph.parents[above]
+    begin = len(ran) - len(newest)
+    return Blocks(begin, len(newest), depth - 1, offsets, None if bool(visible.all()) else visible)

@@ -1,0 +1,312 @@
+"""Heads of random weights as they lie on the Hub: EAGLE-3 in three layouts, P-EAGLE, EAGLE-1.
+
+And what they should draft, recomputed for every token from the whole text, in plain torch.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import math
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from tests.tiny_models import VOCAB, build
+
+WIDTH, HEADS, KEYS, SIZE, INNER, KNOWN = 32, 4, 2, 8, 48, 60
+MASK = VOCAB - 1
+
+
+def sizes(
+    width: int = WIDTH,
+    target: int = WIDTH,
+    head_size: int = SIZE,
+    num_aux: int = 3,
+    known: int = KNOWN,
+    prefix: str = "layers.0.",
+) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors of an EAGLE-3 head."""
+    attention = prefix + "self_attn."
+    return {
+        "fc.weight": (width, num_aux * target),
+        prefix + "hidden_norm.weight": (width,),
+        prefix + "input_layernorm.weight": (width,),
+        prefix + "post_attention_layernorm.weight": (width,),
+        attention + "q_proj.weight": (HEADS * head_size, 2 * width),
+        attention + "k_proj.weight": (KEYS * head_size, 2 * width),
+        attention + "v_proj.weight": (KEYS * head_size, 2 * width),
+        attention + "o_proj.weight": (width, HEADS * head_size),
+        prefix + "mlp.gate_proj.weight": (INNER, width),
+        prefix + "mlp.up_proj.weight": (INNER, width),
+        prefix + "mlp.down_proj.weight": (width, INNER),
+        "norm.weight": (width,),
+        "lm_head.weight": (known, width),
+    }
+
+
+def first_sizes() -> dict[str, tuple[int, ...]]:
+    """Those of an EAGLE-1 head."""
+    plain = {k: v for k, v in sizes().items() if k.startswith("layers.0.")}
+    shapes = {
+        k: (v[0], WIDTH) if "_proj" in k and "self_attn.o" not in k else v for k, v in plain.items()
+    }
+    shapes = {k: v for k, v in shapes.items() if "input_layernorm" not in k and "hidden_" not in k}
+    shapes["layers.0.mlp.down_proj.weight"] = (WIDTH, INNER)
+    return {**shapes, "fc.weight": (WIDTH, 2 * WIDTH), "fc.bias": (WIDTH,)}
+
+
+def random_tensors(shapes: Mapping[str, Sequence[int]], seed: int = 2) -> dict[str, Tensor]:
+    """Norms around one, all else around zero."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, shape in shapes.items():
+        noise = torch.randn(tuple(shape), generator=generator)
+        tensors[name] = 1 + 0.2 * noise if "norm" in name else 0.25 * noise
+    return tensors
+
+
+@cache
+def offsets(known: int = KNOWN) -> Tensor:
+    """(R,) int64: what is added to each id of the head's own."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randperm(VOCAB, generator=generator)[:known].sort().values
+    return ids - torch.arange(known)
+
+
+def plain_config(**more: Any) -> dict[str, Any]:
+    """SafeAILab's: that of a Llama of one layer."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": WIDTH,
+        "intermediate_size": INNER,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KEYS,
+        "num_hidden_layers": 1,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "vocab_size": VOCAB,
+        "draft_vocab_size": KNOWN,
+        **more,
+    }
+
+
+def speculators_config(kind: str = "eagle3", **more: Any) -> dict[str, Any]:
+    """That of vLLM's speculators."""
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": kind,
+        "draft_vocab_size": KNOWN,
+        "transformer_layer_config": {**plain_config(), "head_dim": SIZE, "rope_theta": 10000.0},
+        "speculators_config": {"verifier": {"name_or_path": "org/other"}},
+        **more,
+    }
+
+
+@cache
+def scratch() -> Path:
+    """A folder for heads, removed at the end."""
+    folder = tempfile.mkdtemp(prefix="published_heads_")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
+
+
+def save(name: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
+    """Write a head to a folder, whose path is returned."""
+    folder = scratch() / name
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({k: t.contiguous() for k, t in tensors.items()}, folder / "model.safetensors")
+    return str(folder)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A head in a folder with its tensors, by the names of the speculators layout, and switches."""
+
+    folder: str
+    tensors: dict[str, Tensor]
+    family: str = "eagle3"
+    theta: float = 10000.0
+    norm_before_residual: bool = False
+    norm_output: bool = False
+    aux: tuple[int, ...] = (2, 1, 0)
+
+    def reference(self, name: str = "llama", table: Tensor | None = None) -> Reference:
+        """What it drafts for the named model."""
+        return Reference(self, build(name), table)
+
+
+@cache
+def sample(kind: str = "eagle3") -> Sample:
+    """A head for the tiny Llama, by the layout that it lies in."""
+    mask = {"t2d": torch.zeros(VOCAB, dtype=torch.bool)}
+    if kind == "eagle":
+        tensors = random_tensors(first_sizes())
+        config = plain_config()
+        del config["draft_vocab_size"]
+        return Sample(save(kind, config, tensors), tensors, "eagle", aux=(-1,))
+    tensors = {**random_tensors(sizes()), "d2t": offsets()}
+    published = {k.replace("layers.0.", "midlayer."): t for k, t in tensors.items()}
+    if kind == "eagle3":
+        return Sample(save(kind, plain_config(), {**published, **mask}), tensors)
+    if kind == "specforge":
+        inner = {"eagle_aux_hidden_state_layer_ids": [1, 0, -1], "use_aux_hidden_state": True}
+        more = {"architectures": ["LlamaForCausalLMEagle3"], "head_dim": SIZE, "rope_theta": 5e5}
+        config = plain_config(**more, eagle_config=inner)
+        return Sample(save(kind, config, {**published, **mask}), tensors, theta=5e5)
+    table = torch.randn(VOCAB, WIDTH, generator=torch.Generator().manual_seed(6))
+    tensors["embed_tokens.weight"] = table
+    if kind == "speculators":
+        config = speculators_config(
+            norm_before_residual=True, norm_output=True, eagle_aux_hidden_state_layer_ids=[2, 1, 0]
+        )
+        folder = save(kind, config, tensors)
+        return Sample(folder, tensors, norm_before_residual=True, norm_output=True)
+    assert kind == "peagle"
+    second = {
+        name.replace("layers.0.", "layers.1."): (shape[0], WIDTH) if name[-13] == "_" else shape
+        for name, shape in sizes().items()
+        if name.startswith("layers.0.") and "hidden_norm" not in name
+    }
+    for name in ("q", "k", "v"):
+        key = f"layers.1.self_attn.{name}_proj.weight"
+        second[key] = (sizes()[key.replace("1", "0", 1)][0], WIDTH)
+    second["layers.1.self_attn.o_proj.weight"] = (WIDTH, HEADS * SIZE)
+    second["layers.1.mlp.down_proj.weight"] = (WIDTH, INNER)
+    tensors.update(random_tensors(second, seed=8))
+    tensors.update(random_tensors({"mask_hidden": (1, 1, 3 * WIDTH)}, seed=9))
+    config = speculators_config("peagle", mask_token_id=MASK)
+    return Sample(save(kind, config, tensors), tensors, "peagle")
+
+
+class Reference:
+    """A head of one or more layers in plain torch, without a cache."""
+
+    def __init__(self, head: Sample, model: PreTrainedModel, table: Tensor | None = None):
+        self.head, self.model, self.t = head, model, head.tensors
+        own = self.t.get("embed_tokens.weight")
+        shared: Any = model.get_input_embeddings()
+        self.table = table if table is not None else own if own is not None else shared.weight
+        self.num_layers = 1 + max(int(k[7]) for k in self.t if k.startswith("layers."))
+
+    @torch.no_grad()
+    def logits(self, tokens: Sequence[int], path: Sequence[int]) -> Tensor:
+        """(R,): what follows the committed tokens and a drafted path."""
+        ids = torch.tensor([list(tokens)])
+        states = self.model(ids[:, :-1], output_hidden_states=True).hidden_states
+        features = self.fuse([states[layer][0] for layer in self.head.aux])
+        text = ids[0, 1:]
+        if self.head.family == "peagle":
+            mask = self.fuse(self.t["mask_hidden"].view(3, 1, -1).unbind())
+            count = len(path)
+            text = torch.cat([text, torch.full((count,), MASK)])
+            return self.read(self.outputs(text, torch.cat([features, mask.expand(count, -1)]))[-1])
+        for token in path:
+            newest = self.onward(self.outputs(text, features)[-1:])
+            text, features = torch.cat([text, torch.tensor([token])]), torch.cat([features, newest])
+        return self.read(self.outputs(text, features)[-1])
+
+    def ids(self, places: Tensor) -> Tensor:
+        """Target tokens of the head's own."""
+        return places + self.t["d2t"][places] if "d2t" in self.t else places
+
+    def probs(self, tokens: Sequence[int], path: Sequence[int]) -> Tensor:
+        """(V,): the distribution after a path, 0 for tokens that the head does not know."""
+        few = self.logits(tokens, path).softmax(dim=-1)
+        return torch.zeros(VOCAB).index_copy(0, self.ids(torch.arange(len(few))), few)
+
+    def fuse(self, states: Sequence[Tensor]) -> Tensor:
+        """(T, h) features of (T, H) states."""
+        if self.head.family == "eagle":
+            return states[0]
+        parts = [
+            self.norm(part, f"fc_norm.{i}.weight") if f"fc_norm.{i}.weight" in self.t else part
+            for i, part in enumerate(states)
+        ]
+        joined = torch.cat(parts, dim=-1)
+        if "input_norm.weight" in self.t:
+            joined = self.norm(joined, "input_norm.weight")
+        return F.linear(joined, self.t["fc.weight"], self.t.get("fc.bias"))
+
+    def outputs(self, tokens: Tensor, features: Tensor) -> Tensor:
+        """(T, h) of (T,) tokens and (T, h) features, each pair seeing those before it."""
+        embedded = self.table[tokens]
+        if self.head.family == "eagle":
+            joined = torch.cat([embedded, features], dim=-1)
+            residual = entered = F.linear(joined, self.t["fc.weight"], self.t["fc.bias"])
+        else:
+            normed = self.norm(features, "layers.0.hidden_norm.weight")
+            residual = normed if self.head.norm_before_residual else features
+            entered = torch.cat(
+                [self.norm(embedded, "layers.0.input_layernorm.weight"), normed], dim=-1
+            )
+        for layer in range(self.num_layers):
+            prefix = f"layers.{layer}."
+            if layer:
+                entered = self.norm(residual, prefix + "input_layernorm.weight")
+            hidden = residual + self.attention(entered, prefix + "self_attn.")
+            normed = self.norm(hidden, prefix + "post_attention_layernorm.weight")
+            gate = F.silu(normed @ self.t[prefix + "mlp.gate_proj.weight"].T)
+            up = normed @ self.t[prefix + "mlp.up_proj.weight"].T
+            residual = hidden + (gate * up) @ self.t[prefix + "mlp.down_proj.weight"].T
+        return residual
+
+    def attention(self, entered: Tensor, prefix: str) -> Tensor:
+        """Causal attention, positions counted from 0."""
+        count = len(entered)
+        size = self.t[prefix + "o_proj.weight"].shape[1] // HEADS
+
+        def part(name: str, heads: int) -> Tensor:
+            bias = self.t.get(f"{prefix}{name}_proj.bias")
+            found = F.linear(entered, self.t[f"{prefix}{name}_proj.weight"], bias)
+            found = found.view(count, heads, size)
+            norm = f"{prefix}{name}_norm.weight"
+            found = self.norm(found, norm) if norm in self.t else found
+            return found.transpose(0, 1)
+
+        q, k = self.turned(part("q", HEADS)), self.turned(part("k", KEYS))
+        k, v = (x.repeat_interleave(HEADS // KEYS, 0) for x in (k, part("v", KEYS)))
+        scores = q @ k.mT / math.sqrt(size)
+        later = torch.ones(count, count, dtype=torch.bool).triu(1)
+        mixed = scores.masked_fill(later, -torch.inf).softmax(dim=-1) @ v
+        joined = mixed.transpose(0, 1).reshape(count, -1)
+        return F.linear(
+            joined, self.t[prefix + "o_proj.weight"], self.t.get(prefix + "o_proj.bias")
+        )
+
+    def turned(self, heads: Tensor) -> Tensor:
+        """(heads, T, D) turned by their positions."""
+        size = heads.shape[-1]
+        rates = self.head.theta ** (-torch.arange(0, size, 2) / size)
+        angles = torch.outer(torch.arange(heads.shape[1]).float(), rates)
+        cos, sin = angles.cos(), angles.sin()
+        left, right = heads.chunk(2, dim=-1)
+        return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        """RMS norm with a weight of the head's."""
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * self.t[name]
+
+    def onward(self, output: Tensor) -> Tensor:
+        """The feature of the next step."""
+        return self.norm(output, "norm.weight") if self.head.norm_output else output
+
+    def read(self, output: Tensor) -> Tensor:
+        """(R,) logits of an output."""
+        if self.head.family == "eagle":
+            target: Any = self.model
+            return target.lm_head(output)
+        return self.norm(output, "norm.weight") @ self.t["lm_head.weight"].T
