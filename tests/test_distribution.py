@@ -8,6 +8,7 @@ own processors. Deliberately broken verifiers must fail the same test, or it wou
 from __future__ import annotations
 
 import atexit
+import copy
 import shutil
 import tempfile
 from functools import cache
@@ -26,9 +27,11 @@ from hf_spec import (
     DraftConfig,
     EagleConfig,
     FalconConfig,
+    GemmaAssistantConfig,
     GsdConfig,
     HeadsConfig,
     LookupConfig,
+    PardConfig,
     SdsatConfig,
     TreeConfig,
 )
@@ -40,10 +43,13 @@ from hf_spec.drafting import level_drafter
 from hf_spec.drafting.model_drafter import DraftModelDrafter
 from hf_spec.execution.tree import DraftTree
 from hf_spec.models.falcon_head import FalconHead, FalconShape
+from hf_spec.models.gemma_assistant import GemmaAssistant
+from hf_spec.models.gemma_assistant import build as build_assistant
 from hf_spec.verify.distribution import IMPOSSIBLE, chi_square
 from tests.biased_rules import NoResidual, RedrawnBonus, SiblingsWithoutUpdate
-from tests.published_heads import random_tensors, save
 from tests.feature_reference import deepspec, medusa
+from tests.gemma_reference import published
+from tests.published_heads import random_tensors, save
 from tests.tiny_models import TIMINGS, random_adaptive_tokens, save_disco_adapter
 
 VOCAB = 8
@@ -98,6 +104,14 @@ def tiny(seed: int, vocab_size: int = VOCAB) -> LlamaForCausalLM:
 
 
 @cache
+def pard_draft() -> LlamaForCausalLM:
+    """A draft model of its own, as the others must not have a mask token."""
+    draft = copy.deepcopy(tiny(1))
+    draft.config.pard_token = VOCAB - 1
+    return draft
+
+
+@cache
 def disco_config() -> DiscoConfig:
     """A random classifier that stops after some tokens of the draft model and not after others.
 
@@ -131,6 +145,11 @@ def eagle_head() -> str:
     }
     config = {"model_type": "eagle", "num_attention_heads": 2, "rms_norm_eps": 1e-5}
     return save("tiny", config, random_tensors(shapes))
+
+
+@cache
+def gemma_assistant() -> GemmaAssistant:
+    return build_assistant(published(tiny(0)), tiny(0))
 
 
 # The published loop verifies in its second forward, which leaves one draft of three tokens.
@@ -222,6 +241,21 @@ def arguments(strategy: str) -> dict[str, Any]:
         "heads": {
             "spec_strategy": HeadsConfig(children=2, max_draft_tokens=2),
             "assistant": medusa(size=16, vocab=VOCAB),
+        },
+        "pard": {"spec_strategy": PardConfig(max_draft_tokens=2), "assistant": pard_draft()},
+        "pard tree": {
+            "spec_strategy": PardConfig(max_draft_tokens=2, children=3, max_nodes=8),
+            "assistant": pard_draft(),
+        },
+        "gemma assistant": {
+            "spec_strategy": GemmaAssistantConfig(
+                tree="dynamic", width=3, max_draft_tokens=2, max_nodes=8
+            ),
+            "assistant": gemma_assistant(),
+        },
+        "gemma chain": {
+            "spec_strategy": GemmaAssistantConfig(max_draft_tokens=2),
+            "assistant": gemma_assistant(),
         },
         "tree": {"spec_strategy": TreeConfig(children=2, max_nodes=6), "assistant": draft},
         "siblings": {
@@ -341,6 +375,12 @@ CASES = [
     ("auto sdsat", PLAIN),
     ("tree", PLAIN),
     ("tree", REPETITION),
+    ("pard", TOP_K),
+    ("pard", REPETITION),
+    ("pard tree", TOP_P),
+    ("gemma assistant", TOP_K),
+    ("gemma assistant", REPETITION),
+    ("gemma chain", PLAIN),
     ("falcon", PLAIN),
     ("falcon", TOP_K),
     ("falcon", REPETITION),
@@ -381,6 +421,8 @@ def test_what_the_prefix_forbids_never_comes(strategy: str) -> None:
         "measured",
         "disco",
         "merging",
+        "pard",
+        "gemma chain",
         "falcon",
         "eagle chain",
         "block",
@@ -438,7 +480,7 @@ def flatter(distributions: Any) -> Tensor | None:
     return torch.nn.functional.normalize(probs.sqrt(), p=1, dim=-1)
 
 
-draft_model_stack = level_drafter._stack
+draft_model_stack = level_drafter.stacked
 whole_draft = DraftModelDrafter.draft
 
 
@@ -468,7 +510,9 @@ def draft_that_peeks(self: DraftModelDrafter, state: Any, limits: Any) -> DraftT
 class TestBrokenTwins:
     """What the test above must not let pass."""
 
-    @pytest.mark.parametrize("strategy", ["draft", "siblings", "eagle chain"])
+    @pytest.mark.parametrize(
+        "strategy", ["draft", "siblings", "eagle chain", "pard", "gemma chain"]
+    )
     def test_rejection_without_residual(
         self, strategy: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -480,7 +524,18 @@ class TestBrokenTwins:
         assert worst_p_value([REPETITIVE], PLAIN, "siblings") < REJECTED
 
     @pytest.mark.parametrize(
-        "strategy", ["lookup", "tree", "falcon", "eagle", "heads", "sdsat fused", "auto"]
+        "strategy",
+        [
+            "lookup",
+            "tree",
+            "pard tree",
+            "gemma assistant",
+            "falcon",
+            "eagle",
+            "heads",
+            "sdsat fused",
+            "auto",
+        ],
     )
     def test_bonus_redrawn_after_a_miss(
         self, strategy: str, monkeypatch: pytest.MonkeyPatch
@@ -496,7 +551,7 @@ class TestBrokenTwins:
     def test_draft_probs_that_were_not_drawn_from(
         self, strategy: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(level_drafter, "_stack", flatter)
+        monkeypatch.setattr(level_drafter, "stacked", flatter)
         assert worst_p_value([REPETITIVE], {"temperature": 0.5}, strategy) < REJECTED
 
     def test_one_row_with_the_prefix_of_another(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -245,6 +245,13 @@ def _falcon(name: str) -> dict[str, Any]:
     return {"spec_strategy": config, "assistant": random_head(name)}
 
 
+def _gemma_assistant(name: str) -> dict[str, Any]:
+    from tests.gemma_reference import random_assistant
+
+    config = hf_spec.GemmaAssistantConfig(**wide_beam())
+    return {"spec_strategy": config, "assistant": random_assistant(name)}
+
+
 def _sdsat(name: str) -> dict[str, Any]:
     config = hf_spec.SdsatConfig(tree=wide_tree())
     return {"spec_strategy": config, "assistant": sdsat_adapter(name)}
@@ -284,7 +291,9 @@ _ROWS: dict[str, Callable[[str], dict[str, Any]]] = {
     "gsd": lambda name: {"spec_strategy": "gsd", "assistant": draft_model(name)},
     "disco": lambda name: {"spec_strategy": "disco", "assistant": disco_adapter(name)},
     "eagle": _eagle,
+    "pard": lambda name: {"spec_strategy": "pard", "assistant": pard_model(name)},
     "falcon": _falcon,
+    "gemma_assistant": _gemma_assistant,
     "sdsat": _sdsat,
     "block": _block,
     "heads": _heads,
@@ -296,6 +305,11 @@ STRATEGIES = tuple(_ROWS)
 def speculation(name: str, strategy: str) -> dict[str, Any]:
     """Keyword arguments that make `generate()` of the named model use a strategy."""
     return _ROWS[strategy](name)
+
+
+def wide_beam() -> dict[str, Any]:
+    """Options of a tree for drafters of random weights, which are right where they name much."""
+    return {"tree": "dynamic", "width": 32, "max_draft_tokens": 2, "max_nodes": 64}
 
 
 @cache
@@ -331,6 +345,14 @@ def random_adaptive_tokens(
 def draft_model(name: str, num_layers: int = 2) -> PreTrainedModel:
     """The first layers of the named model, made once per session."""
     return hf_spec.truncated_draft(build(name), num_layers)
+
+
+@cache
+def pard_model(name: str) -> PreTrainedModel:
+    """The same as a model that drafts after mask tokens."""
+    model = hf_spec.truncated_draft(build(name), 2)
+    model.config.get_text_config().pard_token = VOCAB - 1
+    return model
 
 
 @cache

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 
@@ -159,3 +159,34 @@ class TokenGraph:
                     seen.add(child)
                     stack.append(child)
         return False
+
+
+def place_graph(
+    root: int,
+    tokens: Sequence[Sequence[int]],
+    chances: Sequence[Sequence[float]],
+    ends: Callable[[int], bool],
+) -> TokenGraph:
+    """The graph of places that were predicted at once: each token may follow each one before it.
+
+    Args:
+        root: the last committed token.
+        tokens: per place the predicted ones, the likeliest first.
+        chances: their probabilities; tokens without any are left out.
+        ends: whether a token ends a sequence; nothing follows it.
+    """
+    graph = TokenGraph([root])
+    before = [0]
+    for place, likely in zip(tokens, chances, strict=True):
+        after = []
+        for token, chance in zip(place, likely, strict=True):
+            if chance > 0:
+                node = graph.hang(before[0], token, chance)
+                for other in before[1:]:
+                    graph.edges[other].append((node, chance))
+                if not ends(token):
+                    after.append(node)
+        before = after
+        if not before:
+            break
+    return graph

@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 
 from hf_spec.drafting.sources import EXPECTATION_WEIGHT, PROBABILITY_KINDS, Shares, shares_of_levels
 from hf_spec.errors import OptionError, choices
+from hf_spec.execution.tree import Verdict
 
 # The policy that decides by the time that rounds take, and the one that asks a head of the drafter.
 MEASURED = "measured"
@@ -86,6 +87,12 @@ class LengthPolicy:
 
     def observe(self, row: int, drafted: int, accepted: int) -> None:
         """Learn how many levels of the last draft of `row` were accepted."""
+
+    def observe_all(self, verdict: Verdict) -> None:
+        """The same of every row of a tree."""
+        for row, accepted in enumerate(verdict.accepted):
+            if verdict.tree.nodes(row):
+                self.observe(row, verdict.tree.height(row), len(accepted))
 
 
 @dataclass

@@ -202,11 +202,11 @@ class LevelDrafter(Drafter):
         ]
         probs = [prob for sent in self._sent.values() for prob in sent.probs]
         drafts = {row: (sent.tokens, sent.parents) for row, sent in self._sent.items()}
-        return DraftTree.from_drafts(drafts, state.num_rows, _stack(distributions), probs)
+        return DraftTree.from_drafts(drafts, state.num_rows, stacked(distributions), probs)
 
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
-        """Tell the policy."""
-        self.accepted(verdict)
+        """Tell the policy. The tree may be another, in which that of this drafter was joined."""
+        self.policy.observe_all(verdict)
 
     def accepted(self, verdict: Verdict) -> list[list[int]]:
         """Tell the policy; per row the accepted nodes of its graph, up to a merge edge."""
@@ -304,7 +304,7 @@ def _hang_ranks(
             growth.frontier.append(child)
 
 
-def _stack(distributions: Sequence[Tensor | None]) -> Tensor | None:
+def stacked(distributions: Sequence[Tensor | None]) -> Tensor | None:
     """(N, V) with zeros for nodes without children; None if no node has a distribution."""
     known = next((d for d in distributions if d is not None), None)
     if known is None:

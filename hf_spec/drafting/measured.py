@@ -29,8 +29,14 @@ from hf_spec.devices.distributed_checks import tensor_parallel_size
 from hf_spec.drafting.choice import Round, choose_nodes, choose_sources
 from hf_spec.drafting.config import PolicyConfig
 from hf_spec.drafting.costs import Costs, known_times
-from hf_spec.drafting.length_policy import MEASURED, LengthPolicy, MeasuredPolicy, free
-from hf_spec.drafting.sources import MergedTree, Source
+from hf_spec.drafting.length_policy import (
+    MEASURED,
+    LengthPolicy,
+    MeasuredPolicy,
+    free,
+    make_policy,
+)
+from hf_spec.drafting.sources import NODES_PER_LEVEL, MergedTree, Source
 from hf_spec.errors import UnsupportedError
 from hf_spec.execution.runner import ForwardOutput, ModelRunner
 from hf_spec.execution.tree import DraftTree, Verdict
@@ -279,3 +285,22 @@ def resolve(config: Policed, target: PreTrainedModel) -> Policed:
             "parallel model; leave it out, and the usual sizes are kept"
         )
     return config.resolve(possible)
+
+
+def with_policy(
+    config: Policed, target: PreTrainedModel, make: Callable[..., Drafter], children: int
+) -> Drafter:
+    """A drafter that its length policy ends, or measured time where nothing else is asked for.
+
+    Args:
+        config: with or without sizes.
+        target: the model that is drafted for.
+        make: called with the config, its sizes filled in, and `policy=`.
+        children: most tokens that it drafts after one.
+    """
+    config = resolve(config, target)
+    policy = make_policy(config, target)
+    drafter = make(config, policy=policy)
+    if config.length_policy != MEASURED:
+        return drafter
+    return measured(drafter, policy, target, config, min(children, NODES_PER_LEVEL))

@@ -139,26 +139,35 @@ def tree_attention(  # noqa: PLR0913 - the signature that transformers calls
         )
     spec_step.written.add(layer_index)
     storage = _storage_layer(module)
-    writes = storage == layer_index
     keys, values = spec_step.pool.layer(storage, key, value)
+    if storage == layer_index:
+        _store(spec_step, query, (key, value), (keys, values))
     window = kwargs["sliding_window"] if "sliding_window" in kwargs else _mask_window(module)
-    small = max(query.shape[-1], value.shape[-1]) <= MAX_HEAD_SIZE
-    impl = "auto" if small and serves(query) else "torch"
-    if impl == "auto" or not spec_step.segments:
-        sinks = None if s_aux is None else s_aux.float()
-        scoring = Scoring(scaling, window, softcap, sinks=sinks)
-        layout, where = spec_step.layout(query.device)
-        query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
-        if writes:
-            kv_write(key, value, keys, values, where)
-        return ragged_tree_attention(query, keys, values, layout, scoring, impl)[None], None
-    for slot, start, end, places in spec_step.writes if writes else ():
-        keys[slot, :, places] = key[0, :, start:end]
-        values[slot, :, places] = value[0, :, start:end]
-    num_heads, width = query.shape[1], value.shape[-1]
-    groups = num_heads // key.shape[1]
+    sinks = None if s_aux is None else s_aux.float()
+    return attend_stored(
+        spec_step, query, keys, values, Scoring(scaling, window, softcap, sinks=sinks)
+    ), None
+
+
+def attend_stored(
+    step: PackedStep, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring
+) -> Tensor:
+    """Attention of (1, H, T, D) queries to what a step lets them see of a pool's buffers.
+
+    Nothing is stored. `keys` and `values` are those of one layer, see `KVPool`.
+
+    Returns:
+        (1, T, H, D).
+    """
+    impl, flat = _form(step, query, values)
+    if flat:
+        layout, _ = step.layout(query.device)
+        rows = query[0].transpose(0, 1)
+        return ragged_tree_attention(rows, keys, values, layout, scoring, impl)[None]
+    num_heads, width = query.shape[1], values.shape[-1]
+    groups, sinks = num_heads // keys.shape[1], scoring.sinks
     out = query.new_empty(1, query.shape[2], num_heads, width)
-    for segment in spec_step.segments:
+    for segment in step.segments:
         length = segment.end - segment.start
         # Query heads of one key head become rows of it: no copy of the keys for grouped queries.
         rows = query[0, :, segment.start : segment.end]
@@ -167,14 +176,35 @@ def tree_attention(  # noqa: PLR0913 - the signature that transformers calls
             rows,
             keys[segment.slot, :, : segment.num_keys],
             values[segment.slot, :, : segment.num_keys],
-            segment.mask(window, groups, query),
-            scaling,
-            softcap,
-            None if s_aux is None else s_aux.reshape(-1, groups).repeat_interleave(length, dim=1),
+            segment.mask(scoring.window, groups, query),
+            scoring.scale,
+            scoring.softcap,
+            None if sinks is None else sinks.reshape(-1, groups).repeat_interleave(length, dim=1),
         )
         attended = attended.reshape(num_heads, length, width)
         out[0, segment.start : segment.end] = attended.transpose(0, 1)
-    return out, None
+    return out
+
+
+def _form(step: PackedStep, query: Tensor, values: Tensor) -> tuple[str, bool]:
+    """Which implementation of the kernels, and whether a step is told to it by its layout."""
+    small = max(query.shape[-1], values.shape[-1]) <= MAX_HEAD_SIZE
+    impl = "auto" if small and serves(query) else "torch"
+    return impl, impl == "auto" or not step.segments
+
+
+def _store(
+    step: PackedStep, query: Tensor, new: tuple[Tensor, Tensor], buffers: tuple[Tensor, Tensor]
+) -> None:
+    """Write (1, H_kv, T, D) keys and values into the buffers of their layer."""
+    (key, value), (keys, values) = new, buffers
+    if _form(step, query, values)[1]:
+        _, where = step.layout(query.device)
+        kv_write(key[0].transpose(0, 1), value[0].transpose(0, 1), keys, values, where)
+        return
+    for slot, start, end, places in step.writes:
+        keys[slot, :, places] = key[0, :, start:end]
+        values[slot, :, places] = value[0, :, start:end]
 
 
 def _storage_layer(module: nn.Module) -> int:
@@ -183,9 +213,14 @@ def _storage_layer(module: nn.Module) -> int:
     index: int = layer.layer_idx
     if not getattr(layer, "is_kv_shared_layer", False):
         return index
-    config = layer.config
-    kinds = config.layer_types[: config.num_hidden_layers - config.num_kv_shared_layers]
-    return len(kinds) - 1 - kinds[::-1].index(config.layer_types[index])
+    return storing_layers(layer.config)[layer.config.layer_types[index]]
+
+
+def storing_layers(config: Any) -> dict[str, int]:
+    """The last layer of every kind that has keys and values of its own; others may share them."""
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    own = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
+    return {kind: index for index, kind in enumerate(kinds[:own])}
 
 
 def _mask_window(module: nn.Module) -> int | None:

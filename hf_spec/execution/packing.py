@@ -174,6 +174,25 @@ def _tree_segment(work: RowWork, start: int, positions: list[int], tree: DraftTr
     )
 
 
+def past_segment(work: RowWork, start: int, count: int) -> Segment:
+    """What so many queries that stand where a row's next token will may look back on.
+
+    That is all that is stored of the row, which has nothing to run.
+    """
+    before = work.key_positions()
+    return Segment(
+        slot=work.row,
+        start=start,
+        end=start + count,
+        num_keys=work.root_place,
+        position=torch.full((count,), work.base),
+        last_position=work.base,
+        key_position=before,
+        visible=None if work.held is None else (before >= 0).expand(count, -1),
+        prefix=0 if work.held is not None else work.stored,
+    )
+
+
 def _fill_segment(work: RowWork, start: int) -> Segment:
     """Padding of a row without nodes; it looks at one key, so that its softmax stays finite."""
     return Segment(

@@ -115,6 +115,13 @@ class RowStorage:
             )
         return work
 
+    def past(self, row: int) -> RowWork:
+        """What is stored of a row, with nothing to run."""
+        held, count = self._held[row], self.stored[row]
+        if not held or held[-1] + 1 == count:
+            return RowWork(row, count, [])
+        return RowWork(row, count, [], start=held[-1] + 1, held=list(held))
+
     def idle(self, busy: set[int]) -> list[RowWork]:
         """The other rows, with the first place after everything that they hold."""
         found = []

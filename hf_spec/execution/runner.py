@@ -52,12 +52,14 @@ class ForwardOutput:
         hidden: hidden-state index -> (T, hidden size) of all tokens run, pending ones included.
         pending: per row where its pending tokens are among the T, without the root.
         nodes: (M,) where each node is among the T.
+        storage: where the keys and values of what is committed are.
     """
 
     logits: Tensor
     hidden: dict[int, Tensor] = field(default_factory=dict)
     pending: dict[int, list[int]] = field(default_factory=dict)
     nodes: list[int] = field(default_factory=list)
+    storage: RowStorage | None = None
 
     def kept_places(self, verdict: Verdict) -> dict[int, list[int]]:
         """Per row that was run where its pending tokens, root and accepted nodes are in the T."""
@@ -382,4 +384,4 @@ class ModelRunner(RowStorage):
             logits = fit_logits(logits, self._vocab_size)
         hidden = dict(zip(self._hidden_layers, states, strict=True))
         pending = {row: list(places) for row, places in inputs.pending.items()}
-        return ForwardOutput(logits, hidden, pending, inputs.nodes)
+        return ForwardOutput(logits, hidden, pending, inputs.nodes, self)

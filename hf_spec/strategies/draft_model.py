@@ -6,16 +6,15 @@ Both are one drafter, see `hf_spec.drafting.model_drafter`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import ClassVar
 
 from transformers import PreTrainedModel
 
 from hf_spec.decoding.drafter import Drafter
-from hf_spec.drafting.length_policy import MEASURED, make_policy
-from hf_spec.drafting.measured import measured, resolve
+from hf_spec.drafting.measured import with_policy
 from hf_spec.drafting.model_drafter import DraftModelConfig, DraftModelDrafter
-from hf_spec.drafting.sources import NODES_PER_LEVEL
 from hf_spec.execution.vocabulary import num_embeddings
 from hf_spec.strategies.assistants import resolve_draft_model
 from hf_spec.strategies.registry import register
@@ -24,13 +23,8 @@ from hf_spec.strategies.registry import register
 def make_drafter(config: DraftModelConfig, target: PreTrainedModel, assistant: object) -> Drafter:
     """The drafter of this family of configs, with its draft model found and checked."""
     model = resolve_draft_model(config.strategy, assistant, target)
-    config = resolve(config, target)
-    policy = make_policy(config, target)
-    drafter = DraftModelDrafter(config, model, policy, num_embeddings(target))
-    if config.length_policy != MEASURED:
-        return drafter
-    width = min(config.shape.children, NODES_PER_LEVEL)
-    return measured(drafter, policy, target, config, width)
+    make = partial(DraftModelDrafter, model=model, vocab_size=num_embeddings(target))
+    return with_policy(config, target, make, config.shape.children)
 
 
 @register("draft", make_drafter)

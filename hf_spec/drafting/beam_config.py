@@ -1,0 +1,46 @@
+"""Options of drafters that grow a chain, or a tree whose likeliest paths are drafted on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hf_spec.drafting.level_drafter import LevelConfig, TreeShape
+from hf_spec.errors import OptionError, choices
+
+TREES = ("chain", "dynamic")
+
+
+@dataclass(frozen=True)
+class BeamConfig(LevelConfig):
+    """Options of a chain or a beam; `max_draft_tokens` is the depth of a tree.
+
+    Attributes:
+        tree: "chain", or "dynamic" for EAGLE-2's tree (see `hf_spec.drafting.level_drafter`).
+        width: of a dynamic tree: children per node, and nodes per level that are drafted on.
+        max_nodes: most nodes sent to the target, root excluded, the likeliest paths first; None is
+            as many as are worth their time, or the usual number.
+        sample_drafts: draw the draft at random when the target samples; None for chains alone.
+    """
+
+    sizes = ("max_draft_tokens", "max_nodes")
+
+    sample_drafts: bool | None = None  # type: ignore[assignment]
+    tree: str = "chain"
+    width: int = 4
+    max_nodes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.tree not in TREES:
+            raise OptionError(f"tree={self.tree!r} is none; {choices(self.tree, TREES)}")
+        if self.sample_drafts is None:
+            object.__setattr__(self, "sample_drafts", self.tree == "chain")
+        super().__post_init__()
+        self.check("width", 1)
+        self.check("max_nodes", 1)
+
+    @property
+    def shape(self) -> TreeShape:
+        """A chain, or a beam of `width`."""
+        width = self.width if self.tree == "dynamic" else 1
+        given = {} if self.max_nodes is None else {"max_nodes": self.max_nodes}
+        return TreeShape(children=width, expanded_per_level=width, **given)

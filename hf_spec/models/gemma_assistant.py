@@ -1,0 +1,286 @@
+"""Gemma 4's assistants: a few layers that only ask, over keys and values that the target has.
+
+A layer has queries and no keys or values of its own; it attends to those of the target's last full
+or last sliding layer that stores any. What goes in is a token's embedding in the target beside a
+state of the target's width, and what comes out are logits and the state for the next step. All
+steps of a draft stand at the position of the root, since only committed tokens are looked at.
+
+The layout is that of google/gemma-4-*-it-assistant. Sizes and counts are those of the tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from hf_spec_kernels import Scoring
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
+
+from hf_spec.adapters.adapter import BaseModel
+from hf_spec.adapters.published import PublishedFamily, PublishedHead, register_family
+from hf_spec.adapters.reading import check_tensors
+from hf_spec.errors import AssistantError, UnsupportedError
+from hf_spec.execution.attention import PackedStep, attend_stored, storing_layers
+from hf_spec.execution.vocabulary import PADDED_ROWS, num_embeddings
+
+FAMILY = "gemma4_assistant"
+STRATEGY = "gemma_assistant"
+ORDERING = "token_ordering"
+# Of text configs that leave them out.
+ROPE: Mapping[str, Mapping[str, Any]] = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    "full_attention": {
+        "rope_type": "proportional",
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 1_000_000.0,
+    },
+}
+
+
+class GemmaAssistant(nn.Module):
+    """An assistant for `target`, which is not changed; built from its config and tensors.
+
+    Attributes:
+        base: the target that it is for.
+        hidden_size: H of the target.
+        num_chosen: how many groups of tokens have logits, where tokens come in groups.
+    """
+
+    # What `assistant=` is for where no strategy is named, as in adapters.
+    strategy = STRATEGY
+    token_ordering: Tensor
+
+    def __init__(
+        self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: PreTrainedModel
+    ):
+        super().__init__()
+        self.base = BaseModel.of(target)
+        text: Mapping[str, Any] = config["text_config"]
+        vocab_size, width = tensors["embed_tokens.weight"].shape
+        self.hidden_size = tensors["post_projection.weight"].shape[0]
+        eps = float(text.get("rms_norm_eps", 1e-6))
+        kinds = _kinds(text, sum(name.endswith(".q_proj.weight") for name in tensors))
+        layers = storing_layers(target.config.get_text_config())
+        with torch.device("meta"):
+            self.pre_projection = nn.Linear(2 * self.hidden_size, width, bias=False)
+            self.post_projection = nn.Linear(width, self.hidden_size, bias=False)
+            self.embed_tokens = nn.Embedding(vocab_size, width)
+            self.norm = nn.RMSNorm(width, eps)
+            self.layers = nn.ModuleList(
+                _Layer(text, tensors, index, kind, layers[kind]) for index, kind in enumerate(kinds)
+            )
+            self.centroids: nn.Linear | None = None
+            if ORDERING in tensors:
+                groups = tensors["centroids.weight"].shape[0]
+                self.centroids = nn.Linear(width, groups, bias=False)
+        self.register_buffer(ORDERING, None)
+        self.num_chosen = int(config.get("centroid_intermediate_top_k", 32))
+
+    def forward(
+        self, embedded: Tensor, states: Tensor, positions: Tensor, step: PackedStep
+    ) -> tuple[Tensor, Tensor]:
+        """One step of T nodes, whose tokens are `embedded` by the target, (T, H) like `states`.
+
+        `positions` are (T,) int64, as the target is told them; `step` says what of the target's
+        pool each node sees.
+
+        Returns:
+            (T, V) logits, -inf for tokens of groups that are not chosen; (T, H) the states after.
+        """
+        weight = self.pre_projection.weight
+        hidden = self.pre_projection(torch.cat([embedded, states], dim=-1).to(weight))
+        for layer in self.layers:
+            hidden = layer(hidden, positions, step)
+        hidden = self.norm(hidden)
+        return self._logits(hidden), self.post_projection(hidden)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        table = self.embed_tokens.weight
+        if self.centroids is None:
+            return hidden @ table.T
+        groups = self.token_ordering.view(self.centroids.out_features, -1)
+        best = self.centroids(hidden).topk(min(self.num_chosen, len(groups)), dim=-1).indices
+        tokens = groups[best].flatten(1)
+        found = (table[tokens] @ hidden[..., None])[..., 0]
+        logits = found.new_full((len(hidden), len(table)), float("-inf"))
+        return logits.scatter_(-1, tokens, found)
+
+
+class _Layer(nn.Module):
+    """One layer of `kind`, which looks at what `layer` of the target has stored."""
+
+    frequencies: Tensor
+
+    def __init__(
+        self,
+        text: Mapping[str, Any],
+        tensors: Mapping[str, Tensor],
+        index: int,
+        kind: str,
+        layer: int,
+    ):
+        super().__init__()
+        eps, self.layer = float(text.get("rms_norm_eps", 1e-6)), layer
+        asked, self.head_size = (
+            tensors[f"layers.{index}.{name}.weight"].shape[0] for name in ("q_proj", "q_norm")
+        )
+        width, answered = tensors[f"layers.{index}.o_proj.weight"].shape
+        inner = tensors[f"layers.{index}.gate_proj.weight"].shape[0]
+        self.num_heads = asked // self.head_size
+        sliding = kind == "sliding_attention"
+        # As many stored tokens as the window and one more, as transformers has it; the root, at
+        # whose position all nodes stand, is not stored.
+        self.window = int(text["sliding_window"]) + 2 if sliding else None
+        rope = {**ROPE.get(kind, {}), **(text.get("rope_parameters") or {}).get(kind, {})}
+        frequencies = inverse_frequencies(rope, self.head_size)
+        self.register_buffer("frequencies", frequencies, persistent=False)
+        self.q_proj = nn.Linear(width, asked, bias=False)
+        self.o_proj = nn.Linear(answered, width, bias=False)
+        self.q_norm = nn.RMSNorm(self.head_size, eps)
+        self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
+        self.input_layernorm = nn.RMSNorm(width, eps)
+        self.post_attention_layernorm = nn.RMSNorm(width, eps)
+        self.pre_feedforward_layernorm = nn.RMSNorm(width, eps)
+        self.post_feedforward_layernorm = nn.RMSNorm(width, eps)
+        self.layer_scalar = nn.Parameter(torch.ones(1))
+        self.activation = ACT2FN[text.get("hidden_activation", "gelu_pytorch_tanh")]
+
+    def forward(self, hidden: Tensor, positions: Tensor, step: PackedStep) -> Tensor:
+        """(T, width) -> (T, width)."""
+        asked = self._attend(self.input_layernorm(hidden), positions, step)
+        hidden = hidden + self.post_attention_layernorm(self.o_proj(asked))
+        inner = self.pre_feedforward_layernorm(hidden)
+        inner = self.down_proj(self.activation(self.gate_proj(inner)) * self.up_proj(inner))
+        return (hidden + self.post_feedforward_layernorm(inner)) * self.layer_scalar
+
+    def _attend(self, hidden: Tensor, positions: Tensor, step: PackedStep) -> Tensor:
+        queries = self.q_norm(self.q_proj(hidden).view(-1, self.num_heads, self.head_size))
+        angles = positions[:, None].float() * self.frequencies
+        queries = _rotated(queries, angles[:, None]).transpose(0, 1)[None]
+        keys, values = step.pool.keys[self.layer], step.pool.values[self.layer]
+        scoring = Scoring(scale=1.0, window=self.window)
+        found = attend_stored(step, queries.to(keys), keys, values, scoring)
+        return found[0].flatten(1).to(hidden)
+
+
+def inverse_frequencies(rope: Mapping[str, Any], head_size: int) -> Tensor:
+    """(D / 2,) rotations per position; of "proportional" ones, the last are none."""
+    kind = rope.get("rope_type", "default")
+    if kind not in ("default", "proportional"):
+        raise AssistantError(f"rope_type={kind!r} is none that Gemma 4's assistants have")
+    share = rope.get("partial_rotary_factor", 1.0) if kind == "proportional" else 1.0
+    turning = int(share * head_size // 2)
+    powers = torch.arange(turning, dtype=torch.float, device="cpu") * 2 / head_size
+    slow = torch.zeros(head_size // 2 - turning, device="cpu")
+    return torch.cat([rope["rope_theta"] ** -powers / rope.get("factor", 1.0), slow])
+
+
+def _rotated(queries: Tensor, angles: Tensor) -> Tensor:
+    """Turn the pairs of (T, heads, D) queries, of which one is in either half, by angles."""
+    cos, sin = angles.cos().to(queries), angles.sin().to(queries)
+    first, second = queries.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def _kinds(text: Mapping[str, Any], count: int) -> list[str]:
+    """Of every layer whether it looks at all tokens or at a window."""
+    given = text.get("layer_types")
+    if not isinstance(given, list) or len(given) != count:
+        raise AssistantError(
+            f"text_config has layer_types={given!r}, and the weights are of {count} layers"
+        )
+    return [str(kind) for kind in given]
+
+
+def build(head: PublishedHead, target: PreTrainedModel) -> GemmaAssistant:
+    """The assistant of a folder, in the dtype and on the device of `target`.
+
+    Raises:
+        AssistantError: if it is damaged, or for another target.
+    """
+    tensors = {_own_name(name): tensor for name, tensor in head.tensors.items()}
+    # The table is the head, too; some files have it twice.
+    tensors.pop("lm_head.weight", None)
+    _check_target(head, tensors, target)
+    assistant = GemmaAssistant(head.config, tensors, target)
+    ordering = tensors.pop(ORDERING, None)
+    if assistant.centroids is not None:
+        assistant.token_ordering = _ordering(head.name, ordering, assistant)
+    expected = {name: weight.shape for name, weight in assistant.named_parameters()}
+    check_tensors(f"the assistant {head.name!r}", tensors, expected)
+    own: Any = {"device": target.device, "dtype": target.dtype}
+    _check_keys(head.name, assistant, target)
+    weights = {name: tensor.to(**own) for name, tensor in tensors.items()}
+    assistant.load_state_dict(weights, strict=False, assign=True)
+    assistant.to(target.device)
+    return assistant.requires_grad_(False).eval()
+
+
+def _own_name(name: str) -> str:
+    for part in ("model.", "masked_embedding."):
+        name = name.removeprefix(part)
+    return name.replace(".self_attn.", ".").replace(".mlp.", ".")
+
+
+def _ordering(name: str, found: Tensor | None, assistant: GemmaAssistant) -> Tensor:
+    """(V,) int64, the tokens of every group one after the other; each of them once."""
+    size = assistant.embed_tokens.num_embeddings
+    tokens = torch.empty(0) if found is None else found.flatten().long()
+    centroids: Any = assistant.centroids
+    whole = size % centroids.out_features == 0 and len(tokens) == size
+    if not whole or not torch.equal(tokens.sort().values, torch.arange(size)):
+        raise AssistantError(
+            f"the assistant {name!r} is damaged: its token_ordering does not share out "
+            f"{size} tokens among {centroids.out_features} groups"
+        )
+    return tokens
+
+
+def _check_target(
+    head: PublishedHead, tensors: Mapping[str, Tensor], target: PreTrainedModel
+) -> None:
+    """Refuse an assistant that was made for another target."""
+    config: Any = target.config.get_text_config()
+    what, name = f"the assistant {head.name!r}", type(target).__name__
+    width = tensors["post_projection.weight"].shape[0]
+    if width != config.hidden_size:
+        raise AssistantError(
+            f"{what} is for targets of hidden size {width}, and that of {name} is "
+            f"{config.hidden_size}; take the assistant of this very model"
+        )
+    sizes = tensors["embed_tokens.weight"].shape[0], num_embeddings(target)
+    if abs(sizes[0] - sizes[1]) > PADDED_ROWS:
+        raise AssistantError(f"{what} has {sizes[0]} tokens, and {name} has {sizes[1]}")
+    text = head.config.get("text_config")
+    stored = storing_layers(config)
+    wanted = set(text.get("layer_types") or ()) if isinstance(text, dict) else set()
+    if lacking := sorted(wanted - set(stored)):
+        raise UnsupportedError(
+            f"{what} looks at layers of type {', '.join(lacking)}, and those of {name} that have "
+            f"keys are of type {', '.join(sorted(stored))}; use spec_strategy='lookup'"
+        )
+
+
+def _check_keys(name: str, assistant: GemmaAssistant, target: PreTrainedModel) -> None:
+    """Refuse queries that do not fit the keys of the target, where its layers tell their sizes."""
+    layers: Any = assistant.layers
+    for module in target.modules():
+        made: Any = getattr(module, "k_proj", None)
+        size: Any = getattr(module, "head_dim", None)
+        for layer in layers if made is not None and size is not None else ():
+            count = made.out_features // size
+            fits = size == layer.head_size and layer.num_heads % count == 0
+            if getattr(module, "layer_idx", None) == layer.layer and not fits:
+                raise AssistantError(
+                    f"the assistant {name!r} asks with {layer.num_heads} heads of size "
+                    f"{layer.head_size}, and layer {layer.layer} of {type(target).__name__} "
+                    f"answers with {count} of size {size}; take the assistant of this very model"
+                )
+
+
+register_family(PublishedFamily(FAMILY, STRATEGY, build))

@@ -1,0 +1,120 @@
+"""Drafts from a Gemma 4 assistant, which reads the target's keys and values and has none itself.
+
+Google publishes one for every Gemma 4. It keeps nothing between rounds: a step needs a token, the
+state of its parent and what the target has stored (`hf_spec.models.gemma_assistant`). So a level of
+a tree is one pass, however wide, and there is nothing to be fed after a round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_spec.decoding.drafter import Drafter
+from hf_spec.decoding.state import GenerationState
+from hf_spec.drafting.beam_config import BeamConfig
+from hf_spec.drafting.graph import TokenGraph
+from hf_spec.drafting.length_policy import LengthPolicy
+from hf_spec.drafting.level_drafter import LevelDrafter
+from hf_spec.drafting.measured import with_policy
+from hf_spec.execution.runner import ForwardOutput
+from hf_spec.execution.tree import DraftTree, Verdict
+from hf_spec.execution.vocabulary import fit_logits, num_embeddings
+from hf_spec.models.assistant_runner import AssistantRunner
+from hf_spec.models.gemma_assistant import FAMILY, STRATEGY, GemmaAssistant
+from hf_spec.strategies.assistants import resolve_published
+from hf_spec.strategies.registry import register
+
+
+def _make(config: GemmaAssistantConfig, target: PreTrainedModel, assistant: object) -> Drafter:
+    found = resolve_published(STRATEGY, assistant, target, (FAMILY,))
+    found.base.check(target)
+    make = partial(GemmaAssistantDrafter, assistant=found, target=target)
+    return with_policy(config, target, make, config.shape.children)
+
+
+def _make_for_auto(target: PreTrainedModel, assistant: object, batching: str) -> Drafter:
+    # Which nodes are worth sending is decided there.
+    whole = GemmaAssistantConfig(
+        max_draft_tokens=5, max_nodes=24, tree="dynamic", batching=batching
+    )
+    return _make(whole, target, assistant)
+
+
+@register(STRATEGY, _make, _make_for_auto)
+@dataclass(frozen=True)
+class GemmaAssistantConfig(BeamConfig):
+    """Options of a Gemma assistant's drafts."""
+
+    usual = MappingProxyType({"max_draft_tokens": 4, "max_nodes": 24})
+    longest = MappingProxyType({"max_draft_tokens": 8, "max_nodes": 32})
+
+
+class GemmaAssistantDrafter(LevelDrafter):
+    """Grows chains and trees with a pass of the assistant per level."""
+
+    # From `start` on.
+    _runner: AssistantRunner
+
+    hidden_layers = (-1,)
+    no_candidates = (
+        "an assistant needs the target's states, keys and values, which assisted decoding does not "
+        f"hand on; use spec_strategy={STRATEGY!r}"
+    )
+
+    def __init__(
+        self,
+        config: GemmaAssistantConfig,
+        policy: LengthPolicy,
+        assistant: GemmaAssistant,
+        target: PreTrainedModel,
+    ):
+        super().__init__(config, policy)
+        self.assistant = assistant
+        self._embedding: Any = target.get_input_embeddings()
+        self._vocab_size = num_embeddings(target)
+
+    @property
+    def timing_key(self) -> Hashable:
+        """The assistant."""
+        return id(self.assistant)
+
+    def start(self, state: GenerationState) -> None:
+        """No row has a state to begin from."""
+        super().start(state)
+        self._runner = AssistantRunner(self.assistant, self._embedding)
+
+    def restart(self, row: int) -> None:
+        """One row has none, and a policy that knows nothing of it."""
+        super().restart(row)
+        self._runner.restart(row)
+
+    def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
+        """One tree per unfinished row, a root alone before the target has run its prompt."""
+        known = {row: n if self._runner.can_draft(row) else 0 for row, n in limits.items()}
+        return super().draft(state, known)
+
+    def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
+        """Take the states that the next drafts begin from; tell the policy."""
+        super().observe(verdict, output)
+        self._runner.learn(verdict, output)
+
+    def probabilities(
+        self,
+        state: GenerationState,
+        graphs: Mapping[int, TokenGraph],
+        owners: Sequence[tuple[int, int]],
+    ) -> Tensor:
+        """(nodes, V) float32: what the assistant says of each (row, node)."""
+        nodes = [
+            (row, node, graphs[row].parents[node], graphs[row].tokens[node]) for row, node in owners
+        ]
+        logits = self._runner.run(nodes).to(state.device, torch.float32)
+        return self.processed(state, graphs, owners, fit_logits(logits, self._vocab_size))

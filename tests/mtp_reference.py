@@ -1,0 +1,211 @@
+"""MTP modules of random weights in every layout, and what they draft, without a cache."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers as T
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from hf_spec.models.mtp_head import MtpHead, own_head
+from tests import tiny_models
+from tests.tiny_models import LLAMA_LIKE, VOCAB
+
+# Names of the norms of embedding and feature, the projection and the last norm; of the layer.
+NAMES = {
+    "index": ("model.layers.{n}.", ("enorm", "hnorm", "eh_proj", "shared_head.norm"), ""),
+    "qwen": ("mtp.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"), "layers.0."),
+    "mimo": (
+        "model.mtp_layers.0.",
+        ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
+        "",
+    ),
+    "speculators": (
+        "mtp_layers.0.",
+        ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
+        "",
+    ),
+}
+HIDES_FIRST = ("index", "mimo")
+
+
+@cache
+def qwen3_next() -> PreTrainedModel:
+    """A tiny hybrid target whose norms count weights from one."""
+    torch.manual_seed(8)
+    config = T.Qwen3NextConfig(
+        **LLAMA_LIKE,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        layer_types=["linear_attention", "linear_attention", "full_attention"],
+    )
+    model = T.Qwen3NextForCausalLM(config).eval()
+    model.generation_config.pad_token_id = 0
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def target(name: str) -> PreTrainedModel:
+    return qwen3_next() if name == "qwen3_next" else tiny_models.build(name)
+
+
+@cache
+def scratch() -> Path:
+    folder = tempfile.mkdtemp(prefix="mtp_modules_")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A module in a layout, for a target that is loaded from the folder where both are stored."""
+
+    layout: str
+    model: PreTrainedModel
+    parts: dict[str, Tensor]
+    layer: dict[str, Tensor]
+    stored: dict[str, Tensor]
+
+    @property
+    def head(self) -> MtpHead:
+        return _head(self.model.name_or_path, self.layout)
+
+
+@cache
+def _head(folder: str, layout: str) -> MtpHead:
+    return own_head(sample(Path(folder).name.partition("-")[0], layout).model)
+
+
+@cache
+def sample(name: str, layout: str) -> Sample:
+    """A random module in the files of the named model, loaded from them as users do."""
+    model = target(name)
+    folder = scratch() / f"{name}-{layout}"
+    model.save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    depth, width = model.config.num_hidden_layers, model.config.hidden_size
+    # One of a layer that attends to all tokens; the last one does.
+    own = f"layers.{depth - 1}."
+    prefix, names, inner = NAMES[layout]
+    prefix = prefix.format(n=depth)
+    generator = torch.Generator().manual_seed(12)
+
+    def noise(tensor: Tensor, plain: bool) -> Tensor:
+        drawn = torch.randn(tensor.shape, generator=generator) * 0.25
+        return 1 + drawn if tensor.ndim == 1 and not plain else drawn
+
+    centred = "qwen3_next" in name
+    layer = {
+        key.rpartition(own)[2]: noise(tensor, centred or "norm" not in key)
+        for key, tensor in weights.items()
+        if own in key
+    }
+    blank = torch.zeros(width)
+    shapes = (blank, blank, torch.zeros(width, 2 * width), blank)
+    parts = {key: noise(shape, centred) for key, shape in zip(names, shapes, strict=True)}
+    stored = {f"{prefix}{key}.weight": tensor for key, tensor in parts.items()}
+    stored |= {f"{prefix}{inner}{key}": tensor for key, tensor in layer.items()}
+    if layout == "index":
+        # Copies that are not to be taken.
+        stored[f"{prefix}embed_tokens.weight"] = torch.zeros(VOCAB, width)
+        stored[f"{prefix}shared_head.head.weight"] = torch.zeros(VOCAB, width)
+    save_file({**weights, **stored}, folder / "model.safetensors", {"format": "pt"})
+    loaded = type(model).from_pretrained(folder).eval()
+    loaded.generation_config = model.generation_config
+    return Sample(layout, loaded, parts, layer, stored)
+
+
+def save_speculators(found: Sample, folder: Path) -> str:
+    """Write a module as the package speculators does."""
+    config = {"speculators_model_type": "mtp", "num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    save_file(found.stored, folder / "model.safetensors")
+    return str(folder)
+
+
+def rms(hidden: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    return hidden / (hidden.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+class Reference:
+    """A module in plain torch; `layer` runs its decoder layer over (T, H) at positions 0, 1, ..."""
+
+    def __init__(self, found: Sample, layer: Callable[[Tensor], Tensor] | None = None):
+        self.found, self.model = found, found.model
+        self.layer = layer or self._llama_layer
+        self.centred = "Qwen3Next" in type(found.model).__name__
+
+    @torch.no_grad()
+    def logits(self, text: Sequence[int], path: Sequence[int] = ()) -> Tensor:
+        """(V,) after the drafted tokens `path` below the last token of `text`."""
+        ids = torch.tensor([list(text[:-1])])
+        features = self.model(ids, output_hidden_states=True).hidden_states[-1][0]
+        tokens = list(text[1:])
+        raw = self.outputs(tokens, features)
+        for token in path:
+            fed = raw if self.found.layout == "index" else self.norm(raw, 3)
+            features = torch.cat([features, fed[-1:]])
+            tokens.append(token)
+            raw = self.outputs(tokens, features)
+        head: Any = self.model.get_output_embeddings()
+        return head(self.norm(raw[-1], 3))
+
+    def outputs(self, tokens: Sequence[int], features: Tensor) -> Tensor:
+        """(T, H) what the layer gives for pairs."""
+        embedding: Any = self.model.get_input_embeddings()
+        embedded = embedding(torch.tensor(tokens)).clone()
+        if self.found.layout in HIDES_FIRST:
+            embedded[0] = 0
+        parts = [self.norm(embedded, 0), self.norm(features, 1)]
+        if self.found.layout == "mimo":
+            parts = parts[::-1]
+        return self.layer(torch.cat(parts, dim=-1) @ self.part(2).T)
+
+    def part(self, index: int) -> Tensor:
+        return self.found.parts[NAMES[self.found.layout][1][index]]
+
+    def norm(self, hidden: Tensor, index: int) -> Tensor:
+        return rms(hidden, self.part(index) + float(self.centred))
+
+    def _llama_layer(self, hidden: Tensor) -> Tensor:
+        t, count = self.found.layer, len(hidden)
+        normed = rms(hidden, t["input_layernorm.weight"])
+        q, k, v = (
+            (normed @ t[f"self_attn.{name}_proj.weight"].T).view(count, -1, 8).transpose(0, 1)
+            for name in "qkv"
+        )
+        angles = torch.arange(count)[:, None] * 10_000.0 ** (-torch.arange(4) / 4)
+        q, k = (_turned(part, angles) for part in (q, k))
+        k, v = (part.repeat_interleave(len(q) // len(k), 0) for part in (k, v))
+        scores = (q @ k.transpose(1, 2) / 8**0.5).masked_fill(
+            torch.ones(count, count).triu(1).bool(), -torch.inf
+        )
+        seen = (scores.softmax(-1) @ v).transpose(0, 1).reshape(count, -1)
+        hidden = hidden + seen @ t["self_attn.o_proj.weight"].T
+        normed = rms(hidden, t["post_attention_layernorm.weight"])
+        inner = F.silu(normed @ t["mlp.gate_proj.weight"].T) * (normed @ t["mlp.up_proj.weight"].T)
+        return hidden + inner @ t["mlp.down_proj.weight"].T
+
+
+def _turned(heads: Tensor, angles: Tensor) -> Tensor:
+    halves = torch.complex(*heads.chunk(2, dim=-1)) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat([halves.real, halves.imag], dim=-1)
