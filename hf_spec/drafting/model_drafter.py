@@ -31,9 +31,12 @@ from hf_spec.devices.transfer import fetch_all
 from hf_spec.drafting.config import PolicyConfig
 from hf_spec.drafting.graph import TokenGraph, Unmerged
 from hf_spec.drafting.length_policy import DraftedToken, LengthPolicy, make_policy
+from hf_spec.errors import OptionError, choices
 from hf_spec.execution.runner import ForwardOutput, ModelRunner
 from hf_spec.execution.tree import DraftTree, Verdict
 
+# How drafts of a model with another tokenizer become the target's tokens.
+TRANSLATIONS = ("shared", "text")
 COUNTERS = ("draft_nodes", "merges", "rounds", "rounds_with_merged_accepted")
 
 
@@ -56,13 +59,23 @@ class DraftModelConfig(PolicyConfig):
 
     Attributes:
         sample_drafts: draw the draft at random when the target samples.
+        translation: of drafts from a model with another tokenizer (see
+            `hf_spec.drafting.other_tokens`): "shared" drafts what both vocabularies have, "text"
+            encodes again what was drafted. None is "shared" if these are half of the target's.
     """
 
+    takes_tokenizers = True
+
     sample_drafts: bool = True
+    translation: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_flags("sample_drafts")
+        if self.translation not in (None, *TRANSLATIONS):
+            raise OptionError(
+                f"translation={self.translation!r}; {choices(self.translation, TRANSLATIONS)}"
+            )
 
     @property
     def shape(self) -> TreeShape:
@@ -130,13 +143,16 @@ class DraftModelDrafter(Drafter):
 
     def start(self, state: GenerationState) -> None:
         """Empty keys and values for every row."""
-        batching, size = self.config.batching, self.vocab_size
-        self._runner = ModelRunner(self.model, state.num_rows, batching=batching, vocab_size=size)
+        self._runner = self._make_runner(state.num_rows)
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.policy.start(state.num_rows)
         self.samples = state.do_sample and self.config.sample_drafts
         self.rule = self.config.sampling_rule if state.do_sample else None
         self._processors = NodeProcessors(state.processors, state.num_rows, stateless_only=True)
+
+    def _make_runner(self, num_rows: int) -> ModelRunner:
+        batching, size = self.config.batching, self.vocab_size
+        return ModelRunner(self.model, num_rows, batching=batching, vocab_size=size)
 
     def restart(self, row: int) -> None:
         """Empty keys and values for one row, and a policy that knows nothing of it."""

@@ -13,19 +13,18 @@ from transformers import PreTrainedModel
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.drafting.length_policy import MEASURED, make_policy
 from hf_spec.drafting.measured import measured, resolve
-from hf_spec.drafting.model_drafter import DraftModelConfig, DraftModelDrafter
+from hf_spec.drafting.model_drafter import DraftModelConfig
 from hf_spec.drafting.sources import NODES_PER_LEVEL
-from hf_spec.execution.vocabulary import num_embeddings
-from hf_spec.strategies.assistants import resolve_draft_model
 from hf_spec.strategies.registry import register
+from hf_spec.strategies.translated import find_draft
 
 
 def make_drafter(config: DraftModelConfig, target: PreTrainedModel, assistant: object) -> Drafter:
     """The drafter of this family of configs, with its draft model found and checked."""
-    model = resolve_draft_model(config.strategy, assistant, target)
+    draft = find_draft(config.strategy, assistant, target)
     config = resolve(config, target)
     policy = make_policy(config, target)
-    drafter = DraftModelDrafter(config, model, policy, num_embeddings(target))
+    drafter = draft.drafter(config, policy, target)
     if config.length_policy != MEASURED:
         return drafter
     width = min(config.shape.children, NODES_PER_LEVEL)
