@@ -41,12 +41,12 @@ class DraftText:
     @property
     def ids(self) -> list[int]:
         """The draft model's tokens of all that was read."""
-        return [*self._settled, *self.run]
+        return self._settled + [piece.token for piece in self._pieces]
 
     @property
-    def run(self) -> list[int]:
-        """Those of the newest run."""
-        return [piece.token for piece in self._pieces]
+    def newest(self) -> list[int]:
+        """The last few of the newest run, after which others are decoded."""
+        return [piece.token for piece in self._pieces[-CONTEXT_TOKENS:]]
 
     def read(self, tokens: Sequence[int]) -> list[int]:
         """Take in what is new of a row's `tokens`; the draft model's tokens of all of them."""

@@ -32,7 +32,7 @@ from hf_spec.decoding.stopping import StopRules
 from hf_spec.drafting.draft_text import DraftText
 from hf_spec.drafting.length_policy import LengthPolicy
 from hf_spec.drafting.model_drafter import DraftModelConfig, DraftModelDrafter
-from hf_spec.drafting.text_tokens import BROKEN, CONTEXT_TOKENS, common_length, context_start
+from hf_spec.drafting.text_tokens import BROKEN, common_length, context_start
 from hf_spec.drafting.token_map import TokenMap, TokenPair
 from hf_spec.errors import OptionError
 from hf_spec.execution.runner import ForwardOutput, ModelRunner
@@ -122,7 +122,7 @@ class SharedRunner(ModelRunner):
         nodes: Sequence[int] | None = None,
     ) -> ForwardOutput:
         """See `ModelRunner.forward`; logits are those of the target's tokens."""
-        tokens = [self.common.to_draft.get(token, 0) for token in tree.tokens]
+        tokens = [self.common.to_draft(token) for token in tree.tokens]
         for row, (first, end) in enumerate(pairwise(tree.row_start)):
             if first < end:
                 tokens[first] = self.texts[row][-1]
@@ -157,7 +157,7 @@ class SharedDrafter(TranslatingDrafter):
         for row, path in enumerate(verdict.paths):
             if row in self._sent:
                 tokens = [self._sent[row].tokens[node] for node in path]
-                self._ran[row] = self.ids[row] + [self.common.to_draft[t] for t in tokens]
+                self._ran[row] = self.ids[row] + [self.common.to_draft(t) for t in tokens]
 
     def _make_runner(self, num_rows: int) -> ModelRunner:
         return SharedRunner(self.model, num_rows, self.config.batching, self.common)
@@ -260,21 +260,19 @@ class TextDrafter(TranslatingDrafter):
         return found
 
     def _said(self, row: int) -> dict[int, _Said]:
-        """What the path to each node of a row says; nothing after a special token."""
-        tree = self._tree
-        probs = tree.node_probs or [1.0] * tree.num_nodes
-        first, recent = tree.row_start[row], self._texts[row].run[-CONTEXT_TOKENS:]
-        said, paths = {first: _Said()}, {first: list[int]()}
+        """What the path to each node of a row says, until a token ends it."""
+        tree, first = self._tree, self._tree.row_start[row]
+        assert tree.node_probs is not None, "drafts of a model carry its probabilities"
+        paths: dict[int, list[int]] = {first: []}
         for node in tree.nodes(row)[1:]:
-            before, token = said[tree.parent[node]], tree.tokens[node]
-            paths[node] = [*paths[tree.parent[node]], token]
-            reach = before.reach * probs[node]
-            if before.end is not None or token in self.pair.draft.special:
-                end = self.ends.get(token) if before.end is None else before.end
-                said[node] = _Said(before.text, end, reach)
-            else:
-                text = self.pair.draft.go_on(recent, paths[node])
-                said[node] = _Said(text, None, reach)
+            paths[node] = [*paths[tree.parent[node]], tree.tokens[node]]
+        texts = self.pair.draft.go_on_all(self._texts[row].newest, list(paths.values()))
+        said = {first: _Said()}
+        for node, text in zip(tree.nodes(row)[1:], texts[1:], strict=True):
+            before = said[tree.parent[node]]
+            end = self.ends.get(tree.tokens[node]) if before.end is None else before.end
+            reach = before.reach * tree.node_probs[node]
+            said[node] = _Said(text if end is None else before.text, end, reach)
         return said
 
     def _encode(self, row: int, texts: Sequence[str]) -> list[tuple[list[int], list[int]]]:

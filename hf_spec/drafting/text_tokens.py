@@ -86,11 +86,7 @@ class TextTokens:
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of tokens, as at the beginning of a text; special ones have none."""
-        return str(
-            self.tokenizer.decode(
-                list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
-            )
-        )
+        return str(self.tokenizer.backend_tokenizer.decode(list(tokens)))
 
     def decode_all(self, texts: list[list[int]]) -> list[str]:
         """The same of many texts at once."""
@@ -100,10 +96,14 @@ class TextTokens:
 
     def go_on(self, before: Sequence[int], tokens: Sequence[int]) -> str:
         """The text of `tokens` after other ones."""
+        return self.go_on_all(before, [tokens])[0]
+
+    def go_on_all(self, before: Sequence[int], stretches: Sequence[Sequence[int]]) -> list[str]:
+        """The same of several stretches of tokens, each after the same ones."""
         context = before[-CONTEXT_TOKENS:]
         known = self.decode(context)
-        whole = self.decode([*context, *tokens])
-        return whole[common_length(known, whole) :]
+        texts = [self.decode([*context, *tokens]) for tokens in stretches]
+        return [text[common_length(known, text) :] for text in texts]
 
     def _encode(self, texts: Sequence[str], special: bool) -> Any:
         return self.tokenizer(
@@ -120,8 +120,11 @@ class TextTokens:
 
 def common_length(first: Sequence[object], second: Sequence[object]) -> int:
     """How many elements two sequences have in common at their beginning."""
+    shorter = min(len(first), len(second))
+    if first[:shorter] == second[:shorter]:
+        return shorter
     pairs = enumerate(zip(first, second, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
+    return next(place for place, (a, b) in pairs if a != b)
 
 
 def context_start(text: str, end: int) -> int:

@@ -76,9 +76,13 @@ class TokenMap:
     """Target id -> draft id of the tokens that two vocabularies share; `size` is the target's."""
 
     def __init__(self, pairs: dict[int, int], size: int):
-        self.to_draft = pairs
+        self.pairs = pairs
         self.size = size
         self._ids = torch.tensor([list(pairs), list(pairs.values())])
+
+    def to_draft(self, token: int) -> int:
+        """The draft model's id of a token of the target; any where it has none."""
+        return self.pairs.get(token, 0)
 
     def spread(self, logits: Tensor) -> Tensor:
         """(..., V) logits of the target's tokens from the draft model's, -inf where it has none."""

@@ -123,8 +123,8 @@ class TestWhatIsStored:
 
     def test_a_bounded_store_stays_bounded(self) -> None:
         store = LookupStore(50)
-        for seed in range(4):
-            given = inputs(seed=seed)
+        for seed in range(3):
+            given = inputs("one", seed)
             found = generate(given, spec_strategy="lookup", assistant=store).sequences
             assert torch.equal(found, generate(given).sequences)
             assert len(store) <= 50
@@ -183,19 +183,18 @@ def test_auto_uses_it_beside_a_draft_model() -> None:
     assert len(split(store)) == 2
 
 
-@pytest.mark.parametrize("name", ["fixed", "measured"])
-def test_sampling_keeps_its_distribution(name: str) -> None:
+def test_sampling_keeps_its_distribution() -> None:
     """Every call adds to the store that later ones copy from."""
     store, drawn = LookupStore(500), []
     torch.manual_seed(5)
-    for _ in range(12):
+    for _ in range(6):
         output = tiny(0).generate(
             torch.tensor([REPETITIVE]),
             do_sample=True,
             top_k=0,
             max_new_tokens=3,
             num_return_sequences=100,
-            spec_strategy=CONFIGS[name],
+            spec_strategy=CONFIGS["fixed"],
             assistant=store,
         )
         drawn.append(output[:, len(REPETITIVE) :])

@@ -15,7 +15,7 @@ from tests.other_tokenizers import KINDS, bpe, letters, pair, subset, unigram, w
 
 
 def names(target: Any, draft: Any) -> dict[str, str]:
-    found = pair(target, draft).common.to_draft
+    found = pair(target, draft).common.pairs
     return dict(
         zip(
             target.convert_ids_to_tokens(list(found)),
@@ -45,7 +45,7 @@ class TestCommonTokens:
             return
         ours, theirs = KINDS[target](), KINDS[draft]()
         both = pair(ours, theirs)
-        for a, b in both.common.to_draft.items():
+        for a, b in both.common.pairs.items():
             if a not in both.special:
                 sides = (both.target, a), (both.draft, b)
                 said = [side.go_on([side.letter], [token]) for side, token in sides]
