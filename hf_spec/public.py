@@ -6,6 +6,7 @@ from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.streaming import BatchStreamer, BatchTextStreamer
 from hf_spec.drafting.config import StrategyConfig
+from hf_spec.drafting.lookup_store import LookupStore
 from hf_spec.errors import AssistantError, HubError, OptionError, SpecError, UnsupportedError
 from hf_spec.execution.cpu_linear import clear_cpu_packing, cpu_packing_bytes, set_cpu_packing
 from hf_spec.execution.runner import ForwardOutput, ModelRunner
@@ -16,6 +17,7 @@ from hf_spec.generation.hook import disable, enable
 from hf_spec.models.truncated import truncated_draft
 from hf_spec.outputs import SpecBatchOutput, SpecGenerateOutput, SpecRequestOutput, SpecStats
 from hf_spec.strategies import *  # noqa: F403 - the configs
+from hf_spec.strategies.known_drafters import KnownDrafter, heads_for
 from hf_spec.strategies.registry import known_strategies, register
 
 __all__ = [
@@ -27,6 +29,8 @@ __all__ = [
     "ForwardOutput",
     "GenerationState",
     "HubError",
+    "KnownDrafter",
+    "LookupStore",
     "ModelRunner",
     "OptionError",
     "SpecAdapter",
@@ -43,6 +47,7 @@ __all__ = [
     "custom_generate",
     "disable",
     "enable",
+    "heads_for",
     "known_strategies",
     "register",
     "set_cpu_packing",

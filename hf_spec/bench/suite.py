@@ -30,7 +30,7 @@ from hf_spec.errors import OptionError
 from hf_spec.execution.model_checks import check_model
 from hf_spec.execution.vocabulary import num_embeddings
 from hf_spec.models.trained_draft import METHOD as DRAFT
-from hf_spec.strategies.assistants import resolve_draft_model
+from hf_spec.strategies.assistants import read_draft_model, resolve_draft_model
 from hf_spec.strategies.registry import make_drafter
 from hf_spec.training.responses import end_tokens
 
@@ -229,7 +229,7 @@ def _draft_models(model: PreTrainedModel, entries: Sequence[Entry]) -> dict[str,
     for _, config, assistant in entries:
         # Transformers' own assisted decoding takes draft models alone.
         if config.adapter_methods == (DRAFT,):
-            draft = resolve_draft_model(config.strategy, assistant, model)
+            draft = read_draft_model(config.strategy, assistant, model)
             # Another size needs both tokenizers there, and goes through text.
             if num_embeddings(draft) == num_embeddings(model):
                 found.setdefault(id(draft), draft)

@@ -26,6 +26,7 @@ class StrategyConfig:
         needs_assistant: whether `assistant=` must be given, or an adapter attached to the model.
         adapter_methods: of the adapters that it can use; None for all.
         sizes: options that say how large a draft is.
+        takes_tokenizers: whether its draft model may have a tokenizer of its own.
         batching: what is padded in a batch: "unpadded", which is nothing; for comparison
             "unpadded_kv", "unpadded_input" and "padded" (see `hf_spec.execution.row_work`).
     """
@@ -34,6 +35,7 @@ class StrategyConfig:
     needs_assistant: ClassVar[bool] = False
     adapter_methods: ClassVar[tuple[str, ...] | None] = ()
     sizes: ClassVar[tuple[str, ...]] = ()
+    takes_tokenizers: ClassVar[bool] = False
 
     batching: str = field(default="unpadded", kw_only=True)
 

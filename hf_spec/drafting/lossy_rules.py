@@ -118,12 +118,12 @@ class IndependentAcceptance(LongestPath):
 
     def _accept(self, tree: DraftTree, walk: Walk) -> set[int]:
         """Found level by level."""
-        assert tree.node_probs is not None, "drafted graphs carry the probability of each node"
         level = [(row, tree.row_start[row]) for row in walk.state.unfinished]
         paths: dict[int, list[int]] = {root: [] for _, root in level}
         while level := [(row, node) for row, node in level if tree.children[node]]:
             rows, nodes = [row for row, _ in level], [node for _, node in level]
             target_probs = walk.look(rows, nodes, [paths[n] for n in nodes]).softmax(dim=-1)
+            assert tree.node_probs is not None, "drafted graphs carry the probability of each node"
             level = []
             for row, node, probs in zip(rows, nodes, target_probs, strict=True):
                 for child in tree.children[node]:

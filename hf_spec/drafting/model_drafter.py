@@ -17,13 +17,34 @@ from hf_spec.decoding.state import GenerationState
 from hf_spec.drafting.graph import TokenGraph
 from hf_spec.drafting.length_policy import LengthPolicy, make_policy
 from hf_spec.drafting.level_drafter import LevelConfig, LevelDrafter
+from hf_spec.errors import OptionError, choices
 from hf_spec.execution.runner import ForwardOutput, ModelRunner
 from hf_spec.execution.tree import DraftTree, Verdict
+
+# How drafts of a model with another tokenizer become the target's tokens.
+TRANSLATIONS = ("shared", "text")
 
 
 @dataclass(frozen=True)
 class DraftModelConfig(LevelConfig):
-    """Options of drafts from a model; by themselves, those of a chain."""
+    """Options of drafts from a model; by themselves, those of a chain.
+
+    Attributes:
+        translation: of drafts from a model with another tokenizer (see
+            `hf_spec.drafting.other_tokens`): "shared" drafts what both vocabularies have, "text"
+            encodes again what was drafted. None is "shared" if these are half of the target's.
+    """
+
+    takes_tokenizers = True
+
+    translation: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.translation not in (None, *TRANSLATIONS):
+            raise OptionError(
+                f"translation={self.translation!r}; {choices(self.translation, TRANSLATIONS)}"
+            )
 
 
 class DraftModelDrafter(LevelDrafter):
@@ -56,8 +77,11 @@ class DraftModelDrafter(LevelDrafter):
     def start(self, state: GenerationState) -> None:
         """Empty keys and values for every row."""
         super().start(state)
+        self._runner = self._make_runner(state.num_rows)
+
+    def _make_runner(self, num_rows: int) -> ModelRunner:
         batching, size = self.config.batching, self.vocab_size
-        self._runner = ModelRunner(self.model, state.num_rows, batching=batching, vocab_size=size)
+        return ModelRunner(self.model, num_rows, batching=batching, vocab_size=size)
 
     def restart(self, row: int) -> None:
         """Empty keys and values for one row, and a policy that knows nothing of it."""

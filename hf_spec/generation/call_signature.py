@@ -23,9 +23,10 @@ ADDITIONS = {
         "output stays the same token for token, sampling keeps its distribution.",
     ),
     "assistant": (
-        "PreTrainedModel | SpecAdapter | str | os.PathLike[str] | Sequence[Any] | None",
+        "PreTrainedModel | SpecAdapter | LookupStore | str | os.PathLike[str] | Sequence[Any] | "
+        "None",
         "What the strategy drafts with: a draft model, an adapter, or the folder or Hub id of "
-        "either; for 'auto' also a list of them. Strategies 'lookup' and 'none' take none.",
+        "either; for 'auto' also a list of them; for 'lookup' and 'auto' a `hf_spec.LookupStore`.",
     ),
     "max_batch": ("int | None", "With a strategy, most sequences at a time, 8 by default."),
 }

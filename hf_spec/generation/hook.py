@@ -38,12 +38,12 @@ from hf_spec.generation.own_prefill import read_prompt
 from hf_spec.outputs import SpecBatchOutput, SpecRequestOutput
 from hf_spec.strategies.assistants import find_assistant
 from hf_spec.strategies.registry import make_drafter, parse_strategy
+from hf_spec.strategies.translated import with_tokenizers
 
 # Arguments of generate() that choose or feed another decoding method.
 REFUSED_ARGUMENTS = {
     "assistant_model": "pass the draft model as assistant=; for transformers' own assisted "
     "decoding set model.generation_config.spec_strategy = None",
-    "assistant_tokenizer": "drafts are made of the target's own tokens",
     "custom_generate": "it replaces the decoding loop, and so does spec_strategy",
     "negative_prompt_ids": "classifier-free guidance is not available with spec_strategy",
     "synced_gpus": "FSDP and ZeRO-3 generation is not available with spec_strategy",
@@ -207,8 +207,8 @@ def _speculate(original: Any, model: PreTrainedModel, strategy: Any, given: dict
     check_arguments(given)
     streamer = given.get("streamer")
     check_streamer(streamer)
-    drafter = _find_drafter(config, model, assistant)
-    given = _with_stop_strings(settings["stop_strings"], _with_own_storage(settings, given))
+    drafter = _find_drafter(config, model, assistant, given)
+    given = _without_tokenizers(settings["stop_strings"], _with_own_storage(settings, given))
 
     def decode(model: PreTrainedModel, input_ids: Tensor, **prepared: Any) -> Any:
         # The original has put the prompt into the streamer already; it does not pass it on.
@@ -244,8 +244,8 @@ def _continuous_batch(
     call = GenerateBatchCall.read(model, config.batching, settings, given)
     if not call.requests:
         return None
-    drafter = _find_drafter(config, model, assistant)
-    arguments = _with_stop_strings(settings["stop_strings"], call.arguments)
+    drafter = _find_drafter(config, model, assistant, given)
+    arguments = _without_tokenizers(settings["stop_strings"], call.arguments)
     return make_continuous_batch(generate, model, drafter, replace(call, arguments=arguments))
 
 
@@ -270,19 +270,23 @@ def _with_own_storage(settings: Settings, given: dict[str, Any]) -> dict[str, An
     return {**given, "cache_implementation": None} if static else given
 
 
-def _find_drafter(config: StrategyConfig, model: PreTrainedModel, assistant: Any) -> Drafter:
+def _find_drafter(
+    config: StrategyConfig, model: PreTrainedModel, assistant: Any, given: dict[str, Any]
+) -> Drafter:
     assistant = find_assistant(assistant, model, config.adapter_methods)
     if config.needs_assistant and assistant is None:
         raise AssistantError(
             f"spec_strategy={config.strategy!r} needs assistant=<model, folder or Hub id>, for "
             "instance hf_spec.truncated_draft(model, num_layers)"
         )
-    return make_drafter(config, model, assistant)
+    tokenizers = (given.get(name) for name in ("tokenizer", "assistant_tokenizer"))
+    return make_drafter(config, model, with_tokenizers(config, assistant, *tokenizers))
 
 
-def _with_stop_strings(strings: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """Turn stop strings into a criterion here, because the tokenizer does not get through."""
+def _without_tokenizers(strings: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """Turn stop strings into a criterion here, because tokenizers do not get through."""
     given = dict(given)
+    given.pop("assistant_tokenizer", None)
     tokenizer = given.pop("tokenizer", None)
     if strings is None:
         return given

@@ -47,6 +47,23 @@ def resolve_draft_model(
     Raises:
         AssistantError: if it is missing, cannot be loaded, or has another vocabulary.
     """
+    model = read_draft_model(strategy, assistant, target)
+    if not has_targets_size(model, target):
+        raise AssistantError(
+            f"the assistant's vocabulary has {num_embeddings(model)} tokens, the target's "
+            f"{num_embeddings(target)}, more than padding explains; choose a model of the same "
+            "family, or give generate() both tokenizers: tokenizer=, assistant_tokenizer="
+        )
+    return model
+
+
+def has_targets_size(model: PreTrainedModel, target: PreTrainedModel) -> bool:
+    """Whether two vocabularies differ in size by no more than padding does."""
+    return abs(num_embeddings(model) - num_embeddings(target)) <= PADDED_ROWS
+
+
+def read_draft_model(strategy: str, assistant: object, target: PreTrainedModel) -> PreTrainedModel:
+    """As `resolve_draft_model`, of any vocabulary."""
     if assistant is None:
         raise AssistantError(
             f"spec_strategy={strategy!r} needs a draft model: pass assistant=<model, folder or Hub "
@@ -68,13 +85,6 @@ def resolve_draft_model(
         check_model(model)
     except SpecError as error:
         raise AssistantError(f"the assistant cannot draft: {error}") from error
-    sizes = [num_embeddings(m) for m in (target, model)]
-    if abs(sizes[0] - sizes[1]) > PADDED_ROWS:
-        raise AssistantError(
-            f"the assistant's vocabulary has {sizes[1]} tokens, the target's {sizes[0]}, more than "
-            "padding explains; drafts need the target's own tokenizer, so choose a model of the "
-            "same family"
-        )
     return model
 
 

@@ -24,12 +24,13 @@ from hf_spec.devices.distributed_checks import tensor_parallel_size
 from hf_spec.drafting.calibration import check_timings, known_costs
 from hf_spec.drafting.config import StrategyConfig
 from hf_spec.drafting.costs import Costs
+from hf_spec.drafting.lookup_store import LookupStore
 from hf_spec.drafting.measured import MeasuredDrafter
 from hf_spec.drafting.sources import Source
 from hf_spec.errors import AssistantError, OptionError, UnsupportedError
 from hf_spec.execution.mixers import recurrent_share
 from hf_spec.strategies.assistants import read_once, strategy_of
-from hf_spec.strategies.lookup import LookupConfig, lookup_sources
+from hf_spec.strategies.lookup import LookupConfig, find_store, lookup_sources
 from hf_spec.strategies.registry import make_for_auto, register
 
 
@@ -40,6 +41,8 @@ class AutoConfig(StrategyConfig):
     Attributes:
         max_draft_tokens: depth of the deepest draft.
         max_nodes: most nodes of a row sent in a round, root excluded.
+        across_answers: look up in the answers of earlier calls, too, see `LookupConfig`. A
+            `LookupStore` among the assistants is used in any case.
         timings: what rounds cost, instead of a calibration, so that every choice can be repeated
             on another machine. A dictionary of two: "verify", a list of [nodes, seconds] of a
             forward of the target, and "draft", for each assistant by its strategy's name ("tree",
@@ -48,15 +51,18 @@ class AutoConfig(StrategyConfig):
     """
 
     adapter_methods = None
+    takes_tokenizers = True
 
     max_draft_tokens: int = 16
     max_nodes: int = 40
+    across_answers: bool = False
     timings: Any = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("max_draft_tokens", "max_nodes"):
             self.check(name, 1)
+        self.check_flags("across_answers")
         if self.timings is not None:
             check_timings(self.timings)
 
@@ -99,8 +105,15 @@ def _make(config: AutoConfig, target: PreTrainedModel, assistant: object) -> Aut
             "give it timings=, the same in all of them, or choose another strategy"
         )
     longest = config.max_draft_tokens
+    given_assistants = _as_list(assistant)
+    stores = [given for given in given_assistants if isinstance(given, LookupStore)]
+    if len(stores) > 1:
+        raise AssistantError(f"assistant= has {len(stores)} stores of answers; give one")
+    store = find_store(config.across_answers, target, stores[0] if stores else None)
     assistants: list[Source] = []
-    for given in _as_list(assistant):
+    for given in given_assistants:
+        if given is store:
+            continue
         strategy = _strategy_of(given, target)
         earlier = sum(source.name.partition("-")[0] == strategy for source in assistants)
         name = f"{strategy}-{earlier + 1}" if earlier else strategy
@@ -113,7 +126,8 @@ def _make(config: AutoConfig, target: PreTrainedModel, assistant: object) -> Aut
                 f"timings['draft'] lacks {missing[0]!r}; it has "
                 f"{', '.join(map(repr, config.timings['draft'])) or 'nothing'}"
             )
-    return AutoDrafter(config, target, lookup_sources(LookupConfig(), longest), assistants)
+    free = lookup_sources(LookupConfig(), longest, store)
+    return AutoDrafter(config, target, free, assistants)
 
 
 register("auto", _make)(AutoConfig)

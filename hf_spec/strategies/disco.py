@@ -33,15 +33,15 @@ from hf_spec.drafting.length_policy import (
     register_policy,
 )
 from hf_spec.drafting.measured import can_measure, measured
-from hf_spec.drafting.model_drafter import DraftModelConfig, DraftModelDrafter
+from hf_spec.drafting.model_drafter import DraftModelConfig
 from hf_spec.errors import AssistantError, OptionError
 from hf_spec.execution.per_model import made_once
-from hf_spec.execution.vocabulary import num_embeddings
 from hf_spec.models.disco_classifier import METHOD, DiscoClassifier, draft_features
 from hf_spec.models.truncated import truncated_draft
 from hf_spec.strategies.assistants import resolve_draft_model
 from hf_spec.strategies.draft_model import DraftConfig, wide_tree
 from hf_spec.strategies.registry import register
+from hf_spec.strategies.translated import Draft, Translated, find_draft
 
 # More than any draft that was ever worth it.
 LONGEST = 1024
@@ -121,28 +121,32 @@ register_policy("disco", make_policy)
 
 def _find_parts(
     config: DiscoConfig, target: PreTrainedModel, assistant: object
-) -> tuple[PreTrainedModel, DiscoPolicy]:
+) -> tuple[Draft, DiscoPolicy]:
     """The draft model, and the policy by which the classifier alone ends its drafts."""
     if config.adapter is not None:
-        draft = resolve_draft_model(METHOD, assistant, target)
-        return draft, make_policy(config, target)
+        return find_draft(METHOD, assistant, target), make_policy(config, target)
+    if isinstance(assistant, Translated):
+        raise AssistantError(
+            "assistant_tokenizer= is for a draft model; name the classifier apart from it: "
+            "spec_strategy=DiscoConfig(adapter=<DISCO adapter>), assistant=<draft model>"
+        )
     adapter = _adapter_of(assistant)
     policy = _policy_of(adapter, config, target)
-    return find_draft_model(adapter, target), policy
+    return Draft(find_draft_model(adapter, target)), policy
 
 
 def _make_drafter(config: DiscoConfig, target: PreTrainedModel, assistant: object) -> Drafter:
     draft, classified = _find_parts(config, target, assistant)
     measures = config.leaves_sizes_open and can_measure(target)
     policy = MeasuredDiscoPolicy(classified) if measures else classified
-    chain = DraftModelDrafter(config, draft, policy, num_embeddings(target))
+    chain = draft.drafter(config, policy, target)
     return measured(chain, policy, target, config, nodes_per_level=1) if measures else chain
 
 
 def _make_for_auto(target: PreTrainedModel, assistant: object, batching: str) -> Drafter:
     """A tree that ends where the classifier ends a chain."""
     draft, policy = _find_parts(DiscoConfig(), target, assistant)
-    return DraftModelDrafter(wide_tree(batching), draft, policy, num_embeddings(target))
+    return draft.drafter(wide_tree(batching), policy, target)
 
 
 @register("disco", _make_drafter, _make_for_auto)

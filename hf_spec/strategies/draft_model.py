@@ -14,16 +14,15 @@ from transformers import PreTrainedModel
 
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.drafting.measured import with_policy
-from hf_spec.drafting.model_drafter import DraftModelConfig, DraftModelDrafter
-from hf_spec.execution.vocabulary import num_embeddings
-from hf_spec.strategies.assistants import resolve_draft_model
+from hf_spec.drafting.model_drafter import DraftModelConfig
 from hf_spec.strategies.registry import register
+from hf_spec.strategies.translated import find_draft
 
 
 def make_drafter(config: DraftModelConfig, target: PreTrainedModel, assistant: object) -> Drafter:
     """The drafter of this family of configs, with its draft model found and checked."""
-    model = resolve_draft_model(config.strategy, assistant, target)
-    make = partial(DraftModelDrafter, model=model, vocab_size=num_embeddings(target))
+    draft = find_draft(config.strategy, assistant, target)
+    make = partial(draft.drafter, target=target)
     return with_policy(config, target, make, config.shape.children)
 
 

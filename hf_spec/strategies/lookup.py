@@ -3,6 +3,10 @@
 The continuation of a repeated n-gram is often repeated too. The index covers the prompt and the
 output and grows with it; several occurrences become one tree, the longest and most recent first.
 Sources: Yang et al. 2023, arXiv 2304.04487 (LLMA: match 2, copy 7); Saxena 2023 (prompt lookup).
+
+With a store, drafts are copied from earlier answers, too (`hf_spec.drafting.lookup_store`). Which
+of the two is better is learned in the generation where lengths are measured; otherwise it is the
+one that is expected to bring more tokens, by the counts of what followed.
 """
 
 from __future__ import annotations
@@ -12,15 +16,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
+import numpy as np
 from transformers import PreTrainedModel
 
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.state import GenerationState
+from hf_spec.drafting.answers import AnswersDrafter, KeepsAnswers
 from hf_spec.drafting.config import StrategyConfig
+from hf_spec.drafting.lookup_store import BETWEEN, LONGEST_MATCH, LookupStore, suggest
 from hf_spec.drafting.measured import SelfTimedDrafter, can_measure
 from hf_spec.drafting.sources import Source
 from hf_spec.errors import AssistantError, OptionError
+from hf_spec.execution.per_model import made_once
 from hf_spec.execution.tree import DraftTree
+from hf_spec.execution.vocabulary import num_embeddings
 from hf_spec.strategies.registry import register
 
 # Drafts where one of the two is given.
@@ -31,18 +40,36 @@ LONGEST = 16
 # are expected to be accepted. Measured on SmolLM2-135M-Instruct, 60 prompts of six tasks; a start,
 # which a generation corrects.
 RUNS = {range(1, 2): (0.2, 0.5), range(2, 3): (0.5, 0.75), range(3, 65): (0.8, 0.9)}
+# Of earlier answers, which come with probabilities of their own: no reason to ask for less.
+SURE = (0.9, 0.9)
 
 
 def _make(config: LookupConfig, target: PreTrainedModel, assistant: object) -> Drafter:
-    if assistant is not None:
+    if not isinstance(assistant, (LookupStore, type(None))):
         raise AssistantError(
-            f"spec_strategy='lookup' takes no assistant, got {type(assistant).__name__}; "
-            "drop assistant=, or choose 'draft' or 'tree'"
+            f"spec_strategy='lookup' takes no assistant, got {type(assistant).__name__}; drop "
+            "assistant=, pass a hf_spec.LookupStore, or choose 'draft' or 'tree'"
         )
-    if not (config.leaves_sizes_open and can_measure(target)):
-        return LookupDrafter(config)
-    sources = lookup_sources(config, LONGEST)
-    return SelfTimedDrafter(sources, target, config.batching, LONGEST, 2 * LONGEST)
+    store = find_store(config.across_answers, target, assistant)
+    if config.leaves_sizes_open and can_measure(target):
+        sources = lookup_sources(config, LONGEST, store)
+        return SelfTimedDrafter(sources, target, config.batching, LONGEST, 2 * LONGEST)
+    return LookupDrafter(config) if store is None else BetterLookupDrafter(config, store)
+
+
+def find_store(
+    across_answers: bool, target: PreTrainedModel, given: LookupStore | None
+) -> LookupStore | None:
+    """The given store; the model's own where there is none and one is asked for; None otherwise.
+
+    A store with answers in another vocabulary is refused (`OptionError`).
+    """
+    size = num_embeddings(target)
+    if given is None and across_answers:
+        given = made_once(target, ("answers", size), LookupStore)
+    if given is not None:
+        given.serve(size)
+    return given
 
 
 @register("lookup", _make)
@@ -61,6 +88,8 @@ class LookupConfig(StrategyConfig):
         max_matches: how many occurrences may become branches of the tree.
         max_draft_tokens: most nodes of the tree, root excluded; 15 where only `copy_length` is
             given.
+        across_answers: copy from the answers of earlier calls, too, of which each model keeps the
+            newest 65,536 tokens. With `assistant=hf_spec.LookupStore(...)` it is that store.
     """
 
     sizes = ("copy_length", "max_draft_tokens")
@@ -70,9 +99,11 @@ class LookupConfig(StrategyConfig):
     copy_length: int | None = None
     max_matches: int = 2
     max_draft_tokens: int | None = None
+    across_answers: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.check_flags("across_answers")
         # An index is kept per length, and a branch per match.
         for name in ("match_length", "min_match_length", "max_matches"):
             self.check(name, 1, 64)
@@ -112,13 +143,14 @@ class LookupDrafter(Drafter):
         for row, limit in limits.items():
             sequence = state.tokens[row]
             self._indexes[row].extend(sequence)
-            drafts[row] = self._trie(row, sequence, limit)
+            drafts[row] = self._propose(row, sequence, limit)
         return DraftTree.from_drafts(drafts, state.num_rows)
 
     def _new_index(self) -> _NgramIndex:
         return _NgramIndex(range(self.config.min_match_length, self.config.match_length + 1))
 
-    def _trie(self, row: int, sequence: list[int], limit: int) -> tuple[list[int], list[int]]:
+    def _propose(self, row: int, sequence: list[int], limit: int) -> tuple[list[int], list[int]]:
+        """Tokens and parents of one row's trie."""
         tokens, parents = [sequence[-1]], [-1]
         children: dict[tuple[int, int], int] = {}
         copied = min(self._copy_length, limit)
@@ -142,8 +174,30 @@ class LookupDrafter(Drafter):
         return tokens, parents
 
 
-def lookup_sources(config: LookupConfig, longest: int) -> list[Source]:
-    """One source per length of repeated run: the longer it is, the longer it goes on."""
+class BetterLookupDrafter(KeepsAnswers, LookupDrafter):
+    """Copies from earlier answers where these are expected to bring more than the text itself."""
+
+    def __init__(self, config: LookupConfig, store: LookupStore):
+        super().__init__(config)
+        self.store = store
+
+    def _propose(self, row: int, sequence: list[int], limit: int) -> tuple[list[int], list[int]]:
+        last = sequence[-LONGEST_MATCH:]
+        bounds = self._max_nodes, min(self._copy_length, limit), self.config.min_match_length
+        own = suggest(np.asarray([*sequence, BETWEEN], dtype=np.int32), last, *bounds)
+        earlier = suggest(self.store.text, last, *bounds)
+        if earlier.score > own.score:
+            return [sequence[-1], *earlier.tokens], [-1, *earlier.parents]
+        return super()._propose(row, sequence, limit)
+
+
+def lookup_sources(
+    config: LookupConfig, longest: int, store: LookupStore | None = None
+) -> list[Source]:
+    """One source per length of repeated run: the longer it is, the longer it goes on.
+
+    And one for earlier answers, if there is a store of them.
+    """
     found = []
     for runs, shares in RUNS.items():
         least = max(runs.start, config.min_match_length)
@@ -157,6 +211,9 @@ def lookup_sources(config: LookupConfig, longest: int) -> list[Source]:
                 max_draft_tokens=2 * longest,
             )
             found.append(Source("lookup", LookupDrafter(part), longest, shares))
+    if store is not None:
+        answers = AnswersDrafter(store, 2 * longest, longest, config.min_match_length)
+        found.append(Source("lookup", answers, longest, SURE))
     return found
 
 

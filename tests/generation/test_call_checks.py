@@ -81,7 +81,6 @@ class TestSettings:
         ("argument", "match"),
         [
             ("assistant_model", "pass the draft model as assistant="),
-            ("assistant_tokenizer", "the target's own tokens"),
             ("custom_generate", "replaces the decoding loop"),
             ("negative_prompt_ids", "classifier-free guidance"),
             ("synced_gpus", "FSDP"),

@@ -25,8 +25,7 @@ from hf_spec.drafting.length_policy import DraftedToken
 from hf_spec.drafting.model_drafter import DraftModelDrafter
 from hf_spec.models.disco_classifier import DiscoClassifier, draft_features
 from hf_spec.strategies import assistants as assistant
-from hf_spec.strategies import disco
-from hf_spec.strategies import draft_model as draft_model_strategy
+from hf_spec.strategies import disco, translated
 from hf_spec.strategies.assistants import resolve_draft_model
 from hf_spec.strategies.disco import DiscoPolicy
 from tests.drafting.test_model_drafter import start
@@ -222,7 +221,7 @@ class TestGenerate:
             return resolve_draft_model(*args)
 
         monkeypatch.setattr(disco, "load_adapter", watch_read)
-        for module in (disco, draft_model_strategy):
+        for module in (disco, translated):
             monkeypatch.setattr(module, "resolve_draft_model", watch_resolve)
         for calls in (1, 2):
             if given == "assistant":

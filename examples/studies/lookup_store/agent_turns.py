@@ -1,0 +1,166 @@
+"""What earlier answers bring to `lookup` where requests resemble each other, as an agent's do.
+
+Every prompt is asked several times with another first line, as a program asks that tries again or
+goes through a list. In each repetition the store is empty at first; plain `generate()`, `lookup`
+and `lookup` with the store answer every request one after the other. A ratio compares with plain
+`generate()` on the same request of the same repetition.
+
+Run as `python -m examples.studies.lookup_store.agent_turns --help` says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import hf_spec
+from hf_spec.bench.contenders import Contender, plain, strategy
+from hf_spec.bench.tables import Table
+from hf_spec.bench.timing import timed
+from hf_spec.data.machine import environment
+from hf_spec.data.prompts import Prompt, load_prompts
+
+OPENINGS = (
+    "Request {0}.",
+    "This is call number {0} of the day.",
+    "[attempt {0}]",
+)
+PLAIN, LOOKUP, STORE = "plain", "lookup", "lookup, store"
+
+
+def requests(prompts: Sequence[Prompt], times: int) -> list[tuple[int, Prompt]]:
+    """Every prompt so many times, one round of all of them after the other, with its number."""
+    found = []
+    for number in range(times):
+        for prompt in prompts:
+            opening = OPENINGS[number % len(OPENINGS)].format(number + 1)
+            turns = (f"{opening}\n\n{prompt.turns[0]}", *prompt.turns[1:])
+            found.append((number, replace(prompt, turns=turns)))
+    return found
+
+
+def contenders(model: Any) -> list[Contender]:
+    """The three, the last with a store of its own."""
+    config = hf_spec.LookupConfig()
+    return [
+        plain(model),
+        strategy(model, config, name=LOOKUP),
+        strategy(model, config, hf_spec.LookupStore(), STORE),
+    ]
+
+
+def measure(
+    model: Any, tokenizer: Any, asked: Sequence[tuple[int, Prompt]], new_tokens: int
+) -> Iterator[dict[str, Any]]:
+    """A record per request and contender of one repetition."""
+    ways = contenders(model)
+    for way in ways:
+        # Packed weights and the first calls of everything are not timed.
+        way.run(torch.ones(1, 4, dtype=torch.long), 2)
+    for number, prompt in asked:
+        ids = prompt.encode(tokenizer)
+        expected: list[int] = []
+        for way in ways:
+            run, seconds = timed(lambda way=way, ids=ids: way.run(ids, new_tokens))
+            answer = run.sequence[ids.shape[1] :].tolist()
+            expected = expected or answer
+            yield {
+                "prompt": prompt.id,
+                "task": prompt.task,
+                "number": number,
+                "contender": way.name,
+                "seconds": seconds,
+                "new_tokens": len(answer),
+                "target_forwards": run.target_forwards,
+                "identical": answer == expected,
+            }
+
+
+def summary(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Per number of the request and contender: ratio to plain, tokens a forward, identity."""
+    seconds = {
+        (r["repetition"], r["number"], r["prompt"]): r["seconds"]
+        for r in records
+        if r["contender"] == PLAIN
+    }
+    rows = []
+    for number in sorted({r["number"] for r in records}):
+        for name in (LOOKUP, STORE):
+            mine = [r for r in records if (r["number"], r["contender"]) == (number, name)]
+            ratios = [
+                seconds[r["repetition"], r["number"], r["prompt"]] / r["seconds"] for r in mine
+            ]
+            rows.append(
+                {
+                    "number": number,
+                    "contender": name,
+                    "ratio": median(ratios),
+                    "slowest": min(ratios),
+                    "tokens_per_forward": sum(r["new_tokens"] for r in mine)
+                    / sum(r["target_forwards"] for r in mine),
+                    "identical": sum(r["identical"] for r in mine),
+                    "outputs": len(mine),
+                }
+            )
+    return rows
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Markdown."""
+    head = [
+        "request",
+        "",
+        "ratio to plain, median",
+        "least",
+        "tokens / target forward",
+        "identical",
+    ]
+    lines = [
+        [
+            f"{row['number'] + 1}",
+            row["contender"],
+            f"{row['ratio']:.2f}",
+            f"{row['slowest']:.2f}",
+            f"{row['tokens_per_forward']:.2f}",
+            f"{row['identical']} / {row['outputs']}",
+        ]
+        for row in rows
+    ]
+    return Table(head, lines).markdown()
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Command line; prints the table and writes the records as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True, help="folder or Hub id")
+    parser.add_argument("--per-task", type=int, default=1, help="prompts of each task")
+    parser.add_argument("--times", type=int, default=3, help="how often each prompt is asked")
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path, help="JSON file")
+    options = parser.parse_args(argv)
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    asked = requests(load_prompts(per_task=options.per_task), options.times)
+    records = [
+        {"repetition": repetition, **record}
+        for repetition in range(options.repeats)
+        for record in measure(model, tokenizer, asked, options.new_tokens)
+    ]
+    print(table(summary(records)))
+    if options.out:
+        settings = {name: value for name, value in vars(options).items() if name != "out"}
+        facts = {"environment": environment(), "settings": settings, "records": records}
+        options.out.write_text(json.dumps(facts, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""Small tokenizers of every kind, trained here, and tiny models that learned a text with them."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers.processors import TemplateProcessing
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from hf_spec.drafting.text_tokens import TextTokens
+from hf_spec.drafting.token_map import TokenPair
+
+SENTENCE = "the quick brown fox jumps over the lazy dog and the dog sleeps in the warm sun. "
+TEXTS = [
+    SENTENCE,
+    "naïve café — déjà vu, 日本語 テスト 🙂",
+    "numbers 12 345, words and more words",
+] * 3
+PROMPTS = ["the quick brown", "the quick brown fox jumps over the lazy", "the quick"]
+
+
+def _fast(tokenizer: Tokenizer, **special: str) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+@cache
+def bpe(size: int = 310) -> PreTrainedTokenizerFast:
+    """Bytes, as GPT-2: no BOS, every text comes back as it was."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = ["<pad>", "<s>", "</s>", "<|user|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=special, initial_alphabet=alphabet
+    )
+    made.train_from_iterator(TEXTS, trainer)
+    return _fast(made, pad_token="<pad>", bos_token="<s>", eos_token="</s>", sep_token="<|user|>")
+
+
+@cache
+def unigram(size: int = 90) -> PreTrainedTokenizerFast:
+    """As SentencePiece: marks in front of words, a BOS, a normaliser, unknown characters."""
+    made = Tokenizer(models.Unigram())
+    made.normalizer = normalizers.NFKC()
+    made.pre_tokenizer = pre_tokenizers.Metaspace()
+    made.decoder = decoders.Metaspace()
+    special = ["<pad>", "<bos>", "<eos>", "<unk>"]
+    trainer = trainers.UnigramTrainer(vocab_size=size, special_tokens=special, unk_token="<unk>")
+    made.train_from_iterator(TEXTS, trainer)
+    made.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
+    names = {"pad": "<pad>", "bos": "<bos>", "eos": "<eos>", "unk": "<unk>"}
+    return _fast(made, **{f"{role}_token": name for role, name in names.items()})
+
+
+@cache
+def wordpiece(size: int = 120) -> PreTrainedTokenizerFast:
+    """As BERT: lower case, no spaces, a token at both ends."""
+    made = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    made.normalizer = normalizers.BertNormalizer(lowercase=True)
+    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    made.decoder = decoders.WordPiece()
+    special = ["[PAD]", "[CLS]", "[SEP]", "[UNK]"]
+    trainer = trainers.WordPieceTrainer(vocab_size=size, special_tokens=special)
+    made.train_from_iterator(TEXTS, trainer)
+    ends = [("[CLS]", 1), ("[SEP]", 2)]
+    made.post_processor = TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ends)
+    return _fast(made, pad_token="[PAD]", eos_token="[SEP]", unk_token="[UNK]", cls_token="[CLS]")
+
+
+@cache
+def subset() -> PreTrainedTokenizerFast:
+    """A vocabulary that is part of `bpe()`'s: the same bytes and the first of its merges."""
+    return bpe(280)
+
+
+KINDS = {"bpe": bpe, "unigram": unigram, "wordpiece": wordpiece, "subset": subset}
+
+
+def letters(*words: str, merges: tuple[tuple[str, str], ...] = ()) -> PreTrainedTokenizerFast:
+    """A few tokens that are written one after the other; the first is the padding."""
+    vocab = {word: at for at, word in enumerate(["<pad>", *words])}
+    made = Tokenizer(models.BPE(vocab, list(merges)))
+    made.decoder = decoders.Fuse()
+    return _fast(made, pad_token="<pad>")
+
+
+def pair(target: Any, draft: Any) -> TokenPair:
+    """Two tokenizers whose models have no more embeddings than they have tokens."""
+    return TokenPair(
+        TextTokens(target, len(target), "tokenizer"),
+        TextTokens(draft, len(draft), "assistant_tokenizer"),
+    )
+
+
+def random_model(tokenizer: Any, seed: int = 0) -> LlamaForCausalLM:
+    """Random weights for the vocabulary of a tokenizer."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=256,
+        initializer_range=0.4,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@cache
+def learned(kind: str, steps: int = 60) -> LlamaForCausalLM:
+    """A model that goes on with the sentence over and over, in the tokens of one kind."""
+    tokenizer: Any = KINDS[kind]()
+    model = random_model(tokenizer)
+    ids = torch.tensor([tokenizer(SENTENCE * 3, add_special_tokens=False).input_ids])
+    opening = tokenizer("the").input_ids[:1] if kind in {"unigram", "wordpiece"} else []
+    ids = torch.cat([torch.tensor([opening], dtype=torch.long), ids], dim=1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    with torch.enable_grad():
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(ids, labels=ids).loss.backward()
+            optimizer.step()
+    return model.requires_grad_(False).eval()
+
+
+def batch(kind: str = "bpe", prompts: list[str] = PROMPTS) -> dict[str, torch.Tensor]:
+    """Prompts of different lengths, padded on the left."""
+    made = KINDS[kind]()(prompts, return_tensors="pt", padding=True, padding_side="left")
+    return {name: made[name] for name in ("input_ids", "attention_mask")}
