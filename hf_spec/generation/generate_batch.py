@@ -75,6 +75,11 @@ class GenerateBatchCall:
     ) -> GenerateBatchCall:
         """Read the arguments of a call; refuse what is wrong or cannot be served."""
         given = dict(arguments)
+        if model.config.is_encoder_decoder:
+            raise UnsupportedError(
+                f"generate_batch() takes token ids, and {type(model).__name__} also the input of "
+                "an encoder; use generate(), which takes batches too"
+            )
         for name, remedy in REFUSED_ARGUMENTS.items():
             if (value := given.pop(name, None)) is not None and value is not False:
                 raise UnsupportedError(
