@@ -81,6 +81,13 @@ def with_layers(model: PreTrainedModel, kept: range) -> PreTrainedModel:
     return part.train(model.training)
 
 
+def without_head(model: PreTrainedModel) -> Any:
+    """The model inside `model`, which gives hidden states."""
+    base: Any = model.base_model
+    # The prefix of Llama 4 names an attribute that it does not have.
+    return getattr(base, "model", base) if base is model else base
+
+
 def own_copy(part: PreTrainedModel) -> PreTrainedModel:
     """Give a cut model its own dense copy of all but embeddings and head; returns the model."""
     table: Any = part.get_input_embeddings()

@@ -6,7 +6,6 @@ Tokens are ordered as in Whisper: text, the end, the start, "no timestamps", tim
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import torch
 import transformers as T
