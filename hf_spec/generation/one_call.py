@@ -21,7 +21,7 @@ from hf_spec.generation import own_prefill
 from hf_spec.generation.call_checks import check_inputs, check_padding, check_streamer
 from hf_spec.generation.encoder_inputs import hand_out, of_decoder
 from hf_spec.generation.own_prefill import Prompt
-from hf_spec.outputs import SpecGenerateOutput
+from hf_spec.outputs import SpecEncoderDecoderOutput, SpecGenerateOutput, hand_in
 
 
 def generate_with(  # noqa: PLR0913 - the signature that generate() calls
@@ -35,7 +35,7 @@ def generate_with(  # noqa: PLR0913 - the signature that generate() calls
     batching: str = "unpadded",
     read: Callable[..., Prompt] | None = None,
     **model_kwargs: Any,
-) -> SpecGenerateOutput | Tensor:
+) -> SpecGenerateOutput | SpecEncoderDecoderOutput | Tensor:
     """Decode in place of the method that `generate()` would have chosen.
 
     Args:
@@ -101,6 +101,9 @@ def generate_with(  # noqa: PLR0913 - the signature that generate() calls
             count_models(state.stats, target, drafter)
     if cache is not None and wants_cache:
         output.past_key_values = _export(target, state, cache)
+    hand_in(state.stats)
+    if as_dict and model.config.is_encoder_decoder:
+        return SpecEncoderDecoderOutput.of(output)
     return output if as_dict else output.sequences
 
 
