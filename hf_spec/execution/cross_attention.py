@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
+from hf_spec.devices.placement import execution_device
+
 # Encoder-decoders that are served. Others tell where a token stands by how many are stored, so that
 # the branches of a draft tree cannot be placed, or have not been tried.
 ENCODER_DECODERS = {"whisper"}
@@ -63,7 +65,7 @@ def silence(model: PreTrainedModel, num_rows: int) -> Tensor:
     """(num_rows, S, width) zeros in place of an encoder's output, for forwards that are timed."""
     config: Any = model.config
     size = (num_rows, config.max_source_positions, config.d_model)
-    return torch.zeros(size, dtype=model.dtype, device=model.device)
+    return torch.zeros(size, dtype=model.dtype, device=_device(model))
 
 
 class CrossAttention:
@@ -83,7 +85,8 @@ class CrossAttention:
         own: Cache,
         kept: DynamicCache | None = None,
     ):
-        self._output = BaseModelOutput(last_hidden_state=states.to(model.device, model.dtype))
+        states = states.to(_device(model), model.dtype)
+        self._output = BaseModelOutput(last_hidden_state=states)
         self._cache = EncoderDecoderCache(own, DynamicCache() if kept is None else kept)
         self._names = DECODER_NAMES if model.config.is_encoder_decoder else {}
 
@@ -91,3 +94,8 @@ class CrossAttention:
         """Arguments for a decoder-only model's forward, as this one calls them."""
         named = {self._names.get(name, name): value for name, value in given.items()}
         return {**named, "encoder_outputs": self._output, "past_key_values": self._cache}
+
+
+def _device(model: PreTrainedModel) -> torch.device:
+    embedding: Any = model.get_input_embeddings()
+    return execution_device(embedding)

@@ -47,6 +47,9 @@ UNSERVED = {
     "moshi": "its tokens stand for text and sound at once",
 }
 
+# What the rectangular path can be shown a tree by; None stands for a class's own.
+MASKED_ATTENTION = (None, "eager", "sdpa")
+
 # Rotary scalings that look at the longest position of a forward, which a draft would shift.
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
@@ -112,6 +115,12 @@ def _check_decoder(model: object) -> None:
         raise UnsupportedError(
             "prompt-learning adapters put virtual tokens before every input, which spec_strategy "
             "cannot carry; use LoRA or another adapter that changes weights"
+        )
+    chosen = model.config._attn_implementation
+    if not takes_packed(model) and chosen not in MASKED_ATTENTION:
+        raise UnsupportedError(
+            f"attn_implementation={chosen!r} takes no mask of a draft tree, and {name} no attention "
+            "function in its place; load it with attn_implementation='sdpa'"
         )
     if not takes_packed(model) and limits_attention(model):
         raise UnsupportedError(

@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_spec.decoding.drafter import Drafter
+from hf_spec.devices.placement import execution_device
 from hf_spec.errors import AssistantError
 from hf_spec.execution.cross_attention import DECODER_NAMES, attends_to_encoder, is_lone_decoder
 from hf_spec.execution.runner import ModelRunner
@@ -86,6 +87,7 @@ def read_input(given: Mapping[str, Any], draft: Any, prompt: Prompt) -> Prompt:
             "alone: give input_features, or load the assistant as a decoder by itself "
             "(AutoModelForCausalLM), which shares the target's encoder"
         )
-    states = draft.get_encoder()(features.to(draft.device, draft.dtype))[0]
+    encoder = draft.get_encoder()
+    states = encoder(features.to(execution_device(encoder), draft.dtype))[0]
     copies = len(prompt.input_ids) // len(states)
     return replace(prompt, model_kwargs={"encoder_outputs": (states.repeat_interleave(copies, 0),)})

@@ -15,6 +15,7 @@ from hf_spec import SpecGenerateOutput
 from hf_spec.execution import attention, runner
 from hf_spec.execution.model_checks import check_model
 from hf_spec.execution.packing import PackedInputs
+from hf_spec.execution.row_work import BATCHING
 from hf_spec.execution.step_graphs import padded_steps
 from hf_spec.execution.token_places import TokenPlaces, scales_by_place
 from hf_spec.generation.one_call import generate_with
@@ -37,14 +38,14 @@ def llama4() -> PreTrainedModel:
     return build("llama4")
 
 
-def speculate(kind: str, shape: str) -> SpecGenerateOutput:
+def speculate(kind: str, shape: str, batching: str = "unpadded") -> SpecGenerateOutput:
     inputs = prompts("llama4", kind)
     answers = [row[inputs["input_ids"].shape[1] :].tolist() for row in plain(kind)]
     drafts = PartlyRight(answers, branches=shape == "tree")
     output: Any = llama4().generate(
         **inputs,
         **CALL,
-        custom_generate=partial(generate_with, drafts),
+        custom_generate=partial(generate_with, drafts, batching=batching),
         return_dict_in_generate=True,
     )
     return output
@@ -69,6 +70,11 @@ def test_chains_and_trees(kind: str, shape: str) -> None:
     assert torch.equal(output.sequences, plain(kind))
     assert output.spec_stats.accepted_tokens > 20
     assert min(len(set(row[-40:].tolist())) for row in plain(kind)) >= 20
+
+
+@pytest.mark.parametrize("batching", [name for name in BATCHING if name != "unpadded"])
+def test_every_layout(batching: str) -> None:
+    assert torch.equal(speculate("ragged", "tree", batching).sequences, plain("ragged"))
 
 
 def test_steps_in_the_form_of_graphs() -> None:

@@ -403,6 +403,11 @@ class TestRefusals:
         match = "past_key_values of type EncoderDecoderCache"
         refuse(match, model=build(), inputs=sound(1), past_key_values=cache)
 
+    def test_attention_without_masks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        model = own_encoder()
+        monkeypatch.setattr(model.config, "_attn_implementation_internal", "flash_attention_2")
+        refuse("takes no mask of a draft tree", model=model, inputs=sound(1))
+
     def test_a_falcon_head(self) -> None:
         with pytest.raises(hf_spec.UnsupportedError, match="takes no attention function"):
             check_packed(build())
