@@ -119,7 +119,7 @@ def _check_decoder(model: object) -> None:
     chosen = model.config._attn_implementation
     if not takes_packed(model) and chosen not in MASKED_ATTENTION:
         raise UnsupportedError(
-            f"attn_implementation={chosen!r} takes no mask of a draft tree, and {name} no attention "
+            f"attn_implementation={chosen!r} takes no mask of a draft tree, {name} no attention "
             "function in its place; load it with attn_implementation='sdpa'"
         )
     if not takes_packed(model) and limits_attention(model):
