@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 from hf_spec.drafting.level_drafter import LevelConfig, TreeShape
@@ -42,5 +43,5 @@ class BeamConfig(LevelConfig):
     def shape(self) -> TreeShape:
         """A chain, or a beam of `width`."""
         width = self.width if self.tree == "dynamic" else 1
-        given = {} if self.max_nodes is None else {"max_nodes": self.max_nodes}
-        return TreeShape(children=width, expanded_per_level=width, **given)
+        most = sys.maxsize if self.max_nodes is None else self.max_nodes
+        return TreeShape(children=width, expanded_per_level=width, max_nodes=most)

@@ -41,9 +41,9 @@ NAME = "hf_spec"
 
 # Attention interface or not, these take the rectangular path: layers of the first two drop the
 # keyword arguments that attention functions need, DiffLlama attends twice per layer, with two
-# values, only the images of GIT go through the interface, and the layers of Zamba share an
-# attention that does not know in which of them it is.
-RECTANGULAR_ONLY = {"nemotron", "stablelm", "diffllama", "git", "zamba", "zamba2"}
+# values, only the images of GIT go through the interface, the layers of Zamba share an attention
+# that does not know in which of them it is, and those of Whisper attend to an encoder as well.
+RECTANGULAR_ONLY = {"nemotron", "stablelm", "diffllama", "git", "whisper", "zamba", "zamba2"}
 
 
 @dataclass
@@ -144,9 +144,8 @@ def tree_attention(  # noqa: PLR0913 - the signature that transformers calls
         _store(spec_step, query, (key, value), (keys, values))
     window = kwargs["sliding_window"] if "sliding_window" in kwargs else _mask_window(module)
     sinks = None if s_aux is None else s_aux.float()
-    return attend_stored(
-        spec_step, query, keys, values, Scoring(scaling, window, softcap, sinks=sinks)
-    ), None
+    scoring = Scoring(scaling, window, softcap, sinks=sinks, chunk=_chunk(module))
+    return attend_stored(spec_step, query, keys, values, scoring), None
 
 
 def attend_stored(
@@ -176,7 +175,7 @@ def attend_stored(
             rows,
             keys[segment.slot, :, : segment.num_keys],
             values[segment.slot, :, : segment.num_keys],
-            segment.mask(scoring.window, groups, query),
+            segment.mask(scoring.window, groups, query, scoring.chunk),
             scoring.scale,
             scoring.softcap,
             None if sinks is None else sinks.reshape(-1, groups).repeat_interleave(length, dim=1),
@@ -221,6 +220,15 @@ def storing_layers(config: Any) -> dict[str, int]:
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     own = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
     return {kind: index for index, kind in enumerate(kinds[:own])}
+
+
+def _chunk(module: nn.Module) -> int | None:
+    """Length of the chunks within which a layer attends; None where there are none."""
+    config: Any = getattr(module, "config", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None or kinds[module.layer_idx] != "chunked_attention":
+        return None
+    return config.attention_chunk_size
 
 
 def _mask_window(module: nn.Module) -> int | None:

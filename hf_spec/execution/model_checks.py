@@ -12,6 +12,12 @@ from hf_spec.devices.distributed_checks import check_sharding, tensor_parallel_s
 from hf_spec.errors import UnsupportedError
 from hf_spec.execution.alibi import uses_alibi
 from hf_spec.execution.attention import takes_packed
+from hf_spec.execution.cross_attention import (
+    ENCODER_DECODERS,
+    attends_to_encoder,
+    is_lone_decoder,
+    takes_positions,
+)
 from hf_spec.execution.mixers import (
     PASTLESS_LAYERS,
     RECURRENT_LAYERS,
@@ -24,7 +30,13 @@ from hf_spec.execution.mixers import (
 from hf_spec.execution.row_work import BATCHING
 
 # Layers whose past can be taken back: keys and values, the state of a mixer, or nothing at all.
-SERVED_LAYERS = {"full_attention", "sliding_attention", *RECURRENT_LAYERS, *PASTLESS_LAYERS}
+SERVED_LAYERS = {
+    "full_attention",
+    "sliding_attention",
+    "chunked_attention",
+    *RECURRENT_LAYERS,
+    *PASTLESS_LAYERS,
+}
 
 # Architectures whose attention needs more than keys, values and a mask of visible tokens.
 UNSERVED = {
@@ -35,17 +47,53 @@ UNSERVED = {
     "moshi": "its tokens stand for text and sound at once",
 }
 
+# What the rectangular path can be shown a tree by; None stands for a class's own.
+MASKED_ATTENTION = (None, "eager", "sdpa")
+
 # Rotary scalings that look at the longest position of a forward, which a draft would shift.
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 
 def check_model(model: object) -> None:
-    """Refuse models whose state cannot be rolled back token by token (`UnsupportedError`)."""
+    """Refuse targets whose state cannot be rolled back token by token (`UnsupportedError`)."""
+    if isinstance(model, PreTrainedModel) and is_lone_decoder(model):
+        raise UnsupportedError(
+            f"{type(model).__name__} is a decoder without its encoder: load the whole model, or "
+            "pass this one as assistant= of a model that has an encoder"
+        )
+    _check_decoder(model)
+
+
+def check_draft(draft: PreTrainedModel, target: PreTrainedModel) -> None:
+    """Refuse draft models that cannot be run on trees, or lack what they attend to.
+
+    A decoder by itself attends to the output of the target's encoder.
+    """
+    _check_decoder(draft)
+    if not attends_to_encoder(draft):
+        return
+    names = type(draft).__name__, type(target).__name__
+    if not target.config.is_encoder_decoder:
+        raise UnsupportedError(f"{names[0]} needs the output of an encoder; {names[1]} has none")
+    # By itself it reads what the target's encoder gives, otherwise what that encoder is given.
+    read = "d_model" if is_lone_decoder(draft) else "num_mel_bins"
+    sizes = [getattr(model.config, read) for model in (draft, target)]
+    if sizes[0] != sizes[1]:
+        raise UnsupportedError(
+            f"{names[0]} has {read} {sizes[0]}, and {names[1]} has {sizes[1]}, so it cannot read "
+            "the same sound"
+        )
+
+
+def _check_decoder(model: object) -> None:
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedError(f"{type(model).__name__} is not a transformers PreTrainedModel")
     name = type(model).__name__
-    if model.config.is_encoder_decoder:
-        raise UnsupportedError(f"{name} is an encoder-decoder; hf_spec serves decoder-only models")
+    if model.config.is_encoder_decoder and model.config.model_type not in ENCODER_DECODERS:
+        raise UnsupportedError(
+            f"{name} is an encoder-decoder; hf_spec serves Whisper, which can be told where the "
+            "branches of a draft tree stand, and decoder-only models"
+        )
     config = model.config.get_text_config()
     odd = sorted(set(getattr(config, "layer_types", None) or []) - SERVED_LAYERS)
     if odd or not _has_known_states(model):
@@ -68,10 +116,16 @@ def check_model(model: object) -> None:
             "prompt-learning adapters put virtual tokens before every input, which spec_strategy "
             "cannot carry; use LoRA or another adapter that changes weights"
         )
-    if not takes_packed(model) and getattr(config, "sliding_window", None):
+    chosen = model.config._attn_implementation
+    if not takes_packed(model) and chosen not in MASKED_ATTENTION:
         raise UnsupportedError(
-            f"{name} has a sliding window but no attention interface, so the window of a draft "
-            "tree cannot be set"
+            f"attn_implementation={chosen!r} takes no mask of a draft tree, {name} no attention "
+            "function in its place; load it with attn_implementation='sdpa'"
+        )
+    if not takes_packed(model) and limits_attention(model):
+        raise UnsupportedError(
+            f"{name} has a sliding window or chunks but no attention interface, so what a draft "
+            "tree sees cannot be set"
         )
 
 
@@ -96,7 +150,7 @@ def _check_attention(model: PreTrainedModel, name: str) -> None:
         reason = "config.is_decoder is False, so that tokens also look ahead"
     elif not {"past_key_values", "cache_params"} & set(arguments):
         reason = "it keeps no keys and values"
-    elif "position_ids" not in arguments and not uses_alibi(model) and num_attention_layers(config):
+    elif not takes_positions(model) and not uses_alibi(model) and num_attention_layers(config):
         reason = "it takes no position_ids, so the branches of a draft tree cannot be placed"
     elif "local" in (getattr(config, "attention_layers", None) or ()):
         reason = "the window of its local layers counts stored tokens, not positions"
@@ -188,6 +242,13 @@ def is_past_rope(model: PreTrainedModel, attention_mask: Tensor) -> bool:
     """Whether every row, by its (B, L) mask, begins past where rotary frequencies change once."""
     kind, limit = _length_dependent_rope(model)
     return kind == "longrope" and int(attention_mask.sum(dim=1).min()) > limit
+
+
+def limits_attention(model: PreTrainedModel) -> bool:
+    """Whether layers of a model see no more than a window or a chunk of the text."""
+    config = model.config.get_text_config()
+    limits = ("sliding_window", "attention_chunk_size")
+    return any(getattr(config, name, None) for name in limits)
 
 
 def takes_images(model: PreTrainedModel) -> bool:

@@ -21,6 +21,7 @@ from hf_spec.execution.model_checks import (
     check_resumable,
     check_rope,
     is_past_rope,
+    limits_attention,
     takes_images,
 )
 from hf_spec.execution.vocabulary import num_embeddings
@@ -302,10 +303,10 @@ def _check_mask(model: PreTrainedModel, mask: Tensor) -> None:
             "on the longest row; generate one row at a time"
         )
     holes = (mask.long().diff(dim=-1) < 0).any(dim=-1)
-    if bool(holes.any()) and getattr(model.config.get_text_config(), "sliding_window", None):
+    if bool(holes.any()) and limits_attention(model):
         raise UnsupportedError(
             f"rows {holes.nonzero().flatten().tolist()} have padding between their tokens, where "
-            "a sliding window counts it and spec_strategy does not; pad on the left only"
+            "a sliding window or a chunk counts it and spec_strategy does not; pad on the left only"
         )
 
 

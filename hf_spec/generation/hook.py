@@ -28,6 +28,7 @@ from hf_spec.execution.model_checks import check_batching, check_evaluation, che
 from hf_spec.generation import peft_hook
 from hf_spec.generation.call_checks import Settings, check_arguments, check_settings, check_streamer
 from hf_spec.generation.call_signature import describe
+from hf_spec.generation.encoder_inputs import of_decoder, read_input
 from hf_spec.generation.generate_batch import (
     GenerateBatchCall,
     make_continuous_batch,
@@ -204,11 +205,15 @@ def _speculate(original: Any, model: PreTrainedModel, strategy: Any, given: dict
     assistant = given.pop("assistant")
     config, settings = _settle(model, strategy, given)
     check_batching(model, config.batching)
-    check_arguments(given)
+    check_arguments(of_decoder(model, given))
     streamer = given.get("streamer")
     check_streamer(streamer)
     drafter = _find_drafter(config, model, assistant, given)
     given = _without_tokenizers(settings["stop_strings"], _with_own_storage(settings, given))
+
+    read = functools.partial(read_prompt, original, given)
+    if model.config.is_encoder_decoder:
+        read = functools.partial(read_input, given)
 
     def decode(model: PreTrainedModel, input_ids: Tensor, **prepared: Any) -> Any:
         # The original has put the prompt into the streamer already; it does not pass it on.
@@ -218,7 +223,7 @@ def _speculate(original: Any, model: PreTrainedModel, strategy: Any, given: dict
             input_ids,
             streamer=streamer,
             batching=config.batching,
-            read=functools.partial(read_prompt, original, given),
+            read=read,
             **prepared,
         )
 

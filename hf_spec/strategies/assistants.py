@@ -23,7 +23,7 @@ from hf_spec.adapters.published import (
 )
 from hf_spec.data.hub import load_named
 from hf_spec.errors import AssistantError, HubError, OptionError, SpecError, UnsupportedError
-from hf_spec.execution.model_checks import check_model
+from hf_spec.execution.model_checks import check_draft
 from hf_spec.execution.per_model import made_once
 from hf_spec.execution.vocabulary import PADDED_ROWS, num_embeddings
 from hf_spec.models.falcon_head import METHOD as FALCON
@@ -82,7 +82,7 @@ def read_draft_model(strategy: str, assistant: object, target: PreTrainedModel) 
             "PreTrainedModel, a PeftModel, a folder or a Hub id"
         )
     try:
-        check_model(model)
+        check_draft(model, target)
     except SpecError as error:
         raise AssistantError(f"the assistant cannot draft: {error}") from error
     return model
