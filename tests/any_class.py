@@ -104,6 +104,8 @@ TOKENS = {
 # Whatever the default is.
 ALWAYS = {
     "pad_token_id": 0,
+    # Encoders that can be made decoders are, as `AutoModelForCausalLM` wants them.
+    "is_decoder": True,
     "initializer_range": 0.3,
     "init_std": 0.3,
     # One layer in two attends, where the others are recurrent.
@@ -131,10 +133,19 @@ class NotMadeError(Exception):
 def classes() -> list[tuple[str, str]]:
     """(model type, class) of all text and image-text models, each class once."""
     found: dict[str, str] = {}
-    for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES):
-        for kind, name in mapping.items():
-            found.setdefault(name if isinstance(name, str) else name[0], kind)
+    for kind, name in entries():
+        found.setdefault(name, kind)
     return [(kind, name) for name, kind in found.items()]
+
+
+def entries() -> list[tuple[str, str]]:
+    """(model type, class) of all entries of the two mappings; some classes stand in several."""
+    mappings = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    return [
+        (kind, name if isinstance(name, str) else name[0])
+        for mapping in mappings
+        for kind, name in mapping.items()
+    ]
 
 
 def build(kind: str, name: str) -> PreTrainedModel:

@@ -181,9 +181,10 @@ def _storage_layer(module: nn.Module) -> int:
     """Which layer has the keys and values of a layer: itself, or one that shares them with it."""
     layer: Any = module
     index: int = layer.layer_idx
-    if not getattr(layer, "is_kv_shared_layer", False):
+    config = layer.config if getattr(layer, "is_kv_shared_layer", False) else None
+    # Of shared latents every layer makes keys and values of its own.
+    if config is None or hasattr(layer, "expand_kv"):
         return index
-    config = layer.config
     kinds = config.layer_types[: config.num_hidden_layers - config.num_kv_shared_layers]
     return len(kinds) - 1 - kinds[::-1].index(config.layer_types[index])
 

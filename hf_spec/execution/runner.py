@@ -20,10 +20,12 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.utils import output_capturing
 
 from hf_spec.devices.placement import execution_device
+from hf_spec.execution import own_positions
 from hf_spec.execution.alibi import tree_alibi
 from hf_spec.execution.attention import PackedAttention, PackedStep, takes_packed
 from hf_spec.execution.cpu_linear import fast_cpu_linears, fast_products
 from hf_spec.execution.kv_cache import PoolCache
+from hf_spec.execution.latents import expanded
 from hf_spec.execution.mixers import mixers_of, num_attention_layers
 from hf_spec.execution.packing import PackedInputs, RectangularInputs, align_right, pack
 from hf_spec.execution.recurrent import RecurrentMixers
@@ -134,6 +136,7 @@ class ModelRunner(RowStorage):
                 self._graphs = StepGraphs(self.model, self.pool, self.device)
                 stack.callback(self._graphs.clear)
             stack.enter_context(fast_cpu_linears(self.model))
+            stack.enter_context(own_positions.active(self.model))
             if self._virtual_tokens is not None:
                 stack.enter_context(self._virtual_tokens.active(self.model))
             if self._mixers is not None:
@@ -221,7 +224,7 @@ class ModelRunner(RowStorage):
 
     def load(self, cache: Cache, frame_masks: Sequence[Tensor]) -> None:
         """Start from the cache of an earlier call; see `RowStorage.load`."""
-        super().load(cache, frame_masks)
+        super().load(expanded(self.model, cache), frame_masks)
         if self._mixers is not None:
             self._mixers.load(cache)
 
@@ -343,9 +346,9 @@ class ModelRunner(RowStorage):
         if self._keeps_logits:
             kwargs["logits_to_keep"] = logits_to_keep
         kwargs |= {**self._wanted_hidden(), "attention_mask": mask, "return_dict": True}
-        if embeddings is not None:
-            return self.model(inputs_embeds=embeddings, **kwargs)
-        return self.model(input_ids=tokens, **kwargs)
+        kwargs |= {"input_ids": tokens} if embeddings is None else {"inputs_embeds": embeddings}
+        with own_positions.told(positions):
+            return self.model(**kwargs)
 
     def _wanted_hidden(self) -> dict[str, Any]:
         if not self._hidden_layers:
