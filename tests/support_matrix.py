@@ -243,7 +243,11 @@ def known() -> str:
 
 def reasons(kind: str) -> str:
     """Classes of one outcome, each with the sentence that says why."""
-    rows = [[name, each.why] for name, each in sorted(record().items()) if each.one == kind]
+    rows = [
+        [name, each.why.replace("|", "\\|")]
+        for name, each in sorted(record().items())
+        if each.one == kind
+    ]
     return table(["class", "why"], rows)
 
 

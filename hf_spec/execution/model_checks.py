@@ -23,12 +23,13 @@ from hf_spec.execution.mixers import (
 from hf_spec.execution.own_positions import tables_of
 from hf_spec.execution.row_work import BATCHING
 
+# Layers that choose what a token sees; served up to a length, which calls are checked for.
+INDEXED_LAYERS = {"indexed_attention", "minimax_m3_sparse"}
 # Layers whose past can be taken back: keys and values, the state of a mixer, or nothing at all.
 SERVED_LAYERS = {
     "full_attention",
     "sliding_attention",
-    # Up to a length, which the call is checked for.
-    "indexed_attention",
+    *INDEXED_LAYERS,
     *RECURRENT_LAYERS,
     *PASTLESS_LAYERS,
 }

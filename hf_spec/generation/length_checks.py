@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_spec.errors import UnsupportedError
+from hf_spec.execution.model_checks import INDEXED_LAYERS
 
 # Rotary scalings that look at the longest position of a forward, which a draft would shift.
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
@@ -29,13 +31,11 @@ def check_index(model: PreTrainedModel, max_length: int | None) -> None:
     An index says which earlier tokens matter most; all are chosen as long as they are no more than
     it may choose.
     """
-    config = model.config.get_text_config()
-    indexed = "indexed_attention" in (getattr(config, "layer_types", None) or ())
-    if indexed and (max_length is None or max_length > config.index_topk):
+    most = _index_limit(model.config.get_text_config())
+    if most is not None and (max_length is None or max_length > most):
         raise UnsupportedError(
-            f"{type(model).__name__} attends to no more than {config.index_topk} tokens, chosen by "
-            f"an index that draft trees do not have; keep max_length at {config.index_topk} or "
-            f"below (it is {max_length})"
+            f"{type(model).__name__} attends to no more than {most} tokens, chosen by an index "
+            f"that draft trees do not have; keep max_length at {most} or below (it is {max_length})"
         )
 
 
@@ -58,3 +58,12 @@ def _length_dependent_rope(model: PreTrainedModel) -> tuple[str | None, int]:
         or 0
     )
     return (kind if kind in LENGTH_DEPENDENT_ROPE else None), limit
+
+
+def _index_limit(config: Any) -> int | None:
+    """How many tokens an index may choose; None where there is none."""
+    if not INDEXED_LAYERS & set(getattr(config, "layer_types", None) or ()):
+        return None
+    if hasattr(config, "index_topk_blocks"):
+        return int(config.index_topk_blocks * config.index_block_size)
+    return int(getattr(config, "index_topk", None) or config.indexer_budget)

@@ -6,12 +6,16 @@ import copy
 
 import pytest
 import torch
-from transformers import DeepseekV3ForCausalLM, DynamicCache
+from transformers import (
+    DeepseekV3ForCausalLM,
+    DynamicCache,
+    MistralLarge4ForConditionalGeneration,
+)
 
 from hf_spec import DraftTree, UnsupportedError
 from hf_spec.execution.latents import caches_latents, expanded
 from hf_spec.execution.runner import ModelRunner
-from tests import hybrid_models
+from tests import any_class, hybrid_models
 from tests.tiny_models import ARCHITECTURES, build, prompts, ragged_batch
 
 OURS = [name for name in ARCHITECTURES if caches_latents(build(name))]
@@ -81,3 +85,16 @@ def test_a_prompt_that_the_model_runs_by_itself() -> None:
     call["pad_token_id"] = 0
     expected = model.generate(**call, eos_token_id=None)
     assert torch.equal(model.generate(**call, eos_token_id=None, spec_strategy="lookup"), expected)
+
+
+def test_layers_that_share_latents() -> None:
+    """Each makes keys and values of its own from them."""
+    name = "MistralLarge4ForConditionalGeneration"
+    config = copy.deepcopy(any_class.build("mistral_large4", name).config)
+    config.text_config.kv_source_layers = [0, 0, 2, 3]
+    torch.manual_seed(0)
+    model = MistralLarge4ForConditionalGeneration(config).eval()
+    call = {**ragged_batch((17, 30)), "max_new_tokens": 16, "do_sample": False}
+    expected = model.generate(**call, pad_token_id=0, eos_token_id=None)
+    found = model.generate(**call, pad_token_id=0, eos_token_id=None, spec_strategy="lookup")
+    assert torch.equal(found, expected)

@@ -22,8 +22,8 @@ FAMILIES: dict[str, str] = {
     "Phi": "phi phi3 phimoe phi4_multimodal",
     "GLM": "glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa",
     "GLM-V": "glm4v glm4v_moe glm46v glmga glm5_next glm_ocr",
-    "LFM": "lfm2 lfm2_moe lfm2_vl lfm3 lfm3_vl",
-    "Nemotron": "nemotron nemotron_h nemotron_h_omni",
+    "LFM": "lfm2_vl lfm2 lfm2_moe lfm3 lfm3_vl",
+    "Nemotron": "nemotron_h nemotron nemotron_h_omni",
     "Granite": (
         "granite granitemoe granitemoeshared granitemoehybrid granite_swa granitemoe_swa "
         "granite4_vision granite_docling"
@@ -32,7 +32,7 @@ FAMILIES: dict[str, str] = {
     "SmolLM, SmolVLM": "smollm3 smolvlm idefics3",
     "OLMo": "olmo olmo2 olmo3 olmo_hybrid olmoe flex_olmo molmo2",
     "Qwen3-Next": "qwen3_next qwen4_exp qwen4_exp_text",
-    "Kimi": "kimi_linear kimi_k25",
+    "Kimi": "kimi_k25 kimi_linear",
     "MiniMax": "minimax minimax_m2 minimax_m3_vl minimax_m3_vl_text",
     "LLaVA": (
         "llava llava_next llava_next_video llava_onevision video_llava video_llama_3 vipllava"
