@@ -11,22 +11,14 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
-from hf_spec.errors import UnsupportedError
 from hf_spec.execution.alibi import uses_alibi
 from hf_spec.execution.attention import takes_packed
 from hf_spec.execution.mixers import resumes
-from hf_spec.execution.model_checks import check_model
 from tests import hybrid_models, tiny_models
+from tests.any_class import classes, entries
 from tests.hybrid_models import DELTA_NETS, HYBRIDS, PURE
-from tests.refusals import minimax, rwkv, t5
 from tests.targets import (
     image_cases,
     test_half_precision,
@@ -35,8 +27,17 @@ from tests.targets import (
     test_whisper,
     whisper_cases,
 )
+from tests.targets.families import FAMILIES, family_of
+from tests.targets.sweep import (
+    IDENTICAL,
+    NOT_MADE,
+    REFUSED,
+    WRONG,
+    counts,
+    record,
+    recorded_version,
+)
 from tests.test_identity import STRATEGIES
-from tests.test_refused_architectures import REFUSED, REFUSED_WITH_IMAGES
 
 TESTS = Path(__file__).parent
 PAGE = TESTS.parent / "docs" / "support-matrix.md"
@@ -57,12 +58,25 @@ KINDS = {
 
 TEMPLATE = """# Support matrix
 
-Made by `python -m tests.support_matrix` from the parameters of the tests; another test compares.
-"yes" stands where a test runs the combination, "refused" where a test demands the error; an empty
-cell is not tested. Models are tiny, of random weights, on a CPU; the real ones that are tested are
-SmolLM2-135M-Instruct and Gemma-3-270M. An architecture that is not listed may work: what cannot is
-refused, and [`hf-spec verify`](verify.md) tells.
+Made by `python -m tests.support_matrix` from the parameters and the record of the tests; another
+test compares. "yes" stands where a test runs the combination, "refused" where a test demands the
+error; an empty cell is not tested. Models are tiny, of random weights, on a CPU; the real ones that
+are tested are SmolLM2-135M-Instruct and Gemma-3-270M. An architecture that is not listed may work:
+what cannot is refused, and [`hf-spec verify`](verify.md) tells.
 
+## Families
+
+What becomes of every text and image-text class of transformers {version}, by the families that
+users know: {classes} classes, which stand in {entries} places of `AutoModelForCausalLM` and
+`AutoModelForImageTextToText`. A tiny model of each was made of the defaults of its config, and
+prompts of text compared with plain `generate()`: the same tokens, greedy, float32, one prompt and
+a ragged batch, or a sentence. Nothing was wrong (`tests/targets/test_sweep.py`, recorded in
+`tests/targets/sweep.json`).
+
+{outcomes}
+An asterisk: one prompt alone; padding is refused, or plain `generate()` itself takes none.
+
+{known}
 ## Architectures and strategies
 
 {number} architectures, greedy, float32: the tokens of plain `generate()`, on one sequence and on a
@@ -112,10 +126,15 @@ these strategies.
 
 ## Refused
 
-Before the first forward, with this sentence (`tests/test_refused_architectures.py`,
-`tests/execution/test_model_checks.py`). What else is refused: [limits](limits.md).
+Of the classes above, before the first forward, with this sentence. Encoder-decoders that stand in
+neither place are refused like theirs. What else is refused: [limits](limits.md).
 
-{refused}"""
+{refused}
+## Not tried
+
+Of these classes no tiny model could be made, or plain `generate()` does not run on it.
+
+{not_made}"""
 
 
 def page() -> str:
@@ -133,7 +152,13 @@ def page() -> str:
         dtypes=dtypes(),
         placements=placements(),
         parallel=", ".join(map(code, others)),
-        refused=refused(),
+        refused=reasons(REFUSED),
+        not_made=reasons(NOT_MADE),
+        version=recorded_version(),
+        classes=len(classes()),
+        entries=len(entries()),
+        outcomes=outcomes(),
+        known=known(),
     )
 
 
@@ -215,28 +240,41 @@ def placements() -> str:
     return table(["weights", *map(code, STRATEGIES)], rows)
 
 
-def refused() -> str:
-    """Architectures that are refused, with the sentence that says so."""
-    models: list[PreTrainedModel] = [make() for make in (t5, rwkv, minimax)]
-    for kind, (options, _) in REFUSED.items():
-        with torch.device("meta"):
-            config = AutoConfig.for_model(kind, **options)
-            models.append(AutoModelForCausalLM.from_config(config))
-    for kind, (options, _) in REFUSED_WITH_IMAGES.items():
-        with torch.device("meta"):
-            config = AutoConfig.for_model(kind, **options)
-            models.append(AutoModelForImageTextToText.from_config(config))
-    rows = [[type(model).__name__, reason(model)] for model in models]
-    return table(["class", "error"], sorted(rows))
+def outcomes() -> str:
+    """How many classes came out how, and how many entries of the two mappings."""
+    kinds = (IDENTICAL, REFUSED, WRONG, NOT_MADE)
+    rows = [
+        [what, *(str(count[kind]) for kind in kinds)]
+        for what, count in zip(("classes", "places"), counts(record()), strict=True)
+    ]
+    return table(["", *kinds], rows)
 
 
-def reason(model: PreTrainedModel) -> str:
-    """The sentence with which a model is refused."""
-    try:
-        check_model(model)
-    except UnsupportedError as error:
-        return str(error)
-    raise AssertionError(f"{type(model).__name__} is served; take it out of the refusals")
+def known() -> str:
+    """Families that users know, and what became of their classes."""
+    found: dict[str, dict[str, list[str]]] = {name: defaultdict(list) for name in FAMILIES}
+    for kind, name in classes():
+        seen = record()[name]
+        star = "\\*" if seen.one == IDENTICAL != seen.ragged else ""
+        found[family_of(kind)][seen.one].append(code(name) + star)
+    head = ("same tokens", "refused", "not tried")
+    return table(
+        ["family", *head],
+        [
+            [family, *(", ".join(by[kind]) for kind in (IDENTICAL, REFUSED, NOT_MADE))]
+            for family, by in found.items()
+        ],
+    )
+
+
+def reasons(kind: str) -> str:
+    """Classes of one outcome, each with the sentence that says why."""
+    rows = [
+        [name, each.why.replace("|", "\\|")]
+        for name, each in sorted(record().items())
+        if each.one == kind
+    ]
+    return table(["class", "why"], rows)
 
 
 def tested(strategies: Collection[str]) -> list[str]:

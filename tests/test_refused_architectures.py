@@ -21,15 +21,7 @@ SMALL = {
     "num_attention_heads": 4,
     "intermediate_size": 64,
 }
-BART = {
-    "vocab_size": 97,
-    "d_model": 32,
-    "decoder_layers": 2,
-    "decoder_attention_heads": 4,
-    "decoder_ffn_dim": 64,
-}
 REFUSED = {
-    "bart": (BART, "BartForCausalLM .* no position_ids"),
     "bert": (SMALL, "BertLMHeadModel .*is_decoder is False"),
     "doge": (SMALL, "DogeForCausalLM .* weighs keys"),
     "gpt_neo": (
@@ -47,7 +39,7 @@ REFUSED = {
         {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4},
         "OpenAIGPTLMHeadModel .* keeps no keys and values",
     ),
-    "roformer": ({**SMALL, "is_decoder": True}, "RoFormerForCausalLM .* no position_ids"),
+    "roformer": ({**SMALL, "is_decoder": True}, "RoFormerForCausalLM .* share the angles"),
 }
 
 TOWER = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 32}

@@ -210,9 +210,11 @@ def _storage_layer(module: nn.Module) -> int:
     """Which layer has the keys and values of a layer: itself, or one that shares them with it."""
     layer: Any = module
     index: int = layer.layer_idx
-    if not getattr(layer, "is_kv_shared_layer", False):
+    config = layer.config if getattr(layer, "is_kv_shared_layer", False) else None
+    # Of shared latents every layer makes keys and values of its own.
+    if config is None or hasattr(layer, "expand_kv"):
         return index
-    return storing_layers(layer.config)[layer.config.layer_types[index]]
+    return storing_layers(config)[config.layer_types[index]]
 
 
 def storing_layers(config: Any) -> dict[str, int]:

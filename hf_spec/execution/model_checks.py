@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from hf_spec.devices.distributed_checks import check_sharding, tensor_parallel_size
@@ -27,13 +26,17 @@ from hf_spec.execution.mixers import (
     resumes,
     stateful_modules,
 )
+from hf_spec.execution.own_positions import tables_of
 from hf_spec.execution.row_work import BATCHING
 
+# Layers that choose what a token sees; served up to a length, which calls are checked for.
+INDEXED_LAYERS = {"indexed_attention", "minimax_m3_sparse"}
 # Layers whose past can be taken back: keys and values, the state of a mixer, or nothing at all.
 SERVED_LAYERS = {
     "full_attention",
     "sliding_attention",
     "chunked_attention",
+    *INDEXED_LAYERS,
     *RECURRENT_LAYERS,
     *PASTLESS_LAYERS,
 }
@@ -43,6 +46,7 @@ UNSERVED = {
     "doge": "its mask weighs keys by their values, which a draft tree cannot carry",
     "kosmos_2_5_text_model": "plain generate() has it count positions from its padding token on",
     "mllama_text_model": "its cross-attention layers read images, not keys of its tokens",
+    "roformer": "all rows of a batch share the angles of their positions",
     "hrm_text": "its layers run several times per token, each time with other keys and values",
     "moshi": "its tokens stand for text and sound at once",
 }
@@ -50,26 +54,13 @@ UNSERVED = {
 # What the rectangular path can be shown a tree by; None stands for a class's own.
 MASKED_ATTENTION = (None, "eager", "sdpa")
 
-# Rotary scalings that look at the longest position of a forward, which a draft would shift.
-LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
-
-
-def check_model(model: object) -> None:
-    """Refuse targets whose state cannot be rolled back token by token (`UnsupportedError`)."""
-    if isinstance(model, PreTrainedModel) and is_lone_decoder(model):
-        raise UnsupportedError(
-            f"{type(model).__name__} is a decoder without its encoder: load the whole model, or "
-            "pass this one as assistant= of a model that has an encoder"
-        )
-    _check_decoder(model)
-
 
 def check_draft(draft: PreTrainedModel, target: PreTrainedModel) -> None:
     """Refuse draft models that cannot be run on trees, or lack what they attend to.
 
     A decoder by itself attends to the output of the target's encoder.
     """
-    _check_decoder(draft)
+    check_model(draft)
     if not attends_to_encoder(draft):
         return
     names = type(draft).__name__, type(target).__name__
@@ -85,7 +76,8 @@ def check_draft(draft: PreTrainedModel, target: PreTrainedModel) -> None:
         )
 
 
-def _check_decoder(model: object) -> None:
+def check_model(model: object) -> None:
+    """Refuse models whose state cannot be rolled back token by token (`UnsupportedError`)."""
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedError(f"{type(model).__name__} is not a transformers PreTrainedModel")
     name = type(model).__name__
@@ -150,12 +142,16 @@ def _check_attention(model: PreTrainedModel, name: str) -> None:
         reason = "config.is_decoder is False, so that tokens also look ahead"
     elif not {"past_key_values", "cache_params"} & set(arguments):
         reason = "it keeps no keys and values"
-    elif not takes_positions(model) and not uses_alibi(model) and num_attention_layers(config):
+    elif not _takes_positions(model) and num_attention_layers(config):
         reason = "it takes no position_ids, so the branches of a draft tree cannot be placed"
     elif "local" in (getattr(config, "attention_layers", None) or ()):
         reason = "the window of its local layers counts stored tokens, not positions"
     if reason is not None:
         raise UnsupportedError(f"{name} cannot decode draft trees: {reason}")
+
+
+def _takes_positions(model: PreTrainedModel) -> bool:
+    return takes_positions(model) or uses_alibi(model) or bool(tables_of(model))
 
 
 def check_batching(model: PreTrainedModel, batching: str) -> None:
@@ -228,22 +224,6 @@ def check_peft_hooks(model: PreTrainedModel, num_rows: int) -> None:
     raise UnsupportedError(reason)
 
 
-def check_rope(model: PreTrainedModel, max_length: int | None) -> None:
-    """Refuse rotary frequencies that a draft would change, for lengths where they change."""
-    kind, limit = _length_dependent_rope(model)
-    if kind is not None and (max_length is None or max_length > limit):
-        raise UnsupportedError(
-            f"rope_type={kind!r} changes its frequencies past {limit} tokens, so a draft would "
-            f"change the output; keep max_length at {limit} or below (it is {max_length})"
-        )
-
-
-def is_past_rope(model: PreTrainedModel, attention_mask: Tensor) -> bool:
-    """Whether every row, by its (B, L) mask, begins past where rotary frequencies change once."""
-    kind, limit = _length_dependent_rope(model)
-    return kind == "longrope" and int(attention_mask.sum(dim=1).min()) > limit
-
-
 def limits_attention(model: PreTrainedModel) -> bool:
     """Whether layers of a model see no more than a window or a chunk of the text."""
     config = model.config.get_text_config()
@@ -255,18 +235,3 @@ def takes_images(model: PreTrainedModel) -> bool:
     """Whether a model reads images beside text; the text model inside says that it does, too."""
     config = model.config
     return "image" in model.input_modalities and config.get_text_config() is not config
-
-
-def _length_dependent_rope(model: PreTrainedModel) -> tuple[str | None, int]:
-    """The kind of rotary frequencies that follow from the length, and up to where they do not."""
-    config = model.config.get_text_config()
-    rope = getattr(config, "rope_parameters", None)
-    rope = rope if isinstance(rope, Mapping) else {}
-    kind = rope.get("rope_type", "default")
-    limit = (
-        getattr(config, "original_max_position_embeddings", None)
-        or rope.get("original_max_position_embeddings")
-        or getattr(config, "max_position_embeddings", None)
-        or 0
-    )
-    return (kind if kind in LENGTH_DEPENDENT_ROPE else None), limit

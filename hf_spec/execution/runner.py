@@ -20,6 +20,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.utils import output_capturing
 
 from hf_spec.devices.placement import execution_device
+from hf_spec.execution import own_positions
 from hf_spec.execution.alibi import tree_alibi
 from hf_spec.execution.attention import PackedAttention, PackedStep, takes_packed
 from hf_spec.execution.cpu_linear import fast_cpu_linears, fast_products
@@ -31,6 +32,7 @@ from hf_spec.execution.cross_attention import (
 )
 from hf_spec.execution.kv_cache import PoolCache
 from hf_spec.execution.last_layer import BEFORE_NORM, LastLayer
+from hf_spec.execution.latents import expanded
 from hf_spec.execution.mixers import mixers_of, num_attention_layers
 from hf_spec.execution.packing import PackedInputs, RectangularInputs, align_right, pack
 from hf_spec.execution.recurrent import RecurrentMixers
@@ -159,6 +161,7 @@ class ModelRunner(RowStorage):
                 stack.callback(self._graphs.clear)
             for part in decoding_parts(self.model):
                 stack.enter_context(fast_cpu_linears(part))
+            stack.enter_context(own_positions.active(self.model))
             if self._virtual_tokens is not None:
                 stack.enter_context(self._virtual_tokens.active(self.model))
             if self._mixers is not None:
@@ -250,7 +253,7 @@ class ModelRunner(RowStorage):
 
     def load(self, cache: Cache, frame_masks: Sequence[Tensor]) -> None:
         """Start from the cache of an earlier call; see `RowStorage.load`."""
-        super().load(cache, frame_masks)
+        super().load(expanded(self.model, cache), frame_masks)
         if self._mixers is not None:
             self._mixers.load(cache)
 
@@ -385,7 +388,8 @@ class ModelRunner(RowStorage):
         kwargs |= {"input_ids": tokens} if embeddings is None else {"inputs_embeds": embeddings}
         if self._cross_attention is not None:
             kwargs = self._cross_attention.arguments(kwargs)
-        return self.model(**kwargs)
+        with own_positions.told(positions):
+            return self.model(**kwargs)
 
     def _wanted_hidden(self) -> dict[str, Any]:
         indices = [layer for layer in self._hidden_layers if layer != BEFORE_NORM]

@@ -16,15 +16,16 @@ from transformers import GenerationConfig, PreTrainedModel
 from hf_spec.decoding.streaming import BatchStreamer
 from hf_spec.errors import OptionError, UnsupportedError
 from hf_spec.execution.kv_cache import check_reusable
+from hf_spec.execution.latents import caches_latents
 from hf_spec.execution.model_checks import (
     check_peft_hooks,
     check_resumable,
-    check_rope,
-    is_past_rope,
     limits_attention,
     takes_images,
 )
+from hf_spec.execution.own_positions import tables_of
 from hf_spec.execution.vocabulary import num_embeddings
+from hf_spec.generation.length_checks import check_index, check_rope, is_past_rope
 from hf_spec.generation.own_prefill import IMAGE_INPUTS, is_moved
 
 # Settings that choose another decoding method, and what to say about each.
@@ -258,6 +259,7 @@ def check_inputs(
     _check_cache(model, model_kwargs.get("past_key_values"), input_ids)
     if not is_past_rope(model, attention_mask):
         check_rope(model, max_length)
+    check_index(model, max_length)
 
 
 def _check_names(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> None:
@@ -303,10 +305,12 @@ def _check_mask(model: PreTrainedModel, mask: Tensor) -> None:
             "on the longest row; generate one row at a time"
         )
     holes = (mask.long().diff(dim=-1) < 0).any(dim=-1)
-    if bool(holes.any()) and limits_attention(model):
+    limited = limits_attention(model)
+    if bool(holes.any()) and (limited or tables_of(model)):
+        counting = "a sliding window or a chunk" if limited else "the table of positions"
         raise UnsupportedError(
             f"rows {holes.nonzero().flatten().tolist()} have padding between their tokens, where "
-            "a sliding window or a chunk counts it and spec_strategy does not; pad on the left only"
+            f"{counting} counts it and spec_strategy does not; pad on the left only"
         )
 
 
@@ -315,6 +319,11 @@ def _holds_keys(layer: Any) -> bool:
 
 
 def _check_cache(model: PreTrainedModel, cache: Any, input_ids: Tensor) -> None:
+    if getattr(cache, "_is_user_defined", False) and caches_latents(model):
+        raise UnsupportedError(
+            f"past_key_values: {type(model).__name__} caches latents, where draft trees store keys "
+            "and values of all heads; leave them out"
+        )
     stored = cache.get_seq_length() if cache is not None else 0
     if not stored:
         return

@@ -15,6 +15,8 @@ from hf_spec.decoding.processors import check_processors
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.stopping import StopRules
 from hf_spec.devices.distributed_checks import check_ranks
+from hf_spec.execution.latents import caches_latents
+from hf_spec.execution.own_positions import padding_of
 from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.tree import DraftTree
 from hf_spec.generation import own_prefill
@@ -84,11 +86,13 @@ def generate_with(  # noqa: PLR0913 - the signature that generate() calls
     )
     target = ModelRunner(model, num_rows, drafter.hidden_layers, drafter.virtual_tokens, batching)
     target.paddings = (~state.frame_mask).sum(dim=1).tolist()
+    target.position_offsets = padding_of(model, attention_mask)
     cache = model_kwargs.get("past_key_values")
     prompt = Prompt(input_ids, attention_mask, model_kwargs)
     if cache is not None and (stored := prompt.stored) and not alone:
         target.load(cache, [mask[:stored] for mask in state.frame_mask.cpu()])
     wants_cache = cache is not None and (as_dict or getattr(cache, "_is_user_defined", False))
+    wants_cache &= not caches_latents(model)
     with target.active(), drafter.active(state):
         if model.config.is_encoder_decoder:
             hand_out(target, drafter, prompt, read)

@@ -69,12 +69,6 @@ class TestModels:
         assert torch.equal(model.generate(PROMPT, max_new_tokens=8, spec_strategy="lookup"), plain)
         assert model.training
 
-    def test_rotary_scaling_that_depends_on_the_length(self) -> None:
-        rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-        model = small_llama(rope_parameters=rope, max_position_embeddings=32)
-        refuse("rope_type='dynamic' .* past 32 tokens", model=model, max_new_tokens=30)
-        model.generate(PROMPT, max_new_tokens=4, spec_strategy="lookup")
-
 
 class TestAssistants:
     @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_spec import UnsupportedError
 from hf_spec.devices.placement import execution_device
+from tests.targets import image_cases
 from tests.targets.cases import NEW_TOKENS, assistant_of, speculate
 from tests.tiny_models import build, prompts, sdsat_adapter, settled_prompt, speculation
 
@@ -80,6 +81,19 @@ def test_other_paths_through_the_engine(name: str, tmp_path: Path) -> None:
     model = offloaded(name, "disk", tmp_path)
     found = speculate(model, name, "tree", "ragged")
     assert found["tokens"] == found["plain"]
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_vl"])
+def test_a_vision_tower_on_disk(name: str, tmp_path: Path) -> None:
+    model: Any = copy.deepcopy(image_cases.build(name))
+    disk_offload(model, tmp_path, execution_device=torch.device("cpu"))
+    before = hooks(model)
+    images = image_cases.with_images(name, "ragged")
+    call: dict[str, Any] = {**images, "max_new_tokens": NEW_TOKENS, "do_sample": False}
+    expected = image_cases.build(name).generate(**call)
+    for strategy in ("lookup", "tree"):
+        assert torch.equal(model.generate(**call, **assistant_of(model, name, strategy)), expected)
+    assert hooks(model) == before
 
 
 def test_a_gated_lora_on_offloaded_layers(tmp_path: Path) -> None:

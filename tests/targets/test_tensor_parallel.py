@@ -16,8 +16,9 @@ from packaging.version import Version
 
 from hf_spec.drafting import measured
 from tests.refusals import small_llama
+from tests.targets import image_cases
 from tests.targets.cases import SEED, sampled, speculate
-from tests.targets.two_processes import ARCHITECTURES, STRATEGIES, continuous
+from tests.targets.two_processes import ARCHITECTURES, STRATEGIES, continuous, pictures
 from tests.tiny_models import build
 
 pytestmark = pytest.mark.skipif(
@@ -39,6 +40,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("models")
     for name in ARCHITECTURES:
         build(name).save_pretrained(folder / name)
+    image_cases.build("gemma3").save_pretrained(folder / "images")
     heads = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 24}
     small_llama(**heads, head_dim=8).save_pretrained(folder / "odd")
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -76,6 +78,12 @@ def test_greedy(ranks: list[dict[str, Any]], name: str, strategy: str) -> None:
     one = speculate(build(name), name, strategy, "ragged")
     assert found["tokens"] == found["plain"] == one["plain"]
     assert found["accepted"] == one["accepted"]
+
+
+def test_prompts_with_images(ranks: list[dict[str, Any]]) -> None:
+    found = both(ranks, "images")
+    assert found["tokens"] == found["plain"]
+    assert found == pictures(image_cases.build("gemma3"))
 
 
 def test_drafts_were_accepted(ranks: list[dict[str, Any]]) -> None:

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_spec
 from tests import tiny_models
+from tests.targets import image_cases
 from tests.targets.cases import NEW_TOKENS, SEED, assistant_of, sampled, speculate
 
 ARCHITECTURES = ("llama", "gemma3", "gpt_neox", "mixtral")
@@ -34,6 +35,7 @@ def main(folder: Path) -> None:
         model = load(folder / name)
         for strategy in STRATEGIES if name == "llama" else STRATEGIES[:3]:
             found[f"{name} {strategy}"] = speculate(model, name, strategy, "ragged")
+    found["images"] = pictures(load(folder / "images"))
     model = load(folder / "llama")
     rank = distributed.get_rank()
     for strategy in ("draft", "tree"):
@@ -73,6 +75,14 @@ def continuous(model: PreTrainedModel) -> list[list[int]]:
         max_batch=2,
     )
     return [request.generated_tokens for request in output.values()]
+
+
+def pictures(model: PreTrainedModel) -> dict[str, Any]:
+    """Greedy tokens after prompts with images, with a strategy and without."""
+    call = {**image_cases.with_images("gemma3", "ragged"), "max_new_tokens": NEW_TOKENS}
+    call["do_sample"] = False
+    output = model.generate(**call, spec_strategy="lookup")
+    return {"tokens": output.tolist(), "plain": model.generate(**call).tolist()}
 
 
 def refusals(model: PreTrainedModel, rank: int) -> dict[str, str]:

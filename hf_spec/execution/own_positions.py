@@ -1,0 +1,97 @@
+"""Positions of tree tokens for models that take none and count stored tokens instead.
+
+Decoders of the BART family look up their positions in a table of their own, which is told how many
+tokens came before. In a tree that does not say where a token stands. So while a generation runs,
+the tables ask which positions the forward of their thread has; without any they count as ever.
+
+Counting like that takes padding for tokens. Rows are told the same here: `padding_of`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_spec.execution.own_forwards import OwnForwards
+
+# What the tables are told: how many tokens came before, or the positions themselves.
+ARGUMENTS = {"past_key_values_length", "position_ids"}
+
+
+def tables_of(model: PreTrainedModel) -> list[nn.Module]:
+    """The tables of a model that takes no positions; none if it takes some, or if it has none."""
+    if {"position_ids", "decoder_position_ids"} & set(inspect.signature(model.forward).parameters):
+        return []
+    return [module for module in model.modules() if _is_table(type(module))]
+
+
+@cache
+def _is_table(kind: type[nn.Module]) -> bool:
+    given: Any = kind.forward
+    return issubclass(kind, nn.Embedding) and set(inspect.signature(given).parameters) >= ARGUMENTS
+
+
+def padding_of(model: PreTrainedModel, attention_mask: Tensor) -> list[int]:
+    """Per row of a (B, L) mask how many padding tokens the model takes for tokens."""
+    counts = bool(tables_of(model))
+    return (attention_mask == 0).sum(dim=1).tolist() if counts else [0] * len(attention_mask)
+
+
+class _Forward(threading.local):
+    """(B, T) int64, the positions of the forward of this thread."""
+
+    positions: Tensor | None = None
+
+
+_forward = _Forward()
+_lock = threading.Lock()
+# Of tables whose models are active.
+_forwards = OwnForwards()
+
+
+class _Lookup:
+    """The forward of a table: at the positions of the forward that runs in this thread."""
+
+    def __init__(self, table: nn.Module):
+        self.plain = table.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        positions = _forward.positions
+        if positions is None:
+            return self.plain(*args, **kwargs)
+        # Some put a dimension in front; the values are those of one line in all of them.
+        found = self.plain(args[0], position_ids=positions.flatten())
+        return found.view(*positions.shape, -1)
+
+
+@contextmanager
+def active(model: PreTrainedModel) -> Iterator[None]:
+    """Let the tables of a model ask for positions."""
+    with ExitStack() as stack, _lock:
+        for table in tables_of(model):
+            if not _forwards.join(table):
+                _forwards.give(table, _Lookup(table))
+            stack.callback(_forwards.leave, table)
+        leave = stack.pop_all()
+    try:
+        yield
+    finally:
+        with _lock:
+            leave.close()
+
+
+@contextmanager
+def told(positions: Tensor) -> Iterator[None]:
+    """Run one forward of an active model at (B, T) int64 positions."""
+    before, _forward.positions = _forward.positions, positions
+    try:
+        yield
+    finally:
+        _forward.positions = before
