@@ -29,6 +29,21 @@ from hf_spec.drafting import costs as round_costs
 from hf_spec.drafting import measured
 from tests.installed import Built, build, install
 
+# Two processes share the files; what lasts minutes begins while there is other work beside it.
+LONGEST = (
+    "tests/examples/test_notebooks.py",
+    "tests/real/test_smollm2.py",
+    "tests/real/test_end_to_end.py",
+    "tests/test_distribution.py",
+    "tests/test_identity.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first."""
+    place = {name: index for index, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(place)))
+
 
 @pytest.fixture(autouse=True)
 def one_thread(request: pytest.FixtureRequest) -> Iterator[None]:

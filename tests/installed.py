@@ -8,9 +8,13 @@ import site
 import subprocess
 import sys
 import tarfile
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from tests.forked_commands import ForkedCommands
 
 ROOT = Path(__file__).parents[1]
 # What a build reads. A copy of it, because a build leaves its own files beside them.
@@ -79,14 +83,14 @@ class User:
     programs: Path
     home: Path
     variables: dict[str, str]
+    _forks: list[ForkedCommands] = field(default_factory=list, repr=False)
 
     def run(self, program: str, *arguments: Any) -> subprocess.CompletedProcess[str]:
         """Run a program of the environment, which must end with status 0."""
-        known = {name: os.environ[name] for name in os.environ if name not in OWN_VARIABLES}
         done = subprocess.run(
             [self.programs / program, *map(str, arguments)],
             cwd=self.home,
-            env={**known, **self.variables},
+            env=self._environment(),
             check=False,
             capture_output=True,
             text=True,
@@ -94,9 +98,27 @@ class User:
         assert done.returncode == 0, f"{program} {arguments}: {done.stdout}{done.stderr}"
         return done
 
+    @contextmanager
+    def forking(self, scratch: Path) -> Iterator[None]:
+        """Inside the block `hf_spec` starts no interpreter; see `ForkedCommands`."""
+        python = self.programs / "python"
+        self._forks.append(ForkedCommands(python, self.home, scratch, self._environment()))
+        try:
+            yield
+        finally:
+            self._forks.pop().close()
+
     def hf_spec(self, *arguments: Any) -> str:
-        """What `hf-spec` prints."""
-        return self.run("hf-spec", *arguments).stdout
+        """What `hf-spec` prints, which must end with status 0."""
+        if not self._forks:
+            return self.run("hf-spec", *arguments).stdout
+        status, out, err = self._forks[-1].run([str(argument) for argument in arguments])
+        assert status == 0, f"hf-spec {arguments}: {out}{err}"
+        return out
+
+    def _environment(self) -> dict[str, str]:
+        known = {name: os.environ[name] for name in os.environ if name not in OWN_VARIABLES}
+        return {**known, **self.variables}
 
     def python(self, code: str) -> str:
         """What a program prints."""

@@ -22,7 +22,6 @@ import torch
 from hf_spec_kernels import RaggedLayout, Scoring, kv_write, ragged_tree_attention, serves
 from hf_spec_kernels.ragged_tree_attention import MAX_HEAD_SIZE
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -33,6 +32,7 @@ from transformers.masking_utils import sdpa_mask
 
 from hf_spec.devices.transfer import send
 from hf_spec.errors import UnsupportedError
+from hf_spec.execution.host_attention import Alike, attend, store, together
 from hf_spec.execution.kv_cache import KVPool
 from hf_spec.execution.ragged_layout import ragged_layout, tensors_of, with_tensors, write_places
 from hf_spec.execution.segment import Segment
@@ -74,7 +74,17 @@ class PackedStep:
     @cached_property
     def on_host(self) -> tuple[RaggedLayout, Tensor]:
         """What the kernels read: the layout, and (2, T) where each token is stored."""
-        return ragged_layout(self.segments), write_places(self.writes, self.segments[-1].end)
+        return ragged_layout(self.segments), self.where
+
+    @cached_property
+    def where(self) -> Tensor:
+        """(2, T) on the host where each token is stored."""
+        return write_places(self.writes, self.segments[-1].end)
+
+    @cached_property
+    def groups(self) -> list[Alike]:
+        """What attends in one call where no kernel serves the step."""
+        return together(self.segments)
 
     def layout(self, device: torch.device) -> tuple[RaggedLayout, Tensor]:
         """The same on a device."""
@@ -163,26 +173,7 @@ def attend_stored(
         layout, _ = step.layout(query.device)
         rows = query[0].transpose(0, 1)
         return ragged_tree_attention(rows, keys, values, layout, scoring, impl)[None]
-    num_heads, width = query.shape[1], values.shape[-1]
-    groups, sinks = num_heads // keys.shape[1], scoring.sinks
-    out = query.new_empty(1, query.shape[2], num_heads, width)
-    for segment in step.segments:
-        length = segment.end - segment.start
-        # Query heads of one key head become rows of it: no copy of the keys for grouped queries.
-        rows = query[0, :, segment.start : segment.end]
-        rows = rows.reshape(-1, groups * length, query.shape[-1])
-        attended = _attend(
-            rows,
-            keys[segment.slot, :, : segment.num_keys],
-            values[segment.slot, :, : segment.num_keys],
-            segment.mask(scoring.window, groups, query, scoring.chunk),
-            scoring.scale,
-            scoring.softcap,
-            None if sinks is None else sinks.reshape(-1, groups).repeat_interleave(length, dim=1),
-        )
-        attended = attended.reshape(num_heads, length, width)
-        out[0, segment.start : segment.end] = attended.transpose(0, 1)
-    return out
+    return attend(step.groups, query, keys, values, scoring)
 
 
 def _form(step: PackedStep, query: Tensor, values: Tensor) -> tuple[str, bool]:
@@ -201,9 +192,8 @@ def _store(
         _, where = step.layout(query.device)
         kv_write(key[0].transpose(0, 1), value[0].transpose(0, 1), keys, values, where)
         return
-    for slot, start, end, places in step.writes:
-        keys[slot, :, places] = key[0, :, start:end]
-        values[slot, :, places] = value[0, :, start:end]
+    for states, buffer in ((key, keys), (value, values)):
+        store(step.writes, step.where, states, buffer)
 
 
 def _storage_layer(module: nn.Module) -> int:
@@ -240,31 +230,6 @@ def _mask_window(module: nn.Module) -> int | None:
     if kinds is not None and kinds[module.layer_idx] != "sliding_attention":
         return None
     return getattr(config, "sliding_window", None)
-
-
-def _attend(  # noqa: PLR0913 - one entry per term of the formula
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scaling: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """Attention of (H_kv, R, D) queries on (H_kv, S, D) keys; by hand where SDPA lacks a part."""
-    if softcap is None and sinks is None:
-        return F.scaled_dot_product_attention(
-            query[None], key[None], value[None], attn_mask=mask, scale=scaling
-        )[0]
-    scores = query @ key.transpose(-1, -2) * (scaling or query.shape[-1] ** -0.5)
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    if mask is not None:
-        scores = scores + mask
-    if sinks is not None:
-        scores = torch.cat([scores, sinks[..., None].to(scores.dtype)], dim=-1)
-    weights = scores.softmax(dim=-1, dtype=torch.float32).to(value.dtype)
-    return weights[..., : key.shape[-2]] @ value
 
 
 def register() -> None:
