@@ -160,7 +160,7 @@ class TestFalcon:
 
 
 class TestEagle:
-    SMALL = ("--epochs", 2, "--batch-tokens", 60, "--dtype", "float32", "--vocabulary", 50)
+    SMALL = ("--epochs", 2, "--batch-tokens", 60, "--dtype", "float32", "--vocabulary", 40)
 
     def test_it_trains_and_the_next_command_works(
         self, model_folder: Path, responses: Path, tmp_path: Path
@@ -175,7 +175,7 @@ class TestEagle:
         assert list(responses.with_suffix(".features-of-4").glob("*.safetensors"))
         told = json.loads((out / "config.json").read_text())
         assert told["transformer_layer_config"]["intermediate_size"] == 16
-        assert told["draft_vocab_size"] == 50
+        assert told["draft_vocab_size"] == 40
         words = next_step(result)
         assert words[:4] == ["bench", str(model_folder), "--strategy", f"eagle@{out}"]
         result = run(*words, *short_bench(tmp_path))
