@@ -21,6 +21,7 @@ from hf_spec.strategies.registry import make_drafter
 from tests.published_heads import plain_config, sample, save
 from tests.tiny_models import (
     TIMINGS,
+    VOCAB,
     build,
     disco_adapter,
     prompts,
@@ -82,6 +83,12 @@ class TestLengths:
         output = generate(config, sample("eagle3").folder, **inputs)
         assert torch.equal(output.sequences, build("llama").generate(**inputs))
 
+    def test_a_parallel_head_goes_no_further_than_its_masks(self) -> None:
+        config = EagleConfig(width=VOCAB, max_draft_tokens=2, length_policy="heuristic")
+        inputs = {"input_ids": repetitive_prompt(9), "max_new_tokens": 12, "do_sample": False}
+        output = generate(config, sample("peagle").folder, **inputs)
+        assert torch.equal(output.sequences, build("llama").generate(**inputs))
+
     def test_measured_where_no_size_is_given(self) -> None:
         folder, model = sample("eagle3").folder, build("llama")
         assert isinstance(make_drafter(EagleConfig(), model, folder), SelfTimedDrafter)
@@ -137,7 +144,7 @@ class TestAssistants:
 
     def test_other_folders(self, tmp_path: Path) -> None:
         build("llama").save_pretrained(tmp_path / "model")
-        with pytest.raises(AssistantError, match="no published head.*'draft' or 'tree'"):
+        with pytest.raises(AssistantError, match=r"no published head.*'draft' or 'tree'"):
             generate("eagle", str(tmp_path / "model"), input_ids=repetitive_prompt())
         (tmp_path / "model" / "config.json").write_text(json.dumps({"hydra_num_heads": 1}))
         for strategy in ("eagle", "draft", "auto"):
