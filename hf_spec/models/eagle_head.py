@@ -167,12 +167,11 @@ class EagleHead(nn.Module):
         stack, full_size = self.attention, num_embeddings(target)
         # The feature is normed already where that is handed on.
         norm = nn.Identity() if self.spec.norm_output else stack.norm
-        scores: Any = getattr(stack, "lm_head", None)
-        if scores is None:
-            scores = _head_of(self.spec, target)
+        own = getattr(stack, "lm_head", None)
+        scores: Any = _head_of(self.spec, target) if own is None else own
         num_known = scores.weight.shape[0]
         vocabulary = _vocabulary(self.spec.what, offsets, num_known, full_size)
-        if scores is getattr(stack, "lm_head", None) and num_known > full_size:
+        if own is not None and num_known > full_size:
             # Rows that pad the published vocabulary.
             scores.weight = nn.Parameter(scores.weight[:full_size], requires_grad=False)
         if vocabulary is not None:
