@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -137,7 +138,6 @@ def test_no_table_of_positions_and_scaling_survives() -> None:
     scaled = build_head(changed(rope_scaling=scaling)[0], build("llama"))
     slow = plain.attention.rotary_emb.inv_freq[-1] / scaled.attention.rotary_emb.inv_freq[-1]
     assert slow == pytest.approx(8.0)
-    assert not any(8 in weight.shape[:1] for weight in plain.attention.buffers() if weight.ndim > 1)
 
 
 class TestVocabulary:
@@ -210,6 +210,11 @@ class TestEmbedding:
 
 
 class TestRefused:
+    def test_latent_attention(self) -> None:
+        tensors = {"layers.0.self_attn.kv_a_proj_with_mqa.weight": (4, 4)}
+        with pytest.raises(AssistantError, match="multi-head latent attention"):
+            build_head(changed(tensors)[0], build("llama"))
+
     def test_another_target(self) -> None:
         with pytest.raises(AssistantError, match="hidden size 64; this one has 32"):
             build_head(changed(target_hidden_size=64)[0], build("llama"))
@@ -239,10 +244,17 @@ class TestRefused:
             build_head(replace(head, tensors=tensors), build("llama"))
 
 
+def test_another_target_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    """Sizes may be equal: only the name tells."""
+    model = copy.copy(build("llama"))
+    model.config = copy.copy(model.config)
+    model.config.name_or_path = "org/own"
+    build_head(published("speculators"), model)
+    assert "was trained for org/other; drafts for org/own may be bad" in caplog.text
+
+
 def test_half_precision() -> None:
     """Features overflow in float16, so a head for such a target is in bfloat16."""
-    import copy
-
     model = copy.deepcopy(build("llama")).half()
     head = build_head(published(), model)
     assert head.attention.fc.weight.dtype == torch.bfloat16

@@ -21,6 +21,7 @@ from hf_spec.strategies.registry import make_drafter
 from tests.published_heads import plain_config, sample, save
 from tests.tiny_models import (
     TIMINGS,
+    VOCAB,
     build,
     disco_adapter,
     prompts,
@@ -80,6 +81,12 @@ class TestLengths:
         config = EagleConfig(tree=tree, width=4, length_policy=policy, adapter=adapter)
         inputs = {"input_ids": repetitive_prompt(9), "max_new_tokens": 6, "do_sample": False}
         output = generate(config, sample("eagle3").folder, **inputs)
+        assert torch.equal(output.sequences, build("llama").generate(**inputs))
+
+    def test_a_parallel_head_goes_no_further_than_its_masks(self) -> None:
+        config = EagleConfig(width=VOCAB, max_draft_tokens=2, length_policy="heuristic")
+        inputs = {"input_ids": repetitive_prompt(9), "max_new_tokens": 12, "do_sample": False}
+        output = generate(config, sample("peagle").folder, **inputs)
         assert torch.equal(output.sequences, build("llama").generate(**inputs))
 
     def test_measured_where_no_size_is_given(self) -> None:
