@@ -24,6 +24,7 @@ from hf_spec import (
     BlockConfig,
     DiscoConfig,
     DraftConfig,
+    EagleConfig,
     FalconConfig,
     GsdConfig,
     HeadsConfig,
@@ -42,6 +43,7 @@ from hf_spec.models.falcon_head import FalconHead, FalconShape
 from hf_spec.verify.distribution import IMPOSSIBLE, chi_square
 from tests.biased_rules import NoResidual, RedrawnBonus, SiblingsWithoutUpdate
 from tests.feature_reference import deepspec, medusa
+from tests.published_heads import random_tensors, save
 from tests.tiny_models import TIMINGS, random_adaptive_tokens, save_disco_adapter
 
 VOCAB = 8
@@ -113,6 +115,24 @@ def falcon_head() -> FalconHead:
     return FalconHead(tiny(0), FalconShape(1, 1), None).requires_grad_(False).eval()
 
 
+@cache
+def eagle_head() -> str:
+    """Folder of an EAGLE-1 head, which lasts as long as the session."""
+    shapes = {
+        "fc.weight": (16, 32),
+        "layers.0.self_attn.q_proj.weight": (16, 16),
+        "layers.0.self_attn.k_proj.weight": (8, 16),
+        "layers.0.self_attn.v_proj.weight": (8, 16),
+        "layers.0.self_attn.o_proj.weight": (16, 16),
+        "layers.0.mlp.gate_proj.weight": (16, 16),
+        "layers.0.mlp.up_proj.weight": (16, 16),
+        "layers.0.mlp.down_proj.weight": (16, 16),
+        "layers.0.post_attention_layernorm.weight": (16,),
+    }
+    config = {"model_type": "eagle", "num_attention_heads": 2, "rms_norm_eps": 1e-5}
+    return save("tiny", config, random_tensors(shapes))
+
+
 # The published loop verifies in its second forward, which leaves one draft of three tokens.
 SDSAT_TREE = [(0,), (1,), (2,), (0, 0), (0, 1), (2, 0)]
 
@@ -164,6 +184,14 @@ def arguments(strategy: str) -> dict[str, Any]:
         "falcon": {
             "spec_strategy": FalconConfig(tree=[(0,), (1,), (2,), (0, 0), (0, 1), (2, 0)]),
             "assistant": falcon_head(),
+        },
+        "eagle": {
+            "spec_strategy": EagleConfig(width=3, max_draft_tokens=2, max_nodes=8),
+            "assistant": eagle_head(),
+        },
+        "eagle chain": {
+            "spec_strategy": EagleConfig(tree="chain", max_draft_tokens=2),
+            "assistant": eagle_head(),
         },
         "sdsat": {"spec_strategy": SdsatConfig(tree=SDSAT_TREE), "assistant": adaptive()},
         "sdsat fused": {
@@ -320,6 +348,9 @@ CASES = [
     ("block surely", PLAIN),
     ("block tree", REPETITION),
     ("heads", PLAIN),
+    ("eagle", REPETITION),
+    ("eagle chain", PLAIN),
+    ("eagle chain", REPETITION),
     ("sdsat", PLAIN),
     ("sdsat", REPETITION),
     ("sdsat fused", PLAIN),
@@ -352,6 +383,7 @@ def test_what_the_prefix_forbids_never_comes(strategy: str) -> None:
         "merging",
         "falcon",
         "block",
+        "eagle chain",
         "sdsat",
         "sdsat fused",
         "siblings",
@@ -436,7 +468,7 @@ def draft_that_peeks(self: DraftModelDrafter, state: Any, limits: Any) -> DraftT
 class TestBrokenTwins:
     """What the test above must not let pass."""
 
-    @pytest.mark.parametrize("strategy", ["draft", "siblings"])
+    @pytest.mark.parametrize("strategy", ["draft", "siblings", "eagle chain"])
     def test_rejection_without_residual(
         self, strategy: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -448,7 +480,7 @@ class TestBrokenTwins:
         assert worst_p_value([REPETITIVE], PLAIN, "siblings") < REJECTED
 
     @pytest.mark.parametrize(
-        "strategy", ["lookup", "tree", "falcon", "heads", "sdsat fused", "auto"]
+        "strategy", ["lookup", "tree", "falcon", "eagle", "heads", "sdsat fused", "auto"]
     )
     def test_bonus_redrawn_after_a_miss(
         self, strategy: str, monkeypatch: pytest.MonkeyPatch

@@ -262,6 +262,14 @@ def _heads(name: str) -> dict[str, Any]:
     return {"spec_strategy": hf_spec.HeadsConfig(tree=wide_tree()), "assistant": medusa()}
 
 
+def _eagle(name: str) -> dict[str, Any]:
+    from tests.published_heads import sample
+
+    # Every token is proposed once, so that a head of random weights is right in every round.
+    config = hf_spec.EagleConfig(width=VOCAB, max_draft_tokens=1, max_nodes=VOCAB)
+    return {"spec_strategy": config, "assistant": sample("every token").folder}
+
+
 def _auto(name: str) -> dict[str, Any]:
     config = hf_spec.AutoConfig(timings=TIMINGS)
     return {"spec_strategy": config, "assistant": draft_model(name)}
@@ -275,6 +283,7 @@ _ROWS: dict[str, Callable[[str], dict[str, Any]]] = {
     "tree": lambda name: {"spec_strategy": "tree", "assistant": draft_model(name)},
     "gsd": lambda name: {"spec_strategy": "gsd", "assistant": draft_model(name)},
     "disco": lambda name: {"spec_strategy": "disco", "assistant": disco_adapter(name)},
+    "eagle": _eagle,
     "falcon": _falcon,
     "sdsat": _sdsat,
     "block": _block,
