@@ -10,7 +10,7 @@ DeepSpec, adds the heads of `hf_spec.models.markov`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,9 +130,10 @@ class BlockHead(nn.Module):
         """One pass, however many of its places are drafted."""
         return 1
 
-    def context(self, states: Tensor) -> Tensor:
-        """(T, n * H) hidden states of the target, layer beside layer -> (T, width)."""
-        return self.hidden_norm(self.fc(states.to(self.device, self.dtype)))
+    def context(self, states: Sequence[Tensor]) -> Tensor:
+        """(T, H) states of each of the target's layers `hidden_layers` -> (T, width)."""
+        joined = torch.cat([part.to(self.device, self.dtype) for part in states], dim=-1)
+        return self.hidden_norm(self.fc(joined))
 
     def rotation(self, positions: Tensor) -> Rotation:
         """Of (T,) int64 positions."""

@@ -25,6 +25,9 @@ from hf_spec.execution.segment import Segment
 from hf_spec.execution.step_graphs import StepGraphs
 from hf_spec.models.block_head import BlockHead, LayerKind
 
+# Tokens of a prompt; bounds what is joined of several layers.
+LEARNED_AT_ONCE = 4096
+
 
 class BlockRunner:
     """A head, what it knows of `num_rows` sequences, and its passes."""
@@ -63,8 +66,8 @@ class BlockRunner:
     @fast_products()
     def learn(self, spans: Mapping[int, tuple[int, int]], states: Sequence[Tensor]) -> None:
         """See `ProposalRunner`."""
-        joined = torch.cat([s.to(self.device, self.head.dtype) for s in states], dim=-1)
-        context = self.head.context(joined)
+        parts = zip(*(layer.split(LEARNED_AT_ONCE) for layer in states), strict=True)
+        context = torch.cat([self.head.context(part) for part in parts])
         counts = [count for _, count in spans.values()]
         for (row, (first, _)), mine in zip(spans.items(), context.split(counts), strict=True):
             if not self.knows(row):

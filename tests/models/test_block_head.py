@@ -40,7 +40,7 @@ def test_heads_of_a_float16_target_compute_in_bfloat16() -> None:
     head = build_block_head(dflash(), half)
     assert head.dtype is torch.bfloat16
     # The sums of such states are too large for float16.
-    states = torch.full((2, len(LAYERS) * SIZE), 6e4, dtype=torch.float16)
-    assert head.context(states).isfinite().all()
+    states = torch.full((2, SIZE), 6e4, dtype=torch.float16)
+    assert head.context([states] * len(LAYERS)).isfinite().all()
     assert head.logits(torch.ones(1, SIZE, dtype=torch.bfloat16)).isfinite().all()
     assert {p.dtype for p in half.parameters()} == {torch.float16}

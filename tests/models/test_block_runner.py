@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hf_spec.adapters.published import PublishedHead
 from hf_spec.execution.step_graphs import padded_steps
+from hf_spec.models import block_runner
 from hf_spec.models.block_reading import build_block_head
 from hf_spec.models.block_runner import BlockRunner
 from tests.feature_reference import (
@@ -136,6 +137,11 @@ def test_what_a_block_stores_does_not_survive(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(BlockRunner, "_run", keeping)
     assert gap(*HEADS["z-lab"]) > 1e-2
+
+
+def test_prompts_are_read_in_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_runner, "LEARNED_AT_ONCE", 4)
+    assert gap(*HEADS["z-lab"]) < 1e-5
 
 
 def test_steps_in_the_form_of_graphs() -> None:
