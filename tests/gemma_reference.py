@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +46,13 @@ def gemma4(shared: int = 0) -> PreTrainedModel:
     return model
 
 
+@lru_cache(16)
 @torch.no_grad()
-def past(model: PreTrainedModel, text: Sequence[int]) -> tuple[Any, Tensor]:
+def past(model: PreTrainedModel, text: tuple[int, ...]) -> tuple[Any, Tensor]:
     """Keys and values of a text by layer, those of windows whole, and (H,) its last state."""
     kept = DynamicCache()
     output = model(
-        torch.tensor([list(text)]), past_key_values=kept, output_hidden_states=True, use_cache=True
+        torch.tensor([text]), past_key_values=kept, output_hidden_states=True, use_cache=True
     )
     return kept.layers, output.hidden_states[-1][0, -1]
 
@@ -60,7 +61,7 @@ def published(model: PreTrainedModel, groups: int | None = None) -> PublishedHea
     """A random assistant for a model, as it is published."""
     config: Any = model.config.get_text_config()
     layers = storing_layers(config)
-    kept, state = past(model, [5, 6, 7])
+    kept, state = past(model, (5, 6, 7))
     torch.manual_seed(6)
     hidden, heads = state.shape[0], config.num_attention_heads
     vocab_size = num_embeddings(model)
@@ -125,7 +126,7 @@ def reference(
     head: PublishedHead, model: PreTrainedModel, text: Sequence[int], path: Sequence[int]
 ) -> Tensor:
     """(V,) logits after the drafted tokens `path` below the last token of `text`."""
-    kept, state = past(model, text[:-1])
+    kept, state = past(model, tuple(text[:-1]))
     embedding: Any = model.get_input_embeddings()
     for token in (text[-1], *path):
         embedded = embedding(torch.tensor(token))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import copy
 import json
 import shutil
 import tempfile
@@ -18,8 +19,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
+from transformers.modeling_layers import MtpModel
 
 from hf_spec.models.mtp_head import MtpHead, own_head
+from hf_spec.models.mtp_layouts import find_module, own_names
 from tests import tiny_models
 from tests.tiny_models import LLAMA_LIKE, VOCAB
 
@@ -95,11 +98,11 @@ def _head(folder: str, layout: str) -> MtpHead:
     return own_head(sample(Path(folder).name.partition("-")[0], layout).model)
 
 
-@cache
-def sample(name: str, layout: str) -> Sample:
-    """A random module in the files of the named model, loaded from them as users do."""
-    model = target(name)
-    folder = scratch() / f"{name}-{layout}"
+def module_for(
+    model: PreTrainedModel, layout: str, folder: Path | None = None
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """A random module: its parts, its layer, both as stored; and the model's own tensors."""
+    folder = folder or scratch() / f"other-{layout}"
     model.save_pretrained(folder)
     weights = load_file(folder / "model.safetensors")
     depth, width = model.config.num_hidden_layers, model.config.hidden_size
@@ -113,7 +116,7 @@ def sample(name: str, layout: str) -> Sample:
         drawn = torch.randn(tensor.shape, generator=generator) * 0.25
         return 1 + drawn if tensor.ndim == 1 and not plain else drawn
 
-    centred = "qwen3_next" in name
+    centred = "Qwen3Next" in type(model).__name__
     layer = {
         key.rpartition(own)[2]: noise(tensor, centred or "norm" not in key)
         for key, tensor in weights.items()
@@ -128,10 +131,35 @@ def sample(name: str, layout: str) -> Sample:
         # Copies that are not to be taken.
         stored[f"{prefix}embed_tokens.weight"] = torch.zeros(VOCAB, width)
         stored[f"{prefix}shared_head.head.weight"] = torch.zeros(VOCAB, width)
+    return parts, layer, stored, weights
+
+
+@cache
+def sample(name: str, layout: str) -> Sample:
+    """A random module in the files of the named model, loaded from them as users do."""
+    model = target(name)
+    folder = scratch() / f"{name}-{layout}"
+    parts, layer, stored, weights = module_for(model, layout, folder)
     save_file({**weights, **stored}, folder / "model.safetensors", {"format": "pt"})
     loaded = type(model).from_pretrained(folder).eval()
     loaded.generation_config = model.generation_config
     return Sample(layout, loaded, parts, layer, stored)
+
+
+@cache
+def random_mtp_head(name: str) -> MtpHead:
+    """A random head for a model of the matrix, which was not loaded from files."""
+    return head_for(target(name), sample(name, "qwen").stored)
+
+
+def head_for(model: PreTrainedModel, stored: dict[str, Tensor] | None = None) -> MtpHead:
+    """A head of the stored tensors, or of random ones."""
+    stored = stored or module_for(model, "qwen")[2]
+    found = find_module(stored, model.config.get_text_config().num_hidden_layers)
+    assert found is not None
+    names = own_names(stored, *found)
+    tensors = {own: stored[key] for key, own in names.items()}
+    return MtpHead("a random head", found[0], tensors, model)
 
 
 def save_speculators(found: Sample, folder: Path) -> str:
@@ -209,3 +237,69 @@ class Reference:
 def _turned(heads: Tensor, angles: Tensor) -> Tensor:
     halves = torch.complex(*heads.chunk(2, dim=-1)) * torch.polar(torch.ones_like(angles), angles)
     return torch.cat([halves.real, halves.imag], dim=-1)
+
+
+def own_layer(found: Sample) -> Callable[[Tensor], Tensor]:
+    """The module's layer as one of the target's class, called without a cache."""
+    decoder: Any = found.model.get_decoder()
+    last = len(decoder.layers) - 1
+    stored = {f"model.layers.{last}.{name}": tensor for name, tensor in found.layer.items()}
+    # The target's own loading knows how experts are stored.
+    config = copy.deepcopy(found.model.config)
+    config._name_or_path = ""
+    rest = {k: t for k, t in plain_weights(found).items() if k not in stored}
+    whole = type(found.model).from_pretrained(None, config=config, state_dict={**rest, **stored})
+    loaded: Any = whole.eval().get_decoder()
+
+    def run(hidden: Tensor) -> Tensor:
+        count = len(hidden)
+        positions = torch.arange(count)[None]
+        mask = torch.zeros(count, count).masked_fill(
+            torch.ones(count, count).triu(1).bool(), torch.finfo(torch.float).min
+        )
+        output = loaded.layers[-1](
+            hidden[None],
+            attention_mask=mask[None, None],
+            position_ids=positions,
+            position_embeddings=loaded.rotary_emb(hidden[None], positions),
+        )
+        return (output if isinstance(output, Tensor) else output[0])[0]
+
+    return run
+
+
+def plain_weights(found: Sample) -> dict[str, Tensor]:
+    """The stored tensors of the target alone."""
+    stored = load_file(Path(found.model.name_or_path) / "model.safetensors")
+    return {name: tensor for name, tensor in stored.items() if name not in found.stored}
+
+
+class TheirReference(Reference):
+    """The module run by transformers' own `MtpModel`, without a cache."""
+
+    def __init__(self, found: Sample):
+        super().__init__(found)
+        theirs = MtpModel(found.model, 1)
+        copied = own_layer_weights(found)
+        theirs.layers[0].mtp_block.load_state_dict(copied)
+        for index, name in enumerate(("enorm", "hnorm", "eh_proj", "post_norm")):
+            getattr(theirs.layers[0], name).weight.data = self.part(index).clone()
+        self.theirs = theirs.eval()
+        self.theirs.layers[0].mtp_block.register_forward_hook(self._note)
+
+    def outputs(self, tokens: Sequence[int], features: Tensor) -> Tensor:
+        """(T, H) what the layer gives for pairs; the first has no embedding."""
+        embedding: Any = self.model.get_input_embeddings()
+        embedded = embedding(torch.tensor([list(tokens)])).clone()
+        embedded[:, 0] = 0
+        positions = torch.arange(len(tokens))[None]
+        self.theirs.forward_layer(0, features[None], positions, None, inputs_embeds=embedded)
+        return self._raw[0]
+
+    def _note(self, module: Any, inputs: Any, output: Any) -> None:
+        self._raw = output if isinstance(output, Tensor) else output[0]
+
+
+def own_layer_weights(found: Sample) -> dict[str, Tensor]:
+    """The layer's weights in the form that the target's class has them."""
+    return dict(found.head.attention.layers[0].state_dict())

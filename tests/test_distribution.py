@@ -31,6 +31,7 @@ from hf_spec import (
     GsdConfig,
     HeadsConfig,
     LookupConfig,
+    MtpConfig,
     PardConfig,
     SdsatConfig,
     TreeConfig,
@@ -45,10 +46,12 @@ from hf_spec.execution.tree import DraftTree
 from hf_spec.models.falcon_head import FalconHead, FalconShape
 from hf_spec.models.gemma_assistant import GemmaAssistant
 from hf_spec.models.gemma_assistant import build as build_assistant
+from hf_spec.models.mtp_head import MtpHead
 from hf_spec.verify.distribution import IMPOSSIBLE, chi_square
 from tests.biased_rules import NoResidual, RedrawnBonus, SiblingsWithoutUpdate
 from tests.feature_reference import deepspec, medusa
 from tests.gemma_reference import published
+from tests.mtp_reference import head_for
 from tests.published_heads import random_tensors, save
 from tests.tiny_models import TIMINGS, random_adaptive_tokens, save_disco_adapter
 
@@ -150,6 +153,11 @@ def eagle_head() -> str:
 @cache
 def gemma_assistant() -> GemmaAssistant:
     return build_assistant(published(tiny(0)), tiny(0))
+
+
+@cache
+def mtp_head() -> MtpHead:
+    return head_for(tiny(0))
 
 
 # The published loop verifies in its second forward, which leaves one draft of three tokens.
@@ -256,6 +264,11 @@ def arguments(strategy: str) -> dict[str, Any]:
         "gemma chain": {
             "spec_strategy": GemmaAssistantConfig(max_draft_tokens=2),
             "assistant": gemma_assistant(),
+        },
+        "mtp": {"spec_strategy": MtpConfig(max_draft_tokens=2), "assistant": mtp_head()},
+        "mtp tree": {
+            "spec_strategy": MtpConfig(tree="dynamic", width=3, max_draft_tokens=2, max_nodes=8),
+            "assistant": mtp_head(),
         },
         "tree": {"spec_strategy": TreeConfig(children=2, max_nodes=6), "assistant": draft},
         "siblings": {
@@ -376,11 +389,6 @@ CASES = [
     ("tree", PLAIN),
     ("tree", REPETITION),
     ("pard", TOP_K),
-    ("pard", REPETITION),
-    ("pard tree", TOP_P),
-    ("gemma assistant", TOP_K),
-    ("gemma assistant", REPETITION),
-    ("gemma chain", PLAIN),
     ("falcon", PLAIN),
     ("falcon", TOP_K),
     ("falcon", REPETITION),
@@ -400,11 +408,32 @@ CASES = [
     ("siblings", TOP_K),
     ("siblings", REPETITION),
 ]
+# What these add to the others is tested of each by itself; here they take time.
+SLOW_CASES = [
+    ("pard", REPETITION),
+    ("pard tree", TOP_P),
+    ("gemma assistant", TOP_K),
+    ("gemma assistant", REPETITION),
+    ("gemma chain", PLAIN),
+    ("mtp", TOP_K),
+    ("mtp tree", REPETITION),
+]
+SLOW = pytest.mark.slow
+SLOW_CHAINS = [pytest.param(name, marks=SLOW) for name in ("gemma chain", "mtp")]
+SLOW_TREES = [
+    pytest.param(name, marks=SLOW) for name in ("pard tree", "gemma assistant", "mtp tree")
+]
 NAMES = [f"{strategy}-{'-'.join(settings) or 'plain'}" for strategy, settings in CASES]
 
 
 @pytest.mark.parametrize(("strategy", "settings"), CASES, ids=NAMES)
 def test_joint_distribution_of_the_first_tokens(strategy: str, settings: dict[str, Any]) -> None:
+    assert worst_p_value([REPETITIVE], settings, strategy) > ALPHA
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "settings"), SLOW_CASES)
+def test_drafters_that_others_publish(strategy: str, settings: dict[str, Any]) -> None:
     assert worst_p_value([REPETITIVE], settings, strategy) > ALPHA
 
 
@@ -421,8 +450,9 @@ def test_what_the_prefix_forbids_never_comes(strategy: str) -> None:
         "measured",
         "disco",
         "merging",
-        "pard",
-        "gemma chain",
+        pytest.param("pard", marks=SLOW),
+        pytest.param("gemma chain", marks=SLOW),
+        pytest.param("mtp", marks=SLOW),
         "falcon",
         "eagle chain",
         "block",
@@ -510,9 +540,7 @@ def draft_that_peeks(self: DraftModelDrafter, state: Any, limits: Any) -> DraftT
 class TestBrokenTwins:
     """What the test above must not let pass."""
 
-    @pytest.mark.parametrize(
-        "strategy", ["draft", "siblings", "eagle chain", "pard", "gemma chain"]
-    )
+    @pytest.mark.parametrize("strategy", ["draft", "siblings", "eagle chain", "pard", *SLOW_CHAINS])
     def test_rejection_without_residual(
         self, strategy: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -525,17 +553,7 @@ class TestBrokenTwins:
 
     @pytest.mark.parametrize(
         "strategy",
-        [
-            "lookup",
-            "tree",
-            "pard tree",
-            "gemma assistant",
-            "falcon",
-            "eagle",
-            "heads",
-            "sdsat fused",
-            "auto",
-        ],
+        ["lookup", "tree", *SLOW_TREES, "falcon", "eagle", "heads", "sdsat fused", "auto"],
     )
     def test_bonus_redrawn_after_a_miss(
         self, strategy: str, monkeypatch: pytest.MonkeyPatch

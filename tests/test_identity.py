@@ -22,11 +22,11 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from hf_spec import SpecGenerateOutput, UnsupportedError
 from hf_spec.outputs import RowStats
 from tests import tiny_models
-from tests.tiny_models import ARCHITECTURES
+from tests.tiny_models import ARCHITECTURES, PUBLISHED
 from tests.tiny_models import STRATEGIES as ALL_STRATEGIES
 
 # Without drafts nothing can be accepted; tests/strategies/test_none.py has that case.
-STRATEGIES = tuple(name for name in ALL_STRATEGIES if name != "none")
+STRATEGIES = tuple(name for name in ALL_STRATEGIES if name not in ("none", *PUBLISHED))
 
 NEW_TOKENS = 16
 UNSAID = tiny_models.VOCAB - 1
@@ -190,6 +190,17 @@ def test_options_in_rotation(name: str, strategy: str) -> None:
         check_refused(name)
         return
     check_option(name, KINDS[turn % len(KINDS)], strategy, option)
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy"), [(name, s) for s, names in PUBLISHED.items() for name in names]
+)
+def test_drafters_that_others_publish(name: str, strategy: str) -> None:
+    accepted = 0
+    for turn, option in enumerate((nothing, nothing, *OPTIONS)):
+        output = check_option(name, KINDS[turn % len(KINDS)], strategy, option)
+        accepted += output.spec_stats.accepted_tokens
+    assert accepted > 0
 
 
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.__name__)

@@ -263,6 +263,13 @@ def _gemma_assistant(name: str) -> dict[str, Any]:
     return {"spec_strategy": config, "assistant": random_assistant(name)}
 
 
+def _mtp(name: str) -> dict[str, Any]:
+    from tests.mtp_reference import random_mtp_head
+
+    config = hf_spec.MtpConfig(**wide_beam())
+    return {"spec_strategy": config, "assistant": random_mtp_head(name)}
+
+
 def _sdsat(name: str) -> dict[str, Any]:
     config = hf_spec.SdsatConfig(tree=wide_tree())
     return {"spec_strategy": config, "assistant": sdsat_adapter(name)}
@@ -305,6 +312,7 @@ _ROWS: dict[str, Callable[[str], dict[str, Any]]] = {
     "pard": lambda name: {"spec_strategy": "pard", "assistant": pard_model(name)},
     "falcon": _falcon,
     "gemma_assistant": _gemma_assistant,
+    "mtp": _mtp,
     "sdsat": _sdsat,
     "block": _block,
     "heads": _heads,
@@ -426,6 +434,16 @@ def left_padded(rows: list[Tensor]) -> dict[str, Tensor]:
     return {"input_ids": input_ids, "attention_mask": mask}
 
 
+# Strategies whose drafters are published for few targets, and models that stand for these here.
+PUBLISHED = {
+    "pard": ("gemma3", "llama"),
+    "gemma_assistant": ("gemma3", "llama"),
+    "mtp": ("deepseek_v3", "gemma3", "llama"),
+}
+
+
 def is_served(name: str, strategy: str) -> bool:
-    """Falcon heads run on models with the attention interface alone."""
+    """Falcon heads run on models with the attention interface alone; see also `PUBLISHED`."""
+    if strategy in PUBLISHED:
+        return name in PUBLISHED[strategy]
     return strategy != "falcon" or takes_packed(build(name))

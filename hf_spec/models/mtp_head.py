@@ -74,22 +74,23 @@ class MtpHead(nn.Module):
         norm = self.attention.norm
         if layout.hands_on_raw:
             self.attention.norm = nn.Identity()
-        # Norms are of the target's class, some of which count weights from one.
-        size, eps = self.hidden_size, self.attention.config.rms_norm_eps
-        own: Any = {"device": target.device, "dtype": target.dtype}
+        size = self.hidden_size
         self.joined = nn.ModuleDict(
             {
-                "embedding_norm": type(norm)(size, eps=eps),
-                "feature_norm": type(norm)(size, eps=eps),
-                "projection": nn.Linear(2 * size, size, bias=False),
+                # Of the target's class: some count weights from one.
+                "embedding_norm": copy.deepcopy(norm),
+                "feature_norm": copy.deepcopy(norm),
+                "projection": nn.Linear(2 * size, size, bias=False, dtype=target.dtype),
             }
-        ).to(**own)
+        ).to(target.device)
         _load(what, self.joined, tensors)
         # The target's, and no part of this module.
         self._shared = [target.get_input_embeddings()]
         reads = norm if layout.hands_on_raw else nn.Identity()
         self.head = OwnHead(reads, target.get_output_embeddings(), None, num_embeddings(target))
-        self.requires_grad_(False).eval()
+        for mine in (self.attention, self.joined, norm):
+            mine.requires_grad_(False)
+        self.eval()
 
     def fuse(self, states: Sequence[Tensor]) -> Tensor:
         """Features (T, H): the target's last states as they are."""

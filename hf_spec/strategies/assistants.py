@@ -146,6 +146,13 @@ def resolve_published(
     )
 
 
+def resolve_inside(strategy: str, target: PreTrainedModel, make: Callable[[], Made]) -> Made:
+    """What a strategy makes of more weights in the files that `target` was loaded from."""
+    name = target.name_or_path
+    what = f"the module for {strategy!r} in {name!r}"
+    return read_once(target, strategy, name, lambda: _made(what, target, make))
+
+
 def strategy_of(name: str) -> str:
     """The strategy that an adapter, a published head or a model is for; "tree" for a model."""
     if is_adapter(name):

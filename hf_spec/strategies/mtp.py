@@ -18,7 +18,7 @@ from hf_spec.drafting.beam_config import BeamConfig
 from hf_spec.drafting.measured import with_policy
 from hf_spec.models.mtp_head import FAMILY, STRATEGY, MtpHead, own_head
 from hf_spec.models.pair_drafter import PairDrafter
-from hf_spec.strategies.assistants import read_once, resolve_published
+from hf_spec.strategies.assistants import resolve_inside, resolve_published
 from hf_spec.strategies.registry import register
 
 
@@ -52,4 +52,4 @@ def _find(target: PreTrainedModel, assistant: object) -> MtpHead:
     if assistant is not None:
         found: MtpHead = resolve_published(STRATEGY, assistant, target, (FAMILY,))
         return found
-    return read_once(target, STRATEGY, target.name_or_path, lambda: own_head(target))
+    return resolve_inside(STRATEGY, target, lambda: own_head(target))

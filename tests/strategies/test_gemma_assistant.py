@@ -25,9 +25,9 @@ from tests.plain_logits import path_to
 from tests.tiny_models import VOCAB, ragged_batch
 
 LENGTHS = (12, 9, 3)
-DEPTH = 3
+DEPTH = 2
 TREE = GemmaAssistantConfig(
-    max_draft_tokens=DEPTH, tree="dynamic", width=16, max_nodes=40, length_policy="static"
+    max_draft_tokens=DEPTH, tree="dynamic", width=40, max_nodes=100, length_policy="static"
 )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +24,14 @@ from hf_spec.models.mtp_head import MtpHead
 from hf_spec.models.pair_drafter import PairDrafter
 from tests import tiny_models
 from tests.drafting.test_model_drafter import start
-from tests.mtp_reference import NAMES, Reference, sample, save_speculators
+from tests.mtp_reference import (
+    NAMES,
+    Reference,
+    TheirReference,
+    own_layer,
+    sample,
+    save_speculators,
+)
 from tests.plain_logits import path_to
 from tests.tiny_models import ragged_batch
 
@@ -81,20 +90,26 @@ class TestParity:
         check_rounds(found.model, found.head, CHAIN, Reference(found).logits)
 
     @pytest.mark.parametrize("broken", ["hides_first", "hands_on_raw", "features_first"])
-    def test_a_wrong_reading_is_seen(self, broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_wrong_reading_is_seen(self, broken: str) -> None:
         """What the tests above must not let pass."""
         found = sample("llama", "index")
-        head = found.head
-        layout = type(head.layout)(
-            **{**vars(head.layout), broken: not getattr(head.layout, broken)}
-        )
-        with monkeypatch.context() as patched:
-            patched.setattr(head, "layout", layout)
-            if broken == "hands_on_raw":
-                patched.setattr(head.attention, "norm", head.head.norm)
-                patched.setattr(head.head, "norm", torch.nn.Identity())
-            with pytest.raises(AssertionError):
-                check_rounds(found.model, head, CHAIN, Reference(found).logits)
+        head = copy.deepcopy(found.head)
+        wrong = {broken: not getattr(head.layout, broken)}
+        head.layout = dataclasses.replace(head.layout, **wrong)
+        if broken == "hands_on_raw":
+            head.attention.norm, head.head.norm = head.head.norm, torch.nn.Identity()
+        with pytest.raises(AssertionError):
+            check_rounds(found.model, head, CHAIN, Reference(found).logits)
+
+    def test_norms_that_count_from_one(self) -> None:
+        """On a hybrid target, with its own layer called without a cache."""
+        found = sample("qwen3_next", "qwen")
+        check_rounds(found.model, found.head, CHAIN, Reference(found, own_layer(found)).logits)
+
+    def test_what_transformers_says(self) -> None:
+        """A DeepSeek-V3 of three layers, whose module transformers itself does not find."""
+        found = sample("deepseek_v3", "index")
+        check_rounds(found.model, found.head, TREE, TheirReference(found).logits)
 
 
 class TestGenerate:
@@ -174,7 +189,7 @@ class TestRefusals:
     def test_a_head_of_another_target(self) -> None:
         head = sample("llama", "qwen").head
         with pytest.raises(AssistantError, match="trained for"):
-            tiny_models.build("qwen3").generate(
+            tiny_models.build("llama", 1).generate(
                 torch.tensor([[5]]), spec_strategy="mtp", assistant=head
             )
 
