@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
 from typing import Any
 
 from hf_spec.errors import OptionError
@@ -58,7 +59,8 @@ class TextTokens:
         self.special = {*tokenizer.all_special_ids, *(token for token, one in added if one.special)}
         plain = self._encode(["a"], False)["input_ids"][0]
         framed = self._encode(["a"], True)["input_ids"][0]
-        self.opening: list[int] = framed[: framed.index(plain[0])] if plain else []
+        added_around = framed[: len(framed) - len(plain)]
+        self.opening: list[int] = list(takewhile(self.special.__contains__, added_around))
 
     @cached_property
     def letter(self) -> int | None:

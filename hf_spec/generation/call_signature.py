@@ -26,7 +26,8 @@ ADDITIONS = {
         "PreTrainedModel | SpecAdapter | LookupStore | str | os.PathLike[str] | Sequence[Any] | "
         "None",
         "What the strategy drafts with: a draft model, an adapter, or the folder or Hub id of "
-        "either; for 'auto' also a list of them; for 'lookup' and 'auto' a `hf_spec.LookupStore`.",
+        "either; for 'auto' also a list of them; for 'lookup' and 'auto' a `hf_spec.LookupStore`. "
+        "With a draft model of another vocabulary `tokenizer` and `assistant_tokenizer` are given.",
     ),
     "max_batch": ("int | None", "With a strategy, most sequences at a time, 8 by default."),
 }

@@ -112,7 +112,7 @@ def _make(config: AutoConfig, target: PreTrainedModel, assistant: object) -> Aut
     store = find_store(config.across_answers, target, stores[0] if stores else None)
     assistants: list[Source] = []
     for given in given_assistants:
-        if given is store:
+        if isinstance(given, LookupStore):
             continue
         strategy = _strategy_of(given, target)
         earlier = sum(source.name.partition("-")[0] == strategy for source in assistants)

@@ -32,7 +32,7 @@ class KnownDrafter:
         strategy: for `spec_strategy=`.
         targets: names of the models that it drafts for, without their owners.
         licence: of its weights; "its card" where the repository's card alone says it.
-        pickled: whether it is published as a pickle, which `hf-spec import-head` converts.
+        pickled: whether it is published as a pickle, which has to be converted first.
     """
 
     repo: str

@@ -61,7 +61,9 @@ def test_the_command(
 ) -> None:
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: learned("bpe"))
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: bpe())
-    monkeypatch.setattr(agent_turns, "load_prompts", lambda per_task: load_prompts(per_task)[:1])
+    monkeypatch.setattr(
+        agent_turns, "load_prompts", lambda per_task: load_prompts(per_task=per_task)[:1]
+    )
     ids = bpe()("the quick brown", return_tensors="pt").input_ids
     monkeypatch.setattr(Prompt, "encode", lambda *_: ids)
     out = tmp_path / "records.json"
