@@ -17,8 +17,6 @@ from hf_spec.decoding.streaming import BatchStreamer
 from hf_spec.errors import OptionError, UnsupportedError
 from hf_spec.execution.kv_cache import check_reusable
 from hf_spec.execution.model_checks import (
-    check_peft_hooks,
-    check_resumable,
     check_rope,
     is_past_rope,
     limits_attention,
@@ -26,6 +24,7 @@ from hf_spec.execution.model_checks import (
 )
 from hf_spec.execution.vocabulary import num_embeddings
 from hf_spec.generation.own_prefill import IMAGE_INPUTS, is_moved
+from hf_spec.generation.target_checks import check_peft_hooks, check_resumable
 
 # Settings that choose another decoding method, and what to say about each.
 OTHER_METHODS = {
