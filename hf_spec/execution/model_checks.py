@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 
-from torch import nn
 from transformers import PreTrainedModel
 
 from hf_spec.devices.distributed_checks import check_sharding, tensor_parallel_size
@@ -13,8 +12,6 @@ from hf_spec.execution.alibi import uses_alibi
 from hf_spec.execution.attention import takes_packed
 from hf_spec.execution.cross_attention import (
     ENCODER_DECODERS,
-    attends_to_encoder,
-    is_lone_decoder,
     takes_positions,
 )
 from hf_spec.execution.mixers import (
@@ -23,11 +20,9 @@ from hf_spec.execution.mixers import (
     mixers_of,
     num_attention_layers,
     num_recurrent_layers,
-    resumes,
     stateful_modules,
 )
 from hf_spec.execution.own_positions import tables_of
-from hf_spec.execution.row_work import BATCHING
 
 # Layers that choose what a token sees; served up to a length, which calls are checked for.
 INDEXED_LAYERS = {"indexed_attention", "minimax_m3_sparse"}
@@ -53,27 +48,6 @@ UNSERVED = {
 
 # What the rectangular path can be shown a tree by; None stands for a class's own.
 MASKED_ATTENTION = (None, "eager", "sdpa")
-
-
-def check_draft(draft: PreTrainedModel, target: PreTrainedModel) -> None:
-    """Refuse draft models that cannot be run on trees, or lack what they attend to.
-
-    A decoder by itself attends to the output of the target's encoder.
-    """
-    check_model(draft)
-    if not attends_to_encoder(draft):
-        return
-    names = type(draft).__name__, type(target).__name__
-    if not target.config.is_encoder_decoder:
-        raise UnsupportedError(f"{names[0]} needs the output of an encoder; {names[1]} has none")
-    # By itself it reads what the target's encoder gives, otherwise what that encoder is given.
-    read = "d_model" if is_lone_decoder(draft) else "num_mel_bins"
-    sizes = [getattr(model.config, read) for model in (draft, target)]
-    if sizes[0] != sizes[1]:
-        raise UnsupportedError(
-            f"{names[0]} has {read} {sizes[0]}, and {names[1]} has {sizes[1]}, so it cannot read "
-            "the same sound"
-        )
 
 
 def check_model(model: object) -> None:
@@ -152,76 +126,6 @@ def _check_attention(model: PreTrainedModel, name: str) -> None:
 
 def _takes_positions(model: PreTrainedModel) -> bool:
     return takes_positions(model) or uses_alibi(model) or bool(tables_of(model))
-
-
-def check_batching(model: PreTrainedModel, batching: str) -> None:
-    """Refuse padding that the layout of the model's inputs does not allow to choose."""
-    chosen = BATCHING[batching]
-    if chosen.pads_kv and not chosen.pads_inputs and not takes_packed(model):
-        raise UnsupportedError(
-            f"batching={batching!r}: {type(model).__name__} takes no attention function, so that "
-            "its inputs are always padded; use 'padded', or 'unpadded' for unpadded storage"
-        )
-
-
-def check_evaluation(model: PreTrainedModel) -> None:
-    """Refuse a target in training mode wherever that changes its forward pass."""
-    training = [module for module in model.modules() if module.training]
-    if not training:
-        return
-    random = any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in training)
-    recomputes = any(getattr(m, "gradient_checkpointing", False) for m in training)
-    config = model.config.get_text_config().to_dict()
-    drops = sorted(k for k, v in config.items() if "drop" in k and isinstance(v, float) and v > 0)
-    if random or recomputes or drops:
-        raise UnsupportedError(
-            f"{type(model).__name__} is in training mode with dropout or gradient checkpointing"
-            f"{' (' + ', '.join(drops) + ')' if drops else ''}; call model.eval() before generate()"
-        )
-
-
-def check_resumable(model: PreTrainedModel) -> None:
-    """Refuse a reused cache where transformers itself goes wrong on several tokens after it."""
-    if not resumes(model):
-        raise UnsupportedError(
-            f"past_key_values: the scan of {type(model).__name__} in transformers forgets its "
-            "state wherever it is given several tokens at once; leave them out"
-        )
-
-
-def check_peft_hooks(model: PreTrainedModel, num_rows: int) -> None:
-    """Refuse what PEFT hangs on its layers for one call, where drafts are not what it expects.
-
-    With `adapter_names=`, and for aLoRA adapters, the layers look for one row per sequence, and
-    count places from the end of a forward. The hooks are taken off before the error, which PEFT
-    leaves to a call that ends well; else they would disturb all calls to come.
-    """
-    hooks = [
-        (module, key, getattr(hook, "keywords", {}))
-        for module in model.modules()
-        for key, hook in module._forward_pre_hooks.items()
-    ]
-    names = next((k["adapter_names"] for *_, k in hooks if "adapter_names" in k), None)
-    offsets = next((k["alora_offsets"] for *_, k in hooks if "alora_offsets" in k), None)
-    reason = None
-    if any(offset is not None for offset in offsets or ()):
-        reason = (
-            "aLoRA adapters begin at a place counted from the end of a forward, where there are "
-            "drafts; generate without spec_strategy"
-        )
-    elif (names or offsets) and num_rows > 1 and takes_packed(model):
-        reason = (
-            f"adapter_names={names!r}: the rows of a step are not padded to rows of equal length, "
-            "where PEFT looks for the adapter of each; call generate() once per adapter, after "
-            "model.set_adapter(name), or with one row at a time"
-        )
-    if reason is None:
-        return
-    for module, key, keywords in hooks:
-        if "adapter_names" in keywords or "alora_offsets" in keywords:
-            module._forward_pre_hooks.pop(key)
-            module._forward_pre_hooks_with_kwargs.pop(key, None)
-    raise UnsupportedError(reason)
 
 
 def limits_attention(model: PreTrainedModel) -> bool:

@@ -29,7 +29,8 @@ def tables_of(model: PreTrainedModel) -> list[nn.Module]:
     """The tables of a model that takes no positions; none if it takes some, or if it has none."""
     if {"position_ids", "decoder_position_ids"} & set(inspect.signature(model.forward).parameters):
         return []
-    return [module for module in model.modules() if _is_table(type(module))]
+    modules: list[Any] = list(model.modules())
+    return [module for module in modules if _is_table(type(module))]
 
 
 @cache

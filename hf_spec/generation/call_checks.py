@@ -18,8 +18,6 @@ from hf_spec.errors import OptionError, UnsupportedError
 from hf_spec.execution.kv_cache import check_reusable
 from hf_spec.execution.latents import caches_latents
 from hf_spec.execution.model_checks import (
-    check_peft_hooks,
-    check_resumable,
     limits_attention,
     takes_images,
 )
@@ -27,6 +25,7 @@ from hf_spec.execution.own_positions import tables_of
 from hf_spec.execution.vocabulary import num_embeddings
 from hf_spec.generation.length_checks import check_index, check_rope, is_past_rope
 from hf_spec.generation.own_prefill import IMAGE_INPUTS, is_moved
+from hf_spec.generation.target_checks import check_peft_hooks, check_resumable
 
 # Settings that choose another decoding method, and what to say about each.
 OTHER_METHODS = {

@@ -24,7 +24,7 @@ from hf_spec.decoding.drafter import Drafter
 from hf_spec.drafting.config import StrategyConfig
 from hf_spec.errors import AssistantError, OptionError, UnsupportedError
 from hf_spec.execution import attention
-from hf_spec.execution.model_checks import check_batching, check_evaluation, check_model
+from hf_spec.execution.model_checks import check_model
 from hf_spec.generation import peft_hook
 from hf_spec.generation.call_checks import Settings, check_arguments, check_settings, check_streamer
 from hf_spec.generation.call_signature import describe
@@ -36,6 +36,7 @@ from hf_spec.generation.generate_batch import (
 )
 from hf_spec.generation.one_call import generate_with
 from hf_spec.generation.own_prefill import read_prompt
+from hf_spec.generation.target_checks import check_batching, check_evaluation
 from hf_spec.outputs import SpecBatchOutput, SpecRequestOutput
 from hf_spec.strategies.assistants import find_assistant
 from hf_spec.strategies.registry import make_drafter, parse_strategy

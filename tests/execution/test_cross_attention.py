@@ -54,12 +54,12 @@ def test_a_forward_is_that_of_the_model() -> None:
         states = model.get_encoder()(sound(2)).last_hidden_state
         runner = ModelRunner(model, 2)
         runner.attend_to(states)
-        texts = [[71, 4, 9, 12], [71, 8]]
+        begun, texts = [[71, 4], [71]], [[71, 4, 9, 12], [71, 8]]
         trees = [([12, 20, 30, 31], [-1, 0, 0, 1]), ([8, 21], [-1, 0])]
         with runner.active():
-            for _ in range(2):
-                output = runner.forward(DraftTree.from_rows(trees), texts)
-                runner.keep([[], []])
+            runner.forward(DraftTree.from_rows([([4], [-1]), ([71], [-1])]), begun)
+            runner.keep([[], []])
+            output = runner.forward(DraftTree.from_rows(trees), texts)
         paths = [([12], 0), ([12, 20], 0), ([12, 30], 0), ([12, 20, 31], 0), ([8], 1), ([8, 21], 1)]
         for node, (path, row) in enumerate(paths):
             whole = torch.tensor([texts[row][:-1] + path])
