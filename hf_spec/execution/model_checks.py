@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 
+import transformers
+from packaging.version import Version
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -23,13 +25,10 @@ from hf_spec.execution.mixers import (
 from hf_spec.execution.own_positions import tables_of
 from hf_spec.execution.row_work import BATCHING
 
-# Layers that choose what a token sees; served up to a length, which calls are checked for.
-INDEXED_LAYERS = {"indexed_attention", "minimax_m3_sparse"}
 # Layers whose past can be taken back: keys and values, the state of a mixer, or nothing at all.
 SERVED_LAYERS = {
     "full_attention",
     "sliding_attention",
-    *INDEXED_LAYERS,
     *RECURRENT_LAYERS,
     *PASTLESS_LAYERS,
 }
@@ -53,7 +52,9 @@ def check_model(model: object) -> None:
     if model.config.is_encoder_decoder:
         raise UnsupportedError(f"{name} is an encoder-decoder; hf_spec serves decoder-only models")
     config = model.config.get_text_config()
-    odd = sorted(set(getattr(config, "layer_types", None) or []) - SERVED_LAYERS)
+    # These choose what a token sees, and calls are checked for where they begin to leave some out.
+    indexed = {"indexed_attention"} if hasattr(config, "index_topk") else set()
+    odd = sorted(set(getattr(config, "layer_types", None) or []) - SERVED_LAYERS - indexed)
     if odd or not _has_known_states(model):
         detail = f"layers of type {', '.join(odd)}" if odd else "a recurrent state of its own kind"
         raise UnsupportedError(
@@ -106,6 +107,8 @@ def _check_attention(model: PreTrainedModel, name: str) -> None:
         reason = "it takes no position_ids, so the branches of a draft tree cannot be placed"
     elif "local" in (getattr(config, "attention_layers", None) or ()):
         reason = "the window of its local layers counts stored tokens, not positions"
+    elif config.model_type == "git" and Version(transformers.__version__) < Version("5.23"):
+        reason = "transformers before 5.23 widens its mask; install a newer one"
     if reason is not None:
         raise UnsupportedError(f"{name} cannot decode draft trees: {reason}")
 
@@ -188,4 +191,6 @@ def check_peft_hooks(model: PreTrainedModel, num_rows: int) -> None:
 def takes_images(model: PreTrainedModel) -> bool:
     """Whether a model reads images beside text; the text model inside says that it does, too."""
     config = model.config
-    return "image" in model.input_modalities and config.get_text_config() is not config
+    # Some versions of transformers do not say so of Qwen3.5.
+    shown = "image" in model.input_modalities or hasattr(config, "vision_config")
+    return shown and config.get_text_config() is not config
