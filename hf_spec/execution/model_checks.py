@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 
+import transformers
+from packaging.version import Version
 from transformers import PreTrainedModel
 
 from hf_spec.devices.distributed_checks import check_sharding, tensor_parallel_size
@@ -24,14 +26,11 @@ from hf_spec.execution.mixers import (
 )
 from hf_spec.execution.own_positions import tables_of
 
-# Layers that choose what a token sees; served up to a length, which calls are checked for.
-INDEXED_LAYERS = {"indexed_attention", "minimax_m3_sparse"}
 # Layers whose past can be taken back: keys and values, the state of a mixer, or nothing at all.
 SERVED_LAYERS = {
     "full_attention",
     "sliding_attention",
     "chunked_attention",
-    *INDEXED_LAYERS,
     *RECURRENT_LAYERS,
     *PASTLESS_LAYERS,
 }
@@ -61,7 +60,9 @@ def check_model(model: object) -> None:
             "branches of a draft tree stand, and decoder-only models"
         )
     config = model.config.get_text_config()
-    odd = sorted(set(getattr(config, "layer_types", None) or []) - SERVED_LAYERS)
+    # These choose what a token sees, and calls are checked for where they begin to leave some out.
+    indexed = {"indexed_attention"} if hasattr(config, "index_topk") else set()
+    odd = sorted(set(getattr(config, "layer_types", None) or []) - SERVED_LAYERS - indexed)
     if odd or not _has_known_states(model):
         detail = f"layers of type {', '.join(odd)}" if odd else "a recurrent state of its own kind"
         raise UnsupportedError(
@@ -120,6 +121,8 @@ def _check_attention(model: PreTrainedModel, name: str) -> None:
         reason = "it takes no position_ids, so the branches of a draft tree cannot be placed"
     elif "local" in (getattr(config, "attention_layers", None) or ()):
         reason = "the window of its local layers counts stored tokens, not positions"
+    elif config.model_type == "git" and Version(transformers.__version__) < Version("5.23"):
+        reason = "transformers before 5.23 widens its mask; install a newer one"
     if reason is not None:
         raise UnsupportedError(f"{name} cannot decode draft trees: {reason}")
 
@@ -138,4 +141,6 @@ def limits_attention(model: PreTrainedModel) -> bool:
 def takes_images(model: PreTrainedModel) -> bool:
     """Whether a model reads images beside text; the text model inside says that it does, too."""
     config = model.config
-    return "image" in model.input_modalities and config.get_text_config() is not config
+    # Some versions of transformers do not say so of Qwen3.5.
+    shown = "image" in model.input_modalities or hasattr(config, "vision_config")
+    return shown and config.get_text_config() is not config

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -29,8 +29,7 @@ def tables_of(model: PreTrainedModel) -> list[nn.Module]:
     """The tables of a model that takes no positions; none if it takes some, or if it has none."""
     if {"position_ids", "decoder_position_ids"} & set(inspect.signature(model.forward).parameters):
         return []
-    modules: list[Any] = list(model.modules())
-    return [module for module in modules if _is_table(type(module))]
+    return [module for module in model.modules() if _is_table(cast(Hashable, type(module)))]
 
 
 @cache

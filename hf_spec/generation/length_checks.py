@@ -9,7 +9,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_spec.errors import UnsupportedError
-from hf_spec.execution.model_checks import INDEXED_LAYERS
 
 # Rotary scalings that look at the longest position of a forward, which a draft would shift.
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
@@ -31,7 +30,9 @@ def check_index(model: PreTrainedModel, max_length: int | None) -> None:
     An index says which earlier tokens matter most; all are chosen as long as they are no more than
     it may choose.
     """
-    most = _index_limit(model.config.get_text_config())
+    config: Any = model.config.get_text_config()
+    indexed = "indexed_attention" in (getattr(config, "layer_types", None) or ())
+    most = config.index_topk if indexed else None
     if most is not None and (max_length is None or max_length > most):
         raise UnsupportedError(
             f"{type(model).__name__} attends to no more than {most} tokens, chosen by an index "
@@ -58,12 +59,3 @@ def _length_dependent_rope(model: PreTrainedModel) -> tuple[str | None, int]:
         or 0
     )
     return (kind if kind in LENGTH_DEPENDENT_ROPE else None), limit
-
-
-def _index_limit(config: Any) -> int | None:
-    """How many tokens an index may choose; None where there is none."""
-    if not INDEXED_LAYERS & set(getattr(config, "layer_types", None) or ()):
-        return None
-    if hasattr(config, "index_topk_blocks"):
-        return int(config.index_topk_blocks * config.index_block_size)
-    return int(getattr(config, "index_topk", None) or config.indexer_budget)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as T
+from packaging.version import Version
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
@@ -266,6 +267,10 @@ def test_layers_that_share_keys_and_values_in_a_reused_cache() -> None:
 
 
 SAMPLED, STEPS, CHOICES = "llava", 3, 4
+MIXED_UP = pytest.mark.skipif(
+    Version(T.__version__) < Version("5.23"),
+    reason="transformers 5.17 itself mixes up images where num_return_sequences is more than 1",
+)
 SAMPLING: dict[str, Any] = {
     "do_sample": True,
     "temperature": 4.0,
@@ -322,10 +327,12 @@ def p_value(calls: int) -> float:
     return chi_square(counts).p_value
 
 
+@MIXED_UP
 def test_sampling_keeps_the_distribution() -> None:
     assert p_value(12) > 1e-6
 
 
+@MIXED_UP
 def test_a_broken_rule_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafter, "ResidualRejection", NoResidual)
     assert p_value(8) < 1e-9
@@ -394,6 +401,9 @@ def test_generate_batch_runs_text_alone() -> None:
         build("paligemma").generate_batch(prompts, max_new_tokens=8, spec_strategy="lookup")
 
 
+@pytest.mark.skipif(
+    Version(T.__version__) < Version("5.23"), reason="GIT is refused with older transformers"
+)
 def test_git_counts_padding() -> None:
     tower = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
     config = T.GitConfig(
