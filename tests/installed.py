@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.forked_commands import ForkedCommands
+from tests.forked_python import ForkedPython
 
 ROOT = Path(__file__).parents[1]
 # What a build reads. A copy of it, because a build leaves its own files beside them.
@@ -22,6 +22,9 @@ SOURCES = ("LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.cfg")
 PACKAGES = ("hf_spec", "kernels/hf_spec_kernels")
 # Variables that lead to this checkout, or that these tests set for themselves.
 OWN_VARIABLES = ("HF_HUB_OFFLINE", "PYTHONPATH", "TRITON_INTERPRET")
+
+# What the program `hf-spec` does.
+COMMAND = "from hf_spec.cli import main; main()"
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ class User:
     programs: Path
     home: Path
     variables: dict[str, str]
-    _forks: list[ForkedCommands] = field(default_factory=list, repr=False)
+    _forks: list[ForkedPython] = field(default_factory=list, repr=False)
 
     def run(self, program: str, *arguments: Any) -> subprocess.CompletedProcess[str]:
         """Run a program of the environment, which must end with status 0."""
@@ -100,9 +103,9 @@ class User:
 
     @contextmanager
     def forking(self, scratch: Path) -> Iterator[None]:
-        """Inside the block `hf_spec` starts no interpreter; see `ForkedCommands`."""
-        python = self.programs / "python"
-        self._forks.append(ForkedCommands(python, self.home, scratch, self._environment()))
+        """Inside the block `hf_spec` starts no interpreter; see `ForkedPython`."""
+        python = str(self.programs / "python")
+        self._forks.append(ForkedPython(python, self.home, scratch, self._environment()))
         try:
             yield
         finally:
@@ -112,9 +115,9 @@ class User:
         """What `hf-spec` prints, which must end with status 0."""
         if not self._forks:
             return self.run("hf-spec", *arguments).stdout
-        status, out, err = self._forks[-1].run([str(argument) for argument in arguments])
-        assert status == 0, f"hf-spec {arguments}: {out}{err}"
-        return out
+        done = self._forks[-1].run(COMMAND, "hf-spec", *map(str, arguments))
+        assert done.status == 0, f"hf-spec {arguments}: {done.out}{done.err}"
+        return done.out
 
     def _environment(self) -> dict[str, str]:
         known = {name: os.environ[name] for name in os.environ if name not in OWN_VARIABLES}
