@@ -2,7 +2,6 @@
 
 from hf_spec import strategies
 from hf_spec.adapters.folder import SpecAdapter
-from hf_spec.adapters.known_heads import heads_for
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.streaming import BatchStreamer, BatchTextStreamer
@@ -44,7 +43,6 @@ __all__ = [
     "custom_generate",
     "disable",
     "enable",
-    "heads_for",
     "known_strategies",
     "register",
     "set_cpu_packing",

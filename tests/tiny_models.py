@@ -253,20 +253,23 @@ def _sdsat(name: str) -> dict[str, Any]:
 def _block(name: str) -> dict[str, Any]:
     from tests.feature_reference import deepspec
 
-    return {"spec_strategy": hf_spec.BlockConfig(tree=wide_tree()), "assistant": deepspec("gated")}
+    return {
+        "spec_strategy": hf_spec.BlockConfig(tree=every_token()),
+        "assistant": deepspec("gated"),
+    }
 
 
 def _heads(name: str) -> dict[str, Any]:
     from tests.feature_reference import medusa
 
-    return {"spec_strategy": hf_spec.HeadsConfig(tree=wide_tree()), "assistant": medusa()}
+    return {"spec_strategy": hf_spec.HeadsConfig(tree=every_token()), "assistant": medusa()}
 
 
 def _eagle(name: str) -> dict[str, Any]:
     from tests.published_heads import sample
 
-    # Every token is proposed once, so that a head of random weights is right in every round.
-    config = hf_spec.EagleConfig(width=VOCAB, max_draft_tokens=1, max_nodes=VOCAB)
+    # Two of three tokens are proposed, so that a head of random weights is right now and then.
+    config = hf_spec.EagleConfig(width=64, max_draft_tokens=1, max_nodes=64)
     return {"spec_strategy": config, "assistant": sample("every token").folder}
 
 
@@ -305,6 +308,11 @@ def wide_tree() -> list[tuple[int, ...]]:
     second = [(rank, below) for rank in range(0, VOCAB, 8) for below in range(8)]
     third = [(*path, rank) for path in second if path[1] == 0 for rank in range(2)]
     return [*first, *second, *third]
+
+
+def every_token() -> list[tuple[int, ...]]:
+    """Rank paths for heads of random weights that list each place once: every first token."""
+    return [*((rank,) for rank in range(VOCAB)), (0, 0), (0, 1), (1, 0)]
 
 
 @cache

@@ -84,8 +84,11 @@ def _unpickled(path: Path) -> dict[str, Tensor]:
 
 
 def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _card(name: str, family: str, digests: Mapping[str, str], folder: Path) -> str:

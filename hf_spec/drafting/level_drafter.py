@@ -205,8 +205,10 @@ class LevelDrafter(Drafter):
         return DraftTree.from_drafts(drafts, state.num_rows, _stack(distributions), probs)
 
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
-        """Tell the policy."""
-        self.accepted(verdict)
+        """Tell the policy how far each row went, in its own tree or one that others are part of."""
+        for row, accepted in enumerate(verdict.accepted):
+            if verdict.tree.nodes(row):
+                self.policy.observe(row, verdict.tree.height(row), len(accepted))
 
     def accepted(self, verdict: Verdict) -> list[list[int]]:
         """Tell the policy; per row the accepted nodes of its graph, up to a merge edge."""

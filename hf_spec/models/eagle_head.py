@@ -97,7 +97,8 @@ class EagleHead(nn.Module):
         self._table = self._embedding(own["embed_tokens.weight"], target, dtype)
         self._scale = spec.hidden_size**0.5 if spec.embedding == "scaled" else 1.0
         self.head = self._reader(own["d2t"], target)
-        self.requires_grad_(False).eval()
+        # Modules of the target, which may be among its own, stay as they are.
+        self.attention.requires_grad_(False).eval()
         self._mask = self._mask_feature(mask, target.device, dtype)
 
     def fuse(self, states: Sequence[Tensor]) -> Tensor:

