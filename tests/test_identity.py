@@ -135,12 +135,16 @@ def speculate(name: str, kind: str, strategy: str, **options: Any) -> SpecGenera
     )
 
 
+PROPOSED = ("block", "heads")
+
 # A random drafter cannot be had to do this everywhere; the other kind of batch stands in.
 NO_ACCEPTED_END = {
     ("gemma3", "falcon", "one"),
     ("gemma3", "falcon", "ragged"),
     ("gemma3", "sdsat", "one"),
     ("falcon_alibi", "sdsat", "one"),
+    *((name, strategy, "one") for name in ("falcon_alibi", "gemma3") for strategy in PROPOSED),
+    *(("gemma3", strategy, "ragged") for strategy in PROPOSED),
 }
 
 

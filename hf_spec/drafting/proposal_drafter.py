@@ -174,7 +174,7 @@ class ProposalDrafter(LevelDrafter):
 
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
         """Take the hidden states of the root and of what was accepted; tell the policy."""
-        self.accepted(verdict)
+        super().observe(verdict, output)
         kept = output.kept_places(verdict)
         spans = {
             row: (self._roots[row] - len(output.pending.get(row, [])), len(mine))

@@ -13,7 +13,10 @@ from torch import Tensor
 
 from hf_spec.drafting.graph import TokenGraph
 from hf_spec.drafting.length_policy import LengthPolicy
-from hf_spec.drafting.level_drafter import LevelConfig, LevelDrafter
+from hf_spec.drafting.level_drafter import LevelConfig, LevelDrafter, TreeShape
+from hf_spec.drafting.rank_tree import RankTree
+from hf_spec.execution.runner import ForwardOutput
+from hf_spec.execution.tree import DraftTree, Verdict
 from hf_spec.strategies import TreeConfig
 from tests.drafting.test_model_drafter import start
 from tests.tiny_models import ragged_batch
@@ -60,3 +63,27 @@ def test_a_beam_and_the_likeliest_of_all() -> None:
     # 0.4, 0.3, 0.16 and 0.12, the first of two equal ones.
     assert [tree.tokens[node] for node in tree.nodes(1)][1:] == [10, 20, 10, 20]
     assert [len(owners) for owners in drafter.asked] == [2, 4]
+
+
+def test_a_tree_of_ranks() -> None:
+    """Its nodes and no others, and only those with children are asked about."""
+    paths = [(0,), (2,), (2, 1), (2, 3)]
+
+    class Config(LevelConfig):
+        shape = TreeShape(tree=RankTree.of(paths))
+
+    tree, drafter = drafted(Config(), 3)
+    root, *nodes = tree.nodes(0)
+    found = {tree.tokens[node]: tree.tokens[tree.parent[node]] for node in nodes}
+    assert found == {10: tree.tokens[root], 30: tree.tokens[root], 20: 30, 40: 30}
+    assert [len(owners) for owners in drafter.asked] == [2, 2]
+    assert not drafter.samples
+
+
+def test_a_policy_learns_from_a_tree_that_others_are_part_of() -> None:
+    _, drafter = drafted(LevelConfig(), 2)
+    told: list[tuple[int, int, int]] = []
+    drafter.policy.observe = lambda *heard: told.append(heard)  # type: ignore[method-assign]
+    joined = DraftTree.from_rows([([1, 2, 3, 4], [-1, 0, 1, 2]), ([1], [-1])])
+    drafter.observe(Verdict(joined, [[1, 2, 3], []], [5, 5]), ForwardOutput(torch.empty(0)))
+    assert told == [(0, 3, 3), (1, 0, 0)]

@@ -35,6 +35,8 @@ class TestTree:
         assert tree.parents == [-1, -1, 0, 0, 1, 2, 4, 5, 5]
         assert tree.depths == [1, 1, 2, 2, 2, 3, 3, 4, 4]
         assert (len(tree), tree.height, tree.num_ranks) == (9, 4, 8)
+        assert [tree.places[path] for path in tree.paths] == list(range(9))
+        assert tree.inner == {(), (0,), (3,), (0, 0), (3, 1), (0, 0, 2)}
 
     def test_lists_as_json_gives_them(self) -> None:
         assert RankTree.of([[0, 1], [0]]) == RankTree.of(((0,), (0, 1)))
