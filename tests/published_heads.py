@@ -55,15 +55,18 @@ def sizes(
     }
 
 
-def first_sizes() -> dict[str, tuple[int, ...]]:
+def first_sizes() -> dict[str, Sequence[int]]:
     """Those of an EAGLE-1 head."""
     plain = {k: v for k, v in sizes().items() if k.startswith("layers.0.")}
-    shapes = {
-        k: (v[0], WIDTH) if "_proj" in k and "self_attn.o" not in k else v for k, v in plain.items()
-    }
-    shapes = {k: v for k, v in shapes.items() if "input_layernorm" not in k and "hidden_" not in k}
-    shapes["layers.0.mlp.down_proj.weight"] = (WIDTH, INNER)
+    left_out = ("input_layernorm", "hidden_norm")
+    shapes = {k: v for k, v in narrow(plain).items() if not any(name in k for name in left_out)}
     return {**shapes, "fc.weight": (WIDTH, 2 * WIDTH), "fc.bias": (WIDTH,)}
+
+
+def narrow(shapes: Mapping[str, Sequence[int]]) -> dict[str, Sequence[int]]:
+    """The same with an ordinary layer's queries, keys and values, which read states alone."""
+    wide = ("q_proj", "k_proj", "v_proj")
+    return {k: (v[0], WIDTH) if any(n in k for n in wide) else v for k, v in shapes.items()}
 
 
 def random_tensors(shapes: Mapping[str, Sequence[int]], seed: int = 2) -> dict[str, Tensor]:
@@ -155,9 +158,14 @@ def sample(kind: str = "eagle3") -> Sample:
     mask = {"t2d": torch.zeros(VOCAB, dtype=torch.bool)}
     if kind == "eagle":
         tensors = random_tensors(first_sizes())
+        # There is no norm before the target's head: larger logits would be sure of everything.
+        tensors["fc.weight"] *= 0.2
         config = plain_config()
         del config["draft_vocab_size"]
         return Sample(save(kind, config, tensors), tensors, "eagle", aux=(-1,))
+    if kind == "every token":
+        tensors = random_tensors(sizes(known=VOCAB))
+        return Sample(save("every", plain_config(), tensors), tensors)
     tensors = {**random_tensors(sizes()), "d2t": offsets()}
     published = {k.replace("layers.0.", "midlayer."): t for k, t in tensors.items()}
     if kind == "eagle3":
@@ -177,15 +185,10 @@ def sample(kind: str = "eagle3") -> Sample:
         return Sample(folder, tensors, norm_before_residual=True, norm_output=True)
     assert kind == "peagle"
     second = {
-        name.replace("layers.0.", "layers.1."): (shape[0], WIDTH) if name[-13] == "_" else shape
-        for name, shape in sizes().items()
+        name.replace("layers.0.", "layers.1."): shape
+        for name, shape in narrow(sizes()).items()
         if name.startswith("layers.0.") and "hidden_norm" not in name
     }
-    for name in ("q", "k", "v"):
-        key = f"layers.1.self_attn.{name}_proj.weight"
-        second[key] = (sizes()[key.replace("1", "0", 1)][0], WIDTH)
-    second["layers.1.self_attn.o_proj.weight"] = (WIDTH, HEADS * SIZE)
-    second["layers.1.mlp.down_proj.weight"] = (WIDTH, INNER)
     tensors.update(random_tensors(second, seed=8))
     tensors.update(random_tensors({"mask_hidden": (1, 1, 3 * WIDTH)}, seed=9))
     config = speculators_config("peagle", mask_token_id=MASK)

@@ -24,6 +24,7 @@ from hf_spec import (
     AutoConfig,
     DiscoConfig,
     DraftConfig,
+    EagleConfig,
     FalconConfig,
     GemmaAssistantConfig,
     GsdConfig,
@@ -47,6 +48,7 @@ from hf_spec.verify.distribution import IMPOSSIBLE, chi_square
 from tests.biased_rules import NoResidual, RedrawnBonus, SiblingsWithoutUpdate
 from tests.gemma_reference import published
 from tests.mtp_reference import head_for
+from tests.published_heads import random_tensors, save
 from tests.tiny_models import TIMINGS, random_adaptive_tokens, save_disco_adapter
 
 VOCAB = 8
@@ -136,6 +138,24 @@ def mtp_head() -> MtpHead:
     return head_for(tiny(0))
 
 
+@cache
+def eagle_head() -> str:
+    """Folder of an EAGLE-1 head, which lasts as long as the session."""
+    shapes = {
+        "fc.weight": (16, 32),
+        "layers.0.self_attn.q_proj.weight": (16, 16),
+        "layers.0.self_attn.k_proj.weight": (8, 16),
+        "layers.0.self_attn.v_proj.weight": (8, 16),
+        "layers.0.self_attn.o_proj.weight": (16, 16),
+        "layers.0.mlp.gate_proj.weight": (16, 16),
+        "layers.0.mlp.up_proj.weight": (16, 16),
+        "layers.0.mlp.down_proj.weight": (16, 16),
+        "layers.0.post_attention_layernorm.weight": (16,),
+    }
+    config = {"model_type": "eagle", "num_attention_heads": 2, "rms_norm_eps": 1e-5}
+    return save("tiny", config, random_tensors(shapes))
+
+
 # The published loop verifies in its second forward, which leaves one draft of three tokens.
 SDSAT_TREE = [(0,), (1,), (2,), (0, 0), (0, 1), (2, 0)]
 
@@ -182,6 +202,14 @@ def arguments(strategy: str) -> dict[str, Any]:
         "falcon": {
             "spec_strategy": FalconConfig(tree=[(0,), (1,), (2,), (0, 0), (0, 1), (2, 0)]),
             "assistant": falcon_head(),
+        },
+        "eagle": {
+            "spec_strategy": EagleConfig(width=3, max_draft_tokens=2, max_nodes=8),
+            "assistant": eagle_head(),
+        },
+        "eagle chain": {
+            "spec_strategy": EagleConfig(tree="chain", max_draft_tokens=2),
+            "assistant": eagle_head(),
         },
         "sdsat": {"spec_strategy": SdsatConfig(tree=SDSAT_TREE), "assistant": adaptive()},
         "sdsat fused": {
@@ -339,6 +367,9 @@ CASES = [
     ("falcon", PLAIN),
     ("falcon", TOP_K),
     ("falcon", REPETITION),
+    ("eagle", REPETITION),
+    ("eagle chain", PLAIN),
+    ("eagle chain", REPETITION),
     ("sdsat", PLAIN),
     ("sdsat", REPETITION),
     ("sdsat fused", PLAIN),
@@ -394,6 +425,7 @@ def test_what_the_prefix_forbids_never_comes(strategy: str) -> None:
         pytest.param("gemma chain", marks=SLOW),
         pytest.param("mtp", marks=SLOW),
         "falcon",
+        "eagle chain",
         "sdsat",
         "sdsat fused",
         "siblings",
@@ -478,7 +510,7 @@ def draft_that_peeks(self: DraftModelDrafter, state: Any, limits: Any) -> DraftT
 class TestBrokenTwins:
     """What the test above must not let pass."""
 
-    @pytest.mark.parametrize("strategy", ["draft", "siblings", "pard", *SLOW_CHAINS])
+    @pytest.mark.parametrize("strategy", ["draft", "siblings", "eagle chain", "pard", *SLOW_CHAINS])
     def test_rejection_without_residual(
         self, strategy: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -491,7 +523,7 @@ class TestBrokenTwins:
 
     @pytest.mark.parametrize(
         "strategy",
-        ["lookup", "tree", *SLOW_TREES, "falcon", "sdsat fused", "auto"],
+        ["lookup", "tree", *SLOW_TREES, "falcon", "eagle", "sdsat fused", "auto"],
     )
     def test_bonus_redrawn_after_a_miss(
         self, strategy: str, monkeypatch: pytest.MonkeyPatch

@@ -264,6 +264,14 @@ def _sdsat(name: str) -> dict[str, Any]:
     return {"spec_strategy": config, "assistant": sdsat_adapter(name)}
 
 
+def _eagle(name: str) -> dict[str, Any]:
+    from tests.published_heads import sample
+
+    # Every token is proposed once, so that a head of random weights is right in every round.
+    config = hf_spec.EagleConfig(width=VOCAB, max_draft_tokens=1, max_nodes=VOCAB)
+    return {"spec_strategy": config, "assistant": sample("every token").folder}
+
+
 def _auto(name: str) -> dict[str, Any]:
     config = hf_spec.AutoConfig(timings=TIMINGS)
     return {"spec_strategy": config, "assistant": draft_model(name)}
@@ -278,6 +286,7 @@ _ROWS: dict[str, Callable[[str], dict[str, Any]]] = {
     "gsd": lambda name: {"spec_strategy": "gsd", "assistant": draft_model(name)},
     "disco": lambda name: {"spec_strategy": "disco", "assistant": disco_adapter(name)},
     "pard": lambda name: {"spec_strategy": "pard", "assistant": pard_model(name)},
+    "eagle": _eagle,
     "falcon": _falcon,
     "gemma_assistant": _gemma_assistant,
     "mtp": _mtp,
@@ -285,6 +294,14 @@ _ROWS: dict[str, Callable[[str], dict[str, Any]]] = {
     "auto": _auto,
 }
 STRATEGIES = tuple(_ROWS)
+# Strategies that only differ from others in who drafts, and models that they are tried on here; the
+# large tests of the engine go without them.
+PUBLISHED = {
+    "pard": ("gemma3", "llama"),
+    "gemma_assistant": ("gemma3", "llama"),
+    "mtp": ("gemma3", "llama"),
+}
+MATRIX = tuple(name for name in STRATEGIES if name not in PUBLISHED)
 
 
 def speculation(name: str, strategy: str) -> dict[str, Any]:
@@ -294,7 +311,7 @@ def speculation(name: str, strategy: str) -> dict[str, Any]:
 
 def wide_beam() -> dict[str, Any]:
     """Options of a tree for drafters of random weights, which are right where they name much."""
-    return {"tree": "dynamic", "width": 32, "max_draft_tokens": 2, "max_nodes": 64}
+    return {"tree": "dynamic", "width": 16, "max_draft_tokens": 2, "max_nodes": 40}
 
 
 @cache
@@ -398,14 +415,6 @@ def left_padded(rows: list[Tensor]) -> dict[str, Tensor]:
         input_ids[index, width - len(row) :] = row
         mask[index, width - len(row) :] = 1
     return {"input_ids": input_ids, "attention_mask": mask}
-
-
-# Strategies whose drafters are published for few targets, and models that stand for these here.
-PUBLISHED = {
-    "pard": ("gemma3", "llama"),
-    "gemma_assistant": ("gemma3", "llama"),
-    "mtp": ("deepseek_v3", "gemma3", "llama"),
-}
 
 
 def is_served(name: str, strategy: str) -> bool:

@@ -44,6 +44,14 @@ COMMANDS = {
         "hf_spec.cli.bench:bench",
         "Measure strategies against plain generate() and what others offer, on your own prompts.",
     ),
+    "check-head": (
+        "hf_spec.cli.check_head:check_head",
+        "Find the reading of a published EAGLE head that fits: a wrong one only drafts worse.",
+    ),
+    "import-head": (
+        "hf_spec.cli.import_head:import_head",
+        "Convert a published head that lies on the Hub as a pickle to safetensors.",
+    ),
     "card": ("hf_spec.cli.card:card", "Write the model card of an adapter."),
     "push": ("hf_spec.cli.push:push", "Put an adapter on the Hugging Face Hub."),
     "demo": (

@@ -56,8 +56,11 @@ class DraftModelDrafter(LevelDrafter):
     def start(self, state: GenerationState) -> None:
         """Empty keys and values for every row."""
         super().start(state)
+        self._runner = self._make_runner(state.num_rows)
+
+    def _make_runner(self, num_rows: int) -> ModelRunner:
         batching, size = self.config.batching, self.vocab_size
-        self._runner = ModelRunner(self.model, state.num_rows, batching=batching, vocab_size=size)
+        return ModelRunner(self.model, num_rows, batching=batching, vocab_size=size)
 
     def restart(self, row: int) -> None:
         """Empty keys and values for one row, and a policy that knows nothing of it."""

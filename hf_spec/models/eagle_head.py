@@ -5,8 +5,8 @@ A pair i is the token t_{i+1} with a feature of position i. EAGLE-3 (Li et al. 2
 target, and its layer attends over embedding and feature side by side; a drafted token brings the
 head's own output in place of a feature. EAGLE-1 and 2 (Li et al. 2024, arXiv 2401.15077 and
 2406.16858) take the target's last state, joined with the embedding before an ordinary layer, and
-the target's own head. EAGLE-3.1 adds norms before and after; P-EAGLE (arXiv 2602.01469) drafts all
-tokens in one pass, with a learned feature and a mask token for those to come.
+the target's own head. EAGLE-3.1 adds norms before and after; P-EAGLE drafts all tokens in one
+pass, with a learned feature and a mask token for those to come.
 
 The layers are transformers' own, with projections of another width; they run in the target's
 dtype, but bfloat16 for float16, in which the features of some targets overflow.
@@ -14,6 +14,7 @@ dtype, but bfloat16 for float16, in which the features of some targets overflow.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaModel, PreTrainedModel, Qwen3Config, Qwen3Model
 
+from hf_spec.adapters.base_name import base_name, is_hub_id
 from hf_spec.adapters.published import PublishedFamily, PublishedHead, register_family
 from hf_spec.adapters.reading import check_tensors
 from hf_spec.devices.placement import weight_rows
@@ -32,6 +34,8 @@ from hf_spec.models.draft_head import FewTokensHead
 from hf_spec.models.eagle_spec import EagleSpec, normal_names, read_spec
 from hf_spec.models.pair_rows import State
 from hf_spec.models.pair_runner import Ahead
+
+logger = logging.getLogger(__name__)
 
 STRATEGY = "eagle"
 FAMILIES = ("eagle3", "peagle", "eagle")
@@ -92,7 +96,8 @@ class EagleHead(nn.Module):
         self._table = self._embedding(own["embed_tokens.weight"], target, dtype)
         self._scale = spec.hidden_size**0.5 if spec.embedding == "scaled" else 1.0
         self.head = self._reader(own["d2t"], target)
-        self.requires_grad_(False).eval()
+        # Modules of the target, which may be among its own, stay as they are.
+        self.attention.requires_grad_(False).eval()
         self._mask = self._mask_feature(mask, target.device, dtype)
 
     def fuse(self, states: Sequence[Tensor]) -> Tensor:
@@ -163,14 +168,13 @@ class EagleHead(nn.Module):
         stack, full_size = self.attention, num_embeddings(target)
         # The feature is normed already where that is handed on.
         norm = nn.Identity() if self.spec.norm_output else stack.norm
-        scores: Any = getattr(stack, "lm_head", None)
-        if scores is None:
-            scores = _head_of(self.spec, target)
+        own = getattr(stack, "lm_head", None)
+        scores: Any = _head_of(self.spec, target) if own is None else own
         num_known = scores.weight.shape[0]
-        if offsets is None and num_known > full_size:
+        vocabulary = _vocabulary(self.spec.what, offsets, num_known, full_size)
+        if own is not None and num_known > full_size:
             # Rows that pad the published vocabulary.
             scores.weight = nn.Parameter(scores.weight[:full_size], requires_grad=False)
-        vocabulary = _vocabulary(self.spec.what, offsets, num_known, full_size)
         if vocabulary is not None:
             vocabulary = vocabulary.to(scores.weight.device)
         return OwnHead(norm, scores, vocabulary, full_size)
@@ -178,7 +182,13 @@ class EagleHead(nn.Module):
     def _embedding(self, own: Tensor | None, target: PreTrainedModel, dtype: torch.dtype) -> Tensor:
         """(V, h) the rows that tokens are given."""
         if self.spec.embedding != "own":
-            return weight_rows(target.get_input_embeddings())
+            table = weight_rows(target.get_input_embeddings())
+            if table.shape[1] != self.hidden_size:
+                raise AssistantError(
+                    f"{self.spec.what} reads embeddings of {self.hidden_size} numbers, and the "
+                    f"target's have {table.shape[1]}"
+                )
+            return table
         assert own is not None, "the spec says that there is one"
         size = (num_embeddings(target), self.hidden_size)
         if own.ndim != 2 or own.shape[1] != size[1] or abs(own.shape[0] - size[0]) > PADDED_ROWS:
@@ -239,8 +249,19 @@ def build(head: PublishedHead, target: PreTrainedModel) -> EagleHead:
     """
     tensors = normal_names(head.tensors)
     spec = read_spec(head, tensors, target)
+    _compare_names(spec.what, head, target)
     kind = FirstEagleHead if head.family == "eagle" else EagleHead
     return kind(spec, tensors, target)
+
+
+def _compare_names(what: str, head: PublishedHead, target: PreTrainedModel) -> None:
+    """Warn where a head names another target: one of equal sizes shows in bad drafts alone."""
+    inner = head.config.get("speculators_config")
+    verifier = inner.get("verifier") if isinstance(inner, dict) else None
+    named = verifier.get("name_or_path") if isinstance(verifier, dict) else None
+    own = base_name(target)
+    if isinstance(named, str) and named != own and is_hub_id(named) and is_hub_id(own):
+        logger.warning("%s was trained for %s; drafts for %s may be bad", what, named, own)
 
 
 def _stack(spec: EagleSpec, tensors: dict[str, Tensor]) -> Any:

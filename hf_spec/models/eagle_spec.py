@@ -92,6 +92,8 @@ def read_spec(head: PublishedHead, tensors: Mapping[str, Tensor], target: Any) -
     layer = config.get("transformer_layer_config", config)
     if not isinstance(layer, Mapping):
         raise AssistantError(f"{what} is damaged: transformer_layer_config={layer!r:.60}")
+    if any(".kv_a_proj" in key for key in tensors):
+        raise AssistantError(f"{what} has multi-head latent attention, which cannot be used yet")
     hidden_size, width = shape_of(what, tensors, "fc.weight")
     heads, key_heads, head_size = _heads(what, tensors, layer)
     first = head.family == "eagle"

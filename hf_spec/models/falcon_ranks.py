@@ -1,4 +1,4 @@
-"""How good a Falcon head's lists are: where a text's true tokens stand in them, depth by depth.
+"""How good the lists of a head on pairs are: where a text's true tokens stand in them.
 
 These ranks are what a tree is built from: count how often each path of them occurs, and `best_tree`
 makes the tree that pays.
@@ -13,9 +13,8 @@ from torch import Tensor
 
 from hf_spec.execution.segment import Segment
 from hf_spec.models.draft_head import FewTokensHead
-from hf_spec.models.falcon_head import FalconHead, State
-from hf_spec.models.pair_rows import PairRow
-from hf_spec.models.pair_runner import HeadRunner, joined
+from hf_spec.models.pair_rows import PairRow, State
+from hf_spec.models.pair_runner import HeadRunner, PairHead, joined
 
 # Drafts that run at once; bounds their masks.
 STARTS_AT_ONCE = 128
@@ -23,7 +22,7 @@ STARTS_AT_ONCE = 128
 
 @torch.no_grad()
 def ranks_along(
-    head: FalconHead, tokens: Sequence[int], features: Tensor, starts: Sequence[int], depth: int
+    head: PairHead, tokens: Sequence[int], features: Tensor, starts: Sequence[int], depth: int
 ) -> Tensor:
     """Rank of the true token in the list that drafting would have made, along the true path.
 
@@ -63,7 +62,7 @@ def ranks_along(
 
 
 def _mix_all(
-    head: FalconHead, tokens: Sequence[int], features: Tensor
+    head: PairHead, tokens: Sequence[int], features: Tensor
 ) -> tuple[Tensor, State | None]:
     """(n, H) mixed pairs, and the state after each of them, (2, n, H)."""
     device = head.attention.device

@@ -87,6 +87,9 @@ class PairDrafter(LevelDrafter):
         for row, limit in limits.items():
             self._pairs.roots[row] = len(state.tokens[row]) - 1
             known[row] = limit if self._pairs.rows[row].num_pairs else 0
+            if self._ahead is not None:
+                # A policy may go beyond what it was given.
+                known[row] = min(known[row], len(self._ahead.features) + 1)
         self._ran: dict[int, list[int]] = {row: [0] for row in limits}
         return super().draft(state, known)
 

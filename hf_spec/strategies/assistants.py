@@ -120,14 +120,14 @@ def resolve_published(
 
         def read() -> Any:
             head = _checked(read_published(name), name, strategy, kinds)
-            return _build_published(replace(head, reading=reading), target)
+            return build_published(replace(head, reading=reading), target)
 
         return read_once(target, (strategy, reading), name, read)
     if isinstance(assistant, PublishedHead):
         head = _checked(assistant, assistant.name, strategy, kinds)
         read_so = replace(head, reading=reading or head.reading)
         key = (head, read_so.reading, target.device, target.dtype)
-        return made_once(target, key, lambda: _build_published(read_so, target))
+        return made_once(target, key, lambda: build_published(read_so, target))
     if assistant is not None and getattr(assistant, "strategy", None) == strategy:
         return assistant
     raise AssistantError(
@@ -221,7 +221,8 @@ def _build(adapter: SpecAdapter, target: PreTrainedModel) -> Any:
     return _made(what, target, lambda: method.build(adapter, target))
 
 
-def _build_published(head: PublishedHead, target: PreTrainedModel) -> Any:
+def build_published(head: PublishedHead, target: PreTrainedModel) -> Any:
+    """What a published head is to `target`; an `AssistantError` if it is damaged."""
     what = f"the {head.family} head {head.name!r}"
     return _made(what, target, lambda: head.record.build(head, target))
 

@@ -1,0 +1,50 @@
+"""`hf-spec check-head`: a thin command over `hf_spec.verify.head_readings`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hf_spec.cli import options
+
+if TYPE_CHECKING:
+    from hf_spec.verify.head_readings import Agreement
+
+
+@options.from_settings
+def check_head(
+    *,
+    model: options.ModelArgument,
+    head: Annotated[str, typer.Argument(help="Folder or Hub id of an EAGLE head.")],
+    prompts: options.Prompts = None,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Of the model's, all together.")] = 200,
+    placement: options.Placement,
+) -> None:
+    """Find the reading of a published EAGLE head that fits: a wrong one only drafts worse.
+
+    The model answers prompts, and for each reading that the head's config leaves open (layers,
+    rotary base, embedding, norms) the head's first drafts are compared with the model's own tokens.
+
+        hf-spec check-head MODEL HEAD
+    """
+    from hf_spec.cli.loading import load_target, load_tokenizer
+    from hf_spec.data.prompts import load_prompts
+    from hf_spec.verify.head_readings import check_readings, own_answers
+
+    texts = load_prompts(prompts, 1)
+    target, tokenizer = load_target(model, placement), load_tokenizer(model)
+    answers = own_answers(target, [text.encode(tokenizer) for text in texts], new_tokens)
+    best = check_readings(head, target, answers, _show)
+    typer.echo(
+        f"fits: EagleConfig({_options(best)})" if best.changes else "fits: as its config says"
+    )
+
+
+def _show(found: Agreement) -> None:
+    reading = _options(found) or "its config"
+    typer.echo(f"{found.share:6.1%} of {found.compared}  {reading}")
+
+
+def _options(found: Agreement) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in found.changes)

@@ -1,0 +1,24 @@
+"""`hf-spec import-head`: a published pickle as safetensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def import_head(
+    repo: Annotated[str, typer.Argument(help="Folder or Hub id of a published head.")],
+    out: Annotated[Path, typer.Argument(help="New folder for config, safetensors and a card.")],
+) -> None:
+    """Convert a published head that lies on the Hub as a pickle to safetensors.
+
+    Strategies never load pickles. This command does, when you ask for it, and takes tensors alone
+    (torch.load with weights_only=True).
+
+        hf-spec import-head yuhuili/EAGLE-LLaMA3-Instruct-8B my-eagle
+    """
+    from hf_spec.adapters.importing import import_head as convert
+
+    typer.echo(convert(repo, out))

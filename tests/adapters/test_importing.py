@@ -1,0 +1,79 @@
+"""Published pickles: converted at the user's command, tensors alone, nothing executed."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_spec import AssistantError, OptionError
+from hf_spec.adapters.importing import import_head
+from hf_spec.adapters.published import read_published
+from tests.published_heads import plain_config, sample
+
+
+class Planted:
+    """Writes a file when it is unpickled by anything that executes."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def folder(place: Path, content: Any, config: Any = None) -> Path:
+    place.mkdir(exist_ok=True)
+    (place / "config.json").write_text(json.dumps(config or plain_config()))
+    torch.save(content, place / "pytorch_model.bin")
+    return place
+
+
+def test_a_head_is_converted(tmp_path: Path) -> None:
+    tensors = sample("eagle3").tensors
+    shared = {**tensors, "again": tensors["norm.weight"]}
+    source = folder(tmp_path / "source", shared)
+    (source / "README.md").write_text("---\nlicense: llama3\n---\ntext")
+    out = import_head(source, tmp_path / "out")
+    found = read_published(out)
+    assert found is not None
+    assert found.config == plain_config()
+    assert all(torch.equal(found.tensors[name], tensor) for name, tensor in shared.items())
+    card = (out / "README.md").read_text()
+    assert "license: llama3" in card
+    assert str(source) in card
+    assert "`pytorch_model.bin`" in card
+    with pytest.raises(OptionError, match="new or empty"):
+        import_head(source, out)
+
+
+def test_nothing_is_executed(tmp_path: Path) -> None:
+    witness = tmp_path / "witness"
+    source = folder(tmp_path / "source", {"x": torch.ones(1), "y": Planted(witness)})
+    with pytest.raises(AssistantError, match="cannot be read as tensors alone"):
+        import_head(source, tmp_path / "out")
+    (source / "pytorch_model.bin").write_bytes(pickle.dumps(Planted(witness)))
+    with pytest.raises(AssistantError, match="cannot be read as tensors alone"):
+        import_head(source, tmp_path / "out")
+    assert not witness.exists()
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("content", [{"x": 3}, [torch.ones(1)], {3: torch.ones(1)}])
+def test_other_contents(content: Any, tmp_path: Path) -> None:
+    with pytest.raises(AssistantError, match="more than named tensors"):
+        import_head(folder(tmp_path / "source", content), tmp_path / "out")
+
+
+def test_what_is_no_head(tmp_path: Path) -> None:
+    source = folder(tmp_path / "source", {}, {"architectures": ["LlamaForCausalLM"]})
+    with pytest.raises(AssistantError, match="no published head"):
+        import_head(source, tmp_path / "out")
+    (source / "config.json").write_text(json.dumps(plain_config()))
+    (source / "pytorch_model.bin").unlink()
+    with pytest.raises(AssistantError, match="nothing needs converting"):
+        import_head(source, tmp_path / "out")
