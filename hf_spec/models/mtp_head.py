@@ -88,9 +88,9 @@ class MtpHead(nn.Module):
         self._shared = [target.get_input_embeddings()]
         reads = norm if layout.hands_on_raw else nn.Identity()
         self.head = OwnHead(reads, target.get_output_embeddings(), None, num_embeddings(target))
+        # Not `self`, which has the target's head.
         for mine in (self.attention, self.joined, norm):
-            mine.requires_grad_(False)
-        self.eval()
+            mine.requires_grad_(False).eval()
 
     def fuse(self, states: Sequence[Tensor]) -> Tensor:
         """Features (T, H): the target's last states as they are."""
