@@ -367,9 +367,7 @@ CASES = [
     ("falcon", PLAIN),
     ("falcon", TOP_K),
     ("falcon", REPETITION),
-    ("eagle", REPETITION),
     ("eagle chain", PLAIN),
-    ("eagle chain", REPETITION),
     ("sdsat", PLAIN),
     ("sdsat", REPETITION),
     ("sdsat fused", PLAIN),
@@ -425,7 +423,6 @@ def test_what_the_prefix_forbids_never_comes(strategy: str) -> None:
         pytest.param("gemma chain", marks=SLOW),
         pytest.param("mtp", marks=SLOW),
         "falcon",
-        "eagle chain",
         "sdsat",
         "sdsat fused",
         "siblings",
@@ -465,7 +462,9 @@ def test_merged_drafts_are_accepted_in_these_tests() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("prompts", [[REPETITIVE], RAGGED], ids=["one", "ragged"])
 @pytest.mark.parametrize("settings", [PLAIN, TOP_K, REPETITION], ids=["plain", "top_k", "penalty"])
-@pytest.mark.parametrize("strategy", ["lookup", "draft", "tree", "merging", "siblings"])
+@pytest.mark.parametrize(
+    "strategy", ["lookup", "draft", "tree", "merging", "siblings", "eagle", "eagle chain"]
+)
 def test_joint_distribution_with_100_000_draws(
     strategy: str, settings: dict[str, Any], prompts: list[list[int]]
 ) -> None:
@@ -523,7 +522,7 @@ class TestBrokenTwins:
 
     @pytest.mark.parametrize(
         "strategy",
-        ["lookup", "tree", *SLOW_TREES, "falcon", "eagle", "sdsat fused", "auto"],
+        ["lookup", "tree", *SLOW_TREES, "falcon", "sdsat fused", "auto"],
     )
     def test_bonus_redrawn_after_a_miss(
         self, strategy: str, monkeypatch: pytest.MonkeyPatch
