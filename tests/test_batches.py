@@ -22,7 +22,7 @@ from hf_spec.strategies.registry import parse_strategy
 from tests import tiny_models
 
 NEW_TOKENS = 16
-STRATEGIES = tiny_models.STRATEGIES
+STRATEGIES = tiny_models.MATRIX
 # Attention in one packed sequence, with a window, with learned positions, and in a rectangle.
 MODELS = ("gemma3", "llama", "gpt2", "falcon_alibi")
 NUM_PROMPTS = 40

@@ -66,10 +66,10 @@ def options(name: str, kind: str, padded: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("strategy", tiny_models.STRATEGIES)
+@pytest.mark.parametrize("strategy", tiny_models.MATRIX)
 def test_all_is_as_in_plain_decoding(strategy: str, kind: str) -> None:
     # Every kind meets both ways to end a batch, with half of the strategies each.
-    given = options("llama", kind, (len(kind) + tiny_models.STRATEGIES.index(strategy)) % 2 == 0)
+    given = options("llama", kind, (len(kind) + tiny_models.MATRIX.index(strategy)) % 2 == 0)
     criteria.compare(
         tiny_models.build("llama"),
         given,

@@ -16,7 +16,7 @@ from transformers import LogitsProcessor
 
 import hf_spec
 from tests import tiny_models
-from tests.tiny_models import STRATEGIES, VOCAB
+from tests.tiny_models import MATRIX, VOCAB
 
 INF, NAN = float("inf"), float("nan")
 EVERY_TOKEN = list(range(VOCAB))
@@ -77,7 +77,7 @@ def plain(kind: str, option: str) -> Tensor:
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", MATRIX)
 def test_greedy_tokens_are_those_of_plain_decoding(strategy: str, option: str) -> None:
     for kind in KINDS:
         found = tiny_models.build("llama").generate(
@@ -106,7 +106,7 @@ def test_a_draft_model_whose_scores_are_no_numbers(strategy: str) -> None:
             assert found.tolist() == model.generate(**call, do_sample=False).tolist()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", MATRIX)
 def test_sampling_raises_the_error_of_plain_sampling(strategy: str) -> None:
     model = tiny_models.build("llama")
     call = {**tiny_models.prompts("llama", "one"), "max_new_tokens": 9, "do_sample": True}

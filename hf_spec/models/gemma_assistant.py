@@ -269,7 +269,8 @@ def _check_target(
 def _check_keys(name: str, assistant: GemmaAssistant, target: PreTrainedModel) -> None:
     """Refuse queries that do not fit the keys of the target, where its layers tell their sizes."""
     layers: Any = assistant.layers
-    for module in target.modules():
+    # A vision tower counts layers of its own.
+    for module in target.get_decoder().modules():
         made: Any = getattr(module, "k_proj", None)
         size: Any = getattr(module, "head_dim", None)
         for layer in layers if made is not None and size is not None else ():

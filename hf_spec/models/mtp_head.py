@@ -60,7 +60,7 @@ class MtpHead(nn.Module):
     """
 
     strategy = STRATEGY
-    hidden_layers = (-1,)
+    hidden_layers: tuple[int, ...] = (-1,)
 
     def __init__(
         self, what: str, layout: Layout, tensors: Mapping[str, Tensor], target: PreTrainedModel
@@ -88,14 +88,14 @@ class MtpHead(nn.Module):
         self._shared = [target.get_input_embeddings()]
         reads = norm if layout.hands_on_raw else nn.Identity()
         self.head = OwnHead(reads, target.get_output_embeddings(), None, num_embeddings(target))
+        # Not `self`, which has the target's head.
         for mine in (self.attention, self.joined, norm):
-            mine.requires_grad_(False)
-        self.eval()
+            mine.requires_grad_(False).eval()
 
     def fuse(self, states: Sequence[Tensor]) -> Tensor:
         """Features (T, H): the target's last states as they are."""
-        weight = self.joined["projection"].weight
-        return states[0].to(weight.device, weight.dtype)
+        projection: Any = self.joined["projection"]
+        return states[0].to(projection.weight.device, projection.weight.dtype)
 
     def mix(
         self, tokens: Tensor, features: Tensor, state: State | None = None
@@ -147,11 +147,7 @@ def build(head: PublishedHead, target: PreTrainedModel) -> MtpHead:
 
 def _head(what: str, source: Path | Mapping[str, Tensor], target: PreTrainedModel) -> MtpHead:
     """From tensors, or the folder that has them among others, which are not read."""
-    known: set[str] = set()
-    if isinstance(source, Path):
-        read_weights(source, str(source), lambda name: bool(known.add(name)))
-    else:
-        known.update(source)
+    known = stored_names(source) if isinstance(source, Path) else set(source)
     found = find_module(known, target.config.get_text_config().num_hidden_layers)
     if found is None:
         raise AssistantError(
@@ -163,6 +159,18 @@ def _head(what: str, source: Path | Mapping[str, Tensor], target: PreTrainedMode
         source = read_weights(source, str(source), names.__contains__)
     tensors = {names[name]: tensor for name, tensor in source.items() if name in names}
     return MtpHead(what, found[0], tensors, target)
+
+
+def stored_names(folder: Path) -> set[str]:
+    """The names of all tensors of a folder; none of them is read."""
+    names: set[str] = set()
+
+    def note(name: str) -> bool:
+        names.add(name)
+        return False
+
+    read_weights(folder, str(folder), note)
+    return names
 
 
 def _one_layer(what: str, tensors: Mapping[str, Tensor], target: PreTrainedModel) -> Any:

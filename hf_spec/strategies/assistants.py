@@ -167,7 +167,7 @@ def resolve_published(
 
 def resolve_inside(strategy: str, target: PreTrainedModel, make: Callable[[], Made]) -> Made:
     """What a strategy makes of more weights in the files that `target` was loaded from."""
-    name = target.name_or_path
+    name = target.name_or_path or ""
     what = f"the module for {strategy!r} in {name!r}"
     return read_once(target, strategy, name, lambda: _made(what, target, make))
 

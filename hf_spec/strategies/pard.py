@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_spec.adapters.published import PublishedFamily, PublishedHead, register_family
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.token_sampling import distribution, draw
@@ -37,6 +38,7 @@ from hf_spec.execution.vocabulary import num_embeddings
 from hf_spec.strategies.assistants import resolve_draft_model
 from hf_spec.strategies.registry import register
 
+FAMILY = STRATEGY = "pard"
 COUNTERS = ("draft_nodes", "rounds")
 
 
@@ -54,7 +56,7 @@ def _make_for_auto(target: PreTrainedModel, assistant: object, batching: str) ->
     return _make(whole, target, assistant)
 
 
-@register("pard", _make, _make_for_auto)
+@register(STRATEGY, _make, _make_for_auto)
 @dataclass(frozen=True)
 class PardConfig(DraftModelConfig):
     """Options of drafts after mask tokens.
@@ -96,6 +98,13 @@ def mask_token(model: PreTrainedModel) -> int:
             f"{size - 1}; correct it in config.json"
         )
     return token
+
+
+def _build(head: PublishedHead, target: PreTrainedModel) -> PreTrainedModel:
+    return resolve_draft_model(STRATEGY, head.name, target)
+
+
+register_family(PublishedFamily(FAMILY, STRATEGY, _build))
 
 
 @dataclass(frozen=True)

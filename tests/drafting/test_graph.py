@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from hf_spec.drafting.graph import TokenGraph
+from hf_spec.drafting.graph import TokenGraph, place_graph
 
 CONTEXT = [9, 1, 2, 3]
 
@@ -205,3 +205,19 @@ def test_history_reaches_into_the_committed_text() -> None:
     below_seven = graph.add(seventh, 6, 0.5)
     # The run (7, 6) exists already under the root, which is on the new node's own path.
     assert below_seven is not None
+
+
+def test_places_that_were_predicted_at_once() -> None:
+    tokens, chances = [[1, 2], [3, 4], [5, 6]], [[0.6, 0.3], [0.5, 0.0], [0.9, 0.1]]
+    graph = place_graph(9, tokens, chances, ends=lambda token: token == 2)
+    tree = graph.unmerge(max_nodes=20, max_depth=3)
+    found = {}
+    for place, token in enumerate(tree.tokens[1:], start=1):
+        above = found.get(tree.parents[place], ((), 1.0))
+        found[place] = (*above[0], token), above[1] * tree.probs[place]
+    # Nothing follows the end, token 2, and token 4 has no probability.
+    assert dict(found.values()) == pytest.approx(
+        {(1,): 0.6, (2,): 0.3, (1, 3): 0.3, (1, 3, 5): 0.27, (1, 3, 6): 0.03}
+    )
+    every = place_graph(9, tokens, [[0.5, 0.5]] * 3, ends=lambda token: False)
+    assert len(every.unmerge(max_nodes=100, max_depth=3).tokens) == 1 + 2 + 4 + 8

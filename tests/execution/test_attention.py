@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import math
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from hf_spec.execution.attention import (
     NAME,
     PackedAttention,
     PackedStep,
+    storing_layers,
     tree_attention,
 )
 from hf_spec.execution.kv_cache import KVPool
@@ -297,3 +299,10 @@ def test_what_lies_behind_the_visible_keys_changes_nothing() -> None:
         case.pool.keys[0][row, :, end:] = 1e6
         case.pool.values[0][row, :, end:] = 1e6
     assert torch.equal(out, attend(case))
+
+
+def test_the_layers_that_others_may_share() -> None:
+    kinds = ["sliding_attention", "full_attention"] * 3
+    config = SimpleNamespace(layer_types=kinds, num_hidden_layers=6, num_kv_shared_layers=3)
+    assert storing_layers(config) == {"sliding_attention": 2, "full_attention": 1}
+    assert storing_layers(SimpleNamespace(num_hidden_layers=3)) == {"full_attention": 2}

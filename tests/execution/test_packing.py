@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_spec.execution import runner as runner_module
-from hf_spec.execution.packing import align_right, pack
+from hf_spec.execution.packing import align_right, pack, past_segment
 from hf_spec.execution.row_work import RowWork
 from hf_spec.execution.runner import ForwardOutput, ModelRunner
 from hf_spec.execution.tree import DraftTree
@@ -141,3 +141,15 @@ def test_stretches_of_a_prompt_give_the_hidden_states_of_the_whole(
     torch.testing.assert_close(
         parts.hidden[-1][parts.nodes], whole.hidden[-1][whole.nodes], atol=1e-4, rtol=1e-4
     )
+
+
+def test_queries_that_stand_after_all_that_is_stored() -> None:
+    whole = past_segment(RowWork(row=1, stored=4, pending=[]), start=2, count=3)
+    assert (whole.slot, whole.start, whole.end, whole.num_keys) == (1, 2, 5, 4)
+    assert whole.position.tolist() == [4, 4, 4]
+    assert whole.visible is None
+    gaps = RowWork(row=0, stored=2, pending=[], start=5, held=[1, 4])
+    held = past_segment(gaps, start=0, count=2)
+    assert held.visible is not None
+    assert held.visible.tolist() == [[False, True, False, False, True]] * 2
+    assert held.position.tolist() == [2, 2]

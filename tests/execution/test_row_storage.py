@@ -166,6 +166,20 @@ def test_what_is_shortened_is_forgotten() -> None:
     assert work[1].pending == texts[1][3:-2]
 
 
+@pytest.mark.parametrize("batching", ["unpadded", "padded"])
+def test_the_past_of_a_row_is_what_it_holds(batching: str) -> None:
+    rows = storage(batching)
+    texts = [list(text) for text in PROMPTS]
+    step(rows, texts, drafted=[2, 1], accepted=[1, 0])
+    for row in (0, 1):
+        past = rows.past(row)
+        assert past.stored == rows.stored[row]
+        places = past.key_positions()
+        held = (places >= 0).nonzero()[:, 0].tolist()
+        assert places[held].tolist() == list(range(rows.stored[row]))
+        assert held == (rows._held[row] or held)
+
+
 def test_offsets_of_positions_end_with_their_sequence() -> None:
     rows = storage("unpadded")
     rows.position_offsets = [-3, 2]

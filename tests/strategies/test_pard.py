@@ -11,13 +11,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_spec import AssistantError, OptionError, PardConfig
+from hf_spec import AssistantError, AutoConfig, OptionError, PardConfig
 from hf_spec.decoding.state import GenerationState
 from hf_spec.execution.runner import ForwardOutput, ModelRunner
 from hf_spec.execution.tree import DraftTree, Verdict
 from hf_spec.strategies.pard import PardDrafter
 from tests.drafting.test_model_drafter import count_tokens, paths, start
-from tests.tiny_models import VOCAB, build, draft_model, pard_model, ragged_batch, repetitive_prompt
+from tests.tiny_models import (
+    TIMINGS,
+    VOCAB,
+    build,
+    draft_model,
+    pard_model,
+    ragged_batch,
+    repetitive_prompt,
+)
 
 PROMPT = repetitive_prompt()
 PLACES = 4
@@ -211,6 +219,21 @@ def test_greedy_output_is_the_targets_own(policy: str, children: int) -> None:
     )
     assert torch.equal(output.sequences, plain)
     assert output.spec_stats.accepted_tokens > 0
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_auto_knows_one(saved: bool, tmp_path: Path) -> None:
+    if saved:
+        pard_model("llama").save_pretrained(tmp_path)
+    output = build("llama").generate(
+        PROMPT,
+        max_new_tokens=8,
+        do_sample=False,
+        spec_strategy=AutoConfig(timings={**TIMINGS, "draft": {"pard": [[1, 0.001]]}}),
+        assistant=str(tmp_path) if saved else pard_model("llama"),
+        return_dict_in_generate=True,
+    )
+    assert output.spec_stats.counters["asked_pard"] > 0
 
 
 class TestRefusals:
