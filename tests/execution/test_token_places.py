@@ -83,11 +83,8 @@ def test_steps_in_the_form_of_graphs() -> None:
     assert torch.equal(output.sequences, plain("ragged"))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("mistake", ["no chunks", "no places", "no padding"])
-def test_mistakes_that_change_the_tokens(
-    mistake: str, shape: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mistakes_that_change_the_tokens(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if mistake == "no chunks":
         monkeypatch.setattr(attention, "_chunk", lambda module: None)
     elif mistake == "no places":
@@ -95,16 +92,17 @@ def test_mistakes_that_change_the_tokens(
     else:
         right = PackedInputs.places
         monkeypatch.setattr(PackedInputs, "places", lambda self, pads: right(self, [0] * len(pads)))
-    assert not torch.equal(speculate("ragged", shape).sequences, plain("ragged"))
+    assert not torch.equal(speculate("ragged", "tree").sequences, plain("ragged"))
 
 
 def test_prompts_one_after_the_other() -> None:
     """In `generate_batch()` nothing is padded."""
     ids = prompts("llama4", "ragged")
-    texts = [row[mask.bool()].tolist() for row, mask in zip(*ids.values(), strict=True)]
-    outputs = llama4().generate_batch(texts, **CALL, spec_strategy="lookup", max_batch=2)
+    texts = [row[mask.bool()].tolist() for row, mask in zip(*ids.values(), strict=True)][:3]
+    call = {**CALL, "max_new_tokens": 16}
+    outputs = llama4().generate_batch(texts, **call, spec_strategy="lookup", max_batch=2)
     for text, output in zip(texts, outputs.values(), strict=True):
-        alone = llama4().generate(torch.tensor([text]), **CALL)
+        alone = llama4().generate(torch.tensor([text]), **call)
         assert output.generated_tokens == alone[0, len(text) :].tolist()
 
 
@@ -116,9 +114,8 @@ def test_a_reused_cache() -> None:
         text = prompts("llama4", "one")["input_ids"]
         for _ in range(2):
             mask = torch.ones_like(text)
-            text = llama4().generate(
-                text, attention_mask=mask, **CALL, past_key_values=cached, **options
-            )
+            call = {**CALL, "max_new_tokens": 20, "attention_mask": mask, **options}
+            text = llama4().generate(text, **call, past_key_values=cached)
             text = torch.cat([text, text[:, 5:9]], dim=1)
         found.append(text)
     assert torch.equal(*found)
