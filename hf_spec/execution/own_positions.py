@@ -33,9 +33,9 @@ def tables_of(model: PreTrainedModel) -> list[nn.Module]:
 
 
 @cache
-def _is_table(kind: type[nn.Module]) -> bool:
-    given: Any = kind.forward
-    return issubclass(kind, nn.Embedding) and set(inspect.signature(given).parameters) >= ARGUMENTS
+def _is_table(kind: Any) -> bool:
+    given = set(inspect.signature(kind.forward).parameters)
+    return issubclass(kind, nn.Embedding) and given >= ARGUMENTS
 
 
 def padding_of(model: PreTrainedModel, attention_mask: Tensor) -> list[int]:
