@@ -13,7 +13,6 @@ import inspect
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -29,13 +28,13 @@ def tables_of(model: PreTrainedModel) -> list[nn.Module]:
     """The tables of a model that takes no positions; none if it takes some, or if it has none."""
     if {"position_ids", "decoder_position_ids"} & set(inspect.signature(model.forward).parameters):
         return []
-    return [module for module in model.modules() if _is_table(type(module))]
-
-
-@cache
-def _is_table(kind: Any) -> bool:
-    given = set(inspect.signature(kind.forward).parameters)
-    return issubclass(kind, nn.Embedding) and given >= ARGUMENTS
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.Embedding)
+        # Of the class: while a generation runs, the module has another one.
+        and set(inspect.signature(type(module).forward).parameters) >= ARGUMENTS
+    ]
 
 
 def padding_of(model: PreTrainedModel, attention_mask: Tensor) -> list[int]:
