@@ -70,8 +70,8 @@ What becomes of every text and image-text class of transformers {version}, by th
 users know: {classes} classes, which stand in {entries} places of `AutoModelForCausalLM` and
 `AutoModelForImageTextToText`. A tiny model of each was made of the defaults of its config, and
 prompts of text compared with plain `generate()`: the same tokens, greedy, float32, one prompt and
-a ragged batch, or a sentence. Nothing was wrong (`tests/targets/test_sweep.py`, recorded in
-`tests/targets/sweep.json`).
+a ragged batch, or a sentence. Encoders that can be decoders have `is_decoder=True`. Nothing was
+wrong (`tests/targets/test_sweep.py`, recorded in `tests/targets/sweep.json`).
 
 {outcomes}
 An asterisk: one prompt alone; padding is refused, or plain `generate()` itself takes none.

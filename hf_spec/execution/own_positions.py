@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -29,13 +28,13 @@ def tables_of(model: PreTrainedModel) -> list[nn.Module]:
     """The tables of a model that takes no positions; none if it takes some, or if it has none."""
     if {"position_ids", "decoder_position_ids"} & set(inspect.signature(model.forward).parameters):
         return []
-    return [module for module in model.modules() if _is_table(cast(Hashable, type(module)))]
-
-
-@cache
-def _is_table(kind: Any) -> bool:
-    given: Any = kind.forward
-    return issubclass(kind, nn.Embedding) and set(inspect.signature(given).parameters) >= ARGUMENTS
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.Embedding)
+        # Of the class: while a generation runs, the module has another one.
+        and set(inspect.signature(type(module).forward).parameters) >= ARGUMENTS
+    ]
 
 
 def padding_of(model: PreTrainedModel, attention_mask: Tensor) -> list[int]:
