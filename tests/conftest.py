@@ -34,10 +34,10 @@ from tests.installed import ROOT, Built, build, install
 # Two processes share the files; what lasts minutes begins while there is other work beside it.
 LONGEST = (
     "tests/examples/test_notebooks.py",
-    "tests/real/test_smollm2.py",
-    "tests/real/test_end_to_end.py",
     "tests/test_distribution.py",
+    "tests/real/test_end_to_end.py",
     "tests/test_identity.py",
+    "tests/real/test_smollm2.py",
 )
 
 

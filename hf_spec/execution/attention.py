@@ -122,7 +122,7 @@ def tree_attention(  # noqa: PLR0913 - the signature that transformers calls
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Store the new keys and values, then attend: on a GPU by kernels, elsewhere row by row.
+    """Store the new keys and values, then attend: on a GPU by kernels, elsewhere by `attend`.
 
     The signature is what transformers calls, with (1, H, T, D) queries and (1, H_kv, T, D) keys and
     values, rotated already. What is visible comes from `spec_step`, not from the mask. `softcap`

@@ -18,8 +18,7 @@ from torch.nn import functional as F
 from hf_spec.execution.row_work import span
 from hf_spec.execution.segment import Segment
 
-# Rows whose slots do not follow each other have their keys copied to be together. Up to about as
-# many of them that costs less than a call for each row.
+# To be together, rows have their keys copied; of more than these it costs more than a call saves.
 MAX_COPIED_KEYS = 64
 
 
@@ -49,23 +48,9 @@ def together(segments: Iterable[Segment]) -> list[Alike]:
     """Segments that may share a call, each in one of the groups."""
     views: dict[object, list[Segment]] = {}
     for segment in segments:
-        views.setdefault(segment.view, []).append(segment)
-    found = []
-    for alike in views.values():
-        copied = alike[0].num_keys <= MAX_COPIED_KEYS
-        found += [Alike.of(run) for run in ([alike] if copied else _runs(alike))]
-    return found
-
-
-def _runs(segments: Sequence[Segment]) -> list[list[Segment]]:
-    """Segments whose slots follow each other, of which no key has to be copied."""
-    runs: list[list[Segment]] = []
-    for segment in segments:
-        if runs and runs[-1][-1].slot + 1 == segment.slot:
-            runs[-1].append(segment)
-        else:
-            runs.append([segment])
-    return runs
+        alone = segment.slot if segment.num_keys > MAX_COPIED_KEYS else None
+        views.setdefault((segment.view, alone), []).append(segment)
+    return [Alike.of(alike) for alike in views.values()]
 
 
 def store(
