@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hf_spec.models.falcon_runner import check_packed
+from hf_spec.models.pair_runner import check_packed
 from torch import Tensor
 from transformers import EncoderDecoderCache, GenerationMixin, PreTrainedModel
 
