@@ -123,8 +123,8 @@ def test_logits_of_three_rounds(name: str) -> None:
 def test_a_wrong_reading_is_seen() -> None:
     """Otherwise the test above would pass whatever the layers see."""
     head = sliding()
-    assert gap(head, False, ((None, True), (None, False))) > 1e-2
-    assert gap(head, False, ((WINDOW, False), (None, False))) > 1e-2
+    assert gap(head, False, ((None, True), (None, False))) > 1e-3
+    assert gap(head, False, ((WINDOW, False), (None, False))) > 1e-3
 
 
 def test_what_a_block_stores_does_not_survive(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +137,7 @@ def test_what_a_block_stores_does_not_survive(monkeypatch: pytest.MonkeyPatch) -
         return outputs
 
     monkeypatch.setattr(BlockRunner, "_run", keeping)
-    assert gap(*HEADS["z-lab"]) > 1e-2
+    assert gap(*HEADS["z-lab"]) > 1e-3
 
 
 def test_prompts_are_read_in_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
