@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import shutil
 import tempfile
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -139,7 +140,8 @@ SDSAT_TREE = [(0,), (1,), (2,), (0, 0), (0, 1), (2, 0)]
 
 @cache
 def block_head() -> PublishedHead:
-    return deepspec(layers=(0, 1), size=16, vocab=VOCAB)
+    head = deepspec(layers=(0, 1), size=16, vocab=VOCAB)
+    return replace(head, config={**head.config, "block_size": 2})
 
 
 @cache
@@ -470,7 +472,7 @@ def draft_that_peeks(self: DraftModelDrafter, state: Any, limits: Any) -> DraftT
 class TestBrokenTwins:
     """What the test above must not let pass."""
 
-    @pytest.mark.parametrize("strategy", ["draft", "siblings", "eagle chain"])
+    @pytest.mark.parametrize("strategy", ["draft", "siblings", "eagle chain", "block"])
     def test_rejection_without_residual(
         self, strategy: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
