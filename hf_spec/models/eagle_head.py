@@ -283,7 +283,7 @@ def _stack(spec: EagleSpec, tensors: dict[str, Tensor]) -> Any:
         "rope_parameters": spec.rope,
         "attention_bias": any(f"{attention}{name}.bias" in tensors for name in BIASES),
         "vocab_size": 1,
-        "pad_token_id": None,
+        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
     }
     with torch.device("meta"):
         if normed:
