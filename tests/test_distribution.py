@@ -11,6 +11,7 @@ import atexit
 import copy
 import shutil
 import tempfile
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -166,7 +167,8 @@ SDSAT_TREE = [(0,), (1,), (2,), (0, 0), (0, 1), (2, 0)]
 
 @cache
 def block_head() -> PublishedHead:
-    return deepspec(layers=(0, 1), size=16, vocab=VOCAB)
+    head = deepspec(layers=(0, 1), size=16, vocab=VOCAB)
+    return replace(head, config={**head.config, "block_size": 2})
 
 
 @cache
@@ -542,7 +544,9 @@ def draft_that_peeks(self: DraftModelDrafter, state: Any, limits: Any) -> DraftT
 class TestBrokenTwins:
     """What the test above must not let pass."""
 
-    @pytest.mark.parametrize("strategy", ["draft", "siblings", "eagle chain", "pard", *SLOW_CHAINS])
+    @pytest.mark.parametrize(
+        "strategy", ["draft", "siblings", "eagle chain", "block", "pard", *SLOW_CHAINS]
+    )
     def test_rejection_without_residual(
         self, strategy: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -103,14 +103,15 @@ def rounds(head: PublishedHead) -> list[Said]:
 
 
 def gap(head: PublishedHead, *reading: Any) -> float:
-    """The largest difference of any logit from those of plain torch."""
+    """The largest difference of any logit from those of plain torch, in sizes of the largest."""
     reference = block_reference(MODEL, head, *reading)
     worst = 0.0
     for row, known, path, logits in rounds(head):
         wanted = reference(TEXTS[row][: known + 1], path)
         same = wanted.isneginf() == logits.isneginf()
         assert same.all()
-        worst = max(worst, float((wanted - logits).nan_to_num().abs().max()))
+        largest = wanted[~wanted.isneginf()].abs().max()
+        worst = max(worst, float((wanted - logits).nan_to_num().abs().max() / largest))
     return worst
 
 
@@ -122,8 +123,8 @@ def test_logits_of_three_rounds(name: str) -> None:
 def test_a_wrong_reading_is_seen() -> None:
     """Otherwise the test above would pass whatever the layers see."""
     head = sliding()
-    assert gap(head, False, ((None, True), (None, False))) > 1e-2
-    assert gap(head, False, ((WINDOW, False), (None, False))) > 1e-2
+    assert gap(head, False, ((None, True), (None, False))) > 1e-3
+    assert gap(head, False, ((WINDOW, False), (None, False))) > 1e-3
 
 
 def test_what_a_block_stores_does_not_survive(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +137,7 @@ def test_what_a_block_stores_does_not_survive(monkeypatch: pytest.MonkeyPatch) -
         return outputs
 
     monkeypatch.setattr(BlockRunner, "_run", keeping)
-    assert gap(*HEADS["z-lab"]) > 1e-2
+    assert gap(*HEADS["z-lab"]) > 1e-3
 
 
 def test_prompts_are_read_in_stretches(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ def check_drafts(folder: Path, head: PublishedHead, reference: Any, name: str = 
             spec_strategy=HeadsConfig(tree=TREE),
             assistant=save(folder, head, file),
         )
-    assert check_against(reference(build(name), head), seen, TREE) > 140
+    assert check_against(reference(build(name), head), seen, TREE) > 100
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hf_spec.models.pair_runner import check_packed
 from torch import Tensor
 from transformers import EncoderDecoderCache, GenerationMixin, PreTrainedModel
 
@@ -26,6 +25,7 @@ from hf_spec.execution import cross_attention, runner
 from hf_spec.execution.row_work import BATCHING
 from hf_spec.generation import hook
 from hf_spec.generation.one_call import generate_with
+from hf_spec.models.pair_runner import check_packed
 from hf_spec.verify.distribution import chi_square
 from tests import tiny_models
 from tests.biased_rules import NoResidual
