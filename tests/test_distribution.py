@@ -363,7 +363,6 @@ CASES = [
     ("auto sdsat", PLAIN),
     ("tree", PLAIN),
     ("tree", REPETITION),
-    ("pard", TOP_K),
     ("falcon", PLAIN),
     ("falcon", TOP_K),
     ("falcon", REPETITION),
@@ -379,6 +378,7 @@ CASES = [
 ]
 # What these add to the others is tested of each by itself; here they take time.
 SLOW_CASES = [
+    ("pard", TOP_K),
     ("pard", REPETITION),
     ("pard tree", TOP_P),
     ("gemma assistant", TOP_K),
@@ -388,7 +388,7 @@ SLOW_CASES = [
     ("mtp tree", REPETITION),
 ]
 SLOW = pytest.mark.slow
-SLOW_CHAINS = [pytest.param(name, marks=SLOW) for name in ("gemma chain", "mtp")]
+SLOW_CHAINS = [pytest.param(name, marks=SLOW) for name in ("pard", "gemma chain", "mtp")]
 SLOW_TREES = [
     pytest.param(name, marks=SLOW) for name in ("pard tree", "gemma assistant", "mtp tree")
 ]
@@ -509,7 +509,7 @@ def draft_that_peeks(self: DraftModelDrafter, state: Any, limits: Any) -> DraftT
 class TestBrokenTwins:
     """What the test above must not let pass."""
 
-    @pytest.mark.parametrize("strategy", ["draft", "siblings", "eagle chain", "pard", *SLOW_CHAINS])
+    @pytest.mark.parametrize("strategy", ["draft", "siblings", "eagle chain", *SLOW_CHAINS])
     def test_rejection_without_residual(
         self, strategy: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
