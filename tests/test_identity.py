@@ -129,6 +129,8 @@ def speculate(name: str, kind: str, strategy: str, **options: Any) -> SpecGenera
 
 # A random drafter cannot be had to do this everywhere; the other kind of batch stands in.
 NO_ACCEPTED_END = {
+    ("gemma3", "eagle", "one"),
+    ("falcon_alibi", "eagle", "one"),
     ("gemma3", "falcon", "one"),
     ("gemma3", "falcon", "ragged"),
     ("gemma3", "sdsat", "one"),

@@ -21,6 +21,7 @@ from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.verification import Verifier
 from hf_spec.execution.row_storage import RowStorage
 from hf_spec.execution.runner import ModelRunner
+from hf_spec.models.eagle_head import EagleHead
 from hf_spec.models.falcon_head import FalconHead
 from hf_spec.models.pair_runner import HeadRunner
 
@@ -54,6 +55,8 @@ _OF_A_DRAFT = {
 _SEAMS = (
     (ModelRunner, "_call", "verify: forward"),
     (ModelRunner, "forward", "verify: layout"),
+    (EagleHead, "mix", "verify: forward"),
+    (EagleHead, "attend", "verify: forward"),
     (FalconHead, "mix", "verify: forward"),
     (FalconHead, "attend", "verify: forward"),
     (HeadRunner, "lists", "verify: forward"),

@@ -34,7 +34,6 @@ from hf_spec.models.pair_rows import PairRow, State
 # Pairs of a prompt that run at once; bounds masks and activations.
 FEED_CHUNK = 1024
 
-
 # A row and some of its pairs, first and end.
 Span = tuple[PairRow, int, int]
 
@@ -94,7 +93,7 @@ class Ahead:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Blocks of one pass, the same for every row.
+    """Blocks of one pass of a row.
 
     Attributes:
         begin: blocks of earlier passes that rest on predicted features.
