@@ -390,7 +390,6 @@ CASES = [
     ("auto sdsat", PLAIN),
     ("tree", PLAIN),
     ("tree", REPETITION),
-    ("pard", TOP_K),
     ("falcon", PLAIN),
     ("falcon", TOP_K),
     ("falcon", REPETITION),
@@ -408,6 +407,7 @@ CASES = [
 ]
 # What these add to the others is tested of each by itself; here they take time.
 SLOW_CASES = [
+    ("pard", TOP_K),
     ("pard", REPETITION),
     ("pard tree", TOP_P),
     ("gemma assistant", TOP_K),
@@ -417,7 +417,7 @@ SLOW_CASES = [
     ("mtp tree", REPETITION),
 ]
 SLOW = pytest.mark.slow
-SLOW_CHAINS = [pytest.param(name, marks=SLOW) for name in ("gemma chain", "mtp")]
+SLOW_CHAINS = [pytest.param(name, marks=SLOW) for name in ("pard", "gemma chain", "mtp")]
 SLOW_TREES = [
     pytest.param(name, marks=SLOW) for name in ("pard tree", "gemma assistant", "mtp tree")
 ]
@@ -545,7 +545,7 @@ class TestBrokenTwins:
     """What the test above must not let pass."""
 
     @pytest.mark.parametrize(
-        "strategy", ["draft", "siblings", "eagle chain", "block", "pard", *SLOW_CHAINS]
+        "strategy", ["draft", "siblings", "eagle chain", "block", *SLOW_CHAINS]
     )
     def test_rejection_without_residual(
         self, strategy: str, monkeypatch: pytest.MonkeyPatch

@@ -12,16 +12,15 @@ drawn at random where the target samples, and judged by residual rejection.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from hf_spec.decoding.drafter import Drafter
-from hf_spec.drafting.length_policy import MEASURED, make_policy
-from hf_spec.drafting.level_drafter import LevelConfig, TreeShape
-from hf_spec.drafting.measured import measured, resolve
-from hf_spec.drafting.sources import NODES_PER_LEVEL
+from hf_spec.drafting.beam_config import BeamConfig
+from hf_spec.drafting.measured import with_policy
 from hf_spec.errors import OptionError, choices
 from hf_spec.models.eagle_head import FAMILIES, STRATEGY, EagleHead
 from hf_spec.models.eagle_spec import EMBEDDINGS
@@ -29,18 +28,12 @@ from hf_spec.models.pair_drafter import PairDrafter
 from hf_spec.strategies.assistants import resolve_published
 from hf_spec.strategies.registry import register
 
-TREES = ("dynamic", "chain")
 READING = ("aux_layers", "rope_theta", "embedding", "norm_before_residual", "norm_output")
 
 
 def _make(config: EagleConfig, target: PreTrainedModel, assistant: object) -> Drafter:
     head: EagleHead = resolve_published(STRATEGY, assistant, target, FAMILIES, config.reading)
-    config = resolve(config, target)
-    policy = make_policy(config, target)
-    drafter = PairDrafter(config, head, policy)
-    if config.length_policy != MEASURED:
-        return drafter
-    return measured(drafter, policy, target, config, min(config.shape.children, NODES_PER_LEVEL))
+    return with_policy(config, target, partial(PairDrafter, head=head), config.shape.children)
 
 
 def _make_for_auto(target: PreTrainedModel, assistant: object, batching: str) -> Drafter:
@@ -52,18 +45,13 @@ def _make_for_auto(target: PreTrainedModel, assistant: object, batching: str) ->
 
 @register(STRATEGY, _make, _make_for_auto)
 @dataclass(frozen=True)
-class EagleConfig(LevelConfig):
-    """Options of an EAGLE head's drafts; `max_draft_tokens` is the depth of a tree.
+class EagleConfig(BeamConfig):
+    """Options of an EAGLE head's drafts, a dynamic tree by default.
 
     The last five say how to read a head whose config is silent or wrong about it; `hf-spec
     check-head` finds out which reading fits.
 
     Attributes:
-        tree: "dynamic", EAGLE-2's, or "chain".
-        width: of a dynamic tree: children per node, and nodes per level that are drafted on.
-        max_nodes: most nodes sent to the target, root excluded, the likeliest paths first; None is
-            as many as are worth their time, and 24 where the depth is given or another policy.
-        sample_drafts: draw the draft at random when the target samples; None for chains alone.
         aux_layers: indices into the target's `hidden_states` that make a feature.
         rope_theta: base of the head's rotary positions.
         embedding: "target", the target's table; "own", the one in its files; "scaled", the
@@ -72,14 +60,11 @@ class EagleConfig(LevelConfig):
         norm_output: whether the feature handed to its next step is normed.
     """
 
-    sizes = ("max_draft_tokens", "max_nodes")
     usual = MappingProxyType({"max_draft_tokens": 5, "max_nodes": 24})
     longest = MappingProxyType({"max_draft_tokens": 8, "max_nodes": 32})
 
-    sample_drafts: bool | None = None  # type: ignore[assignment]
     tree: str = "dynamic"
     width: int = 8
-    max_nodes: int | None = None
     aux_layers: Any = None
     rope_theta: float | None = None
     embedding: str | None = None
@@ -87,13 +72,7 @@ class EagleConfig(LevelConfig):
     norm_output: bool | None = None
 
     def __post_init__(self) -> None:
-        if self.tree not in TREES:
-            raise OptionError(f"tree={self.tree!r} is none; {choices(self.tree, TREES)}")
-        if self.sample_drafts is None:
-            object.__setattr__(self, "sample_drafts", self.tree == "chain")
         super().__post_init__()
-        self.check("width", 1)
-        self.check("max_nodes", 1)
         self.check("rope_theta", 1)
         if self.embedding not in (None, *EMBEDDINGS):
             raise OptionError(
@@ -113,10 +92,3 @@ class EagleConfig(LevelConfig):
         if self.aux_layers is not None:
             given["aux_layers"] = tuple(self.aux_layers)
         return tuple((name, value) for name, value in given.items() if value is not None)
-
-    @property
-    def shape(self) -> TreeShape:
-        """A chain, or a beam of `width`."""
-        width = self.width if self.tree == "dynamic" else 1
-        given: dict[str, Any] = {} if self.max_nodes is None else {"max_nodes": self.max_nodes}
-        return TreeShape(children=width, expanded_per_level=width, **given)

@@ -17,6 +17,7 @@ from hf_spec.execution.runner import ForwardOutput, ModelRunner
 from hf_spec.execution.tree import DraftTree, Verdict
 from hf_spec.strategies.pard import PardDrafter
 from tests.drafting.test_model_drafter import count_tokens, paths, start
+from tests.test_distribution import ALPHA, REPETITIVE, TOP_K, worst_p_value
 from tests.tiny_models import (
     TIMINGS,
     VOCAB,
@@ -219,6 +220,11 @@ def test_greedy_output_is_the_targets_own(policy: str, children: int) -> None:
     )
     assert torch.equal(output.sequences, plain)
     assert output.spec_stats.accepted_tokens > 0
+
+
+def test_sampled_output_has_the_targets_distribution() -> None:
+    """More draws, and a broken twin that they find, are in tests/test_distribution.py."""
+    assert worst_p_value([REPETITIVE], TOP_K, "pard", draws=600) > ALPHA
 
 
 @pytest.mark.parametrize("saved", [False, True])
