@@ -238,7 +238,7 @@ def _llama4() -> Any:
     text = {**TEXT, "head_dim": 8, "intermediate_size_mlp": 64, "num_local_experts": 2}
     chunks = {"attention_chunk_size": 16, "no_rope_layers": [1, 0, 1], "floor_scale": 4}
     return T.Llama4Config(
-        text_config={**text, **chunks, "attn_scale": 0.5},
+        text_config={**text, **chunks, "attn_scale": 1.0},
         vision_config={
             **TOWER,
             "intermediate_size": 128,
