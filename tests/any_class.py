@@ -24,15 +24,14 @@ MOST_PARAMETERS = 20_000_000
 # What each size becomes, by the words that configs have for it; a smaller default stays.
 SIZES: dict[int, str] = {
     VOCAB: (
-        "vocab_size vocab_size_per_layer_input encoder_hash_byte_group_vocab codebook_size "
-        "ngram_vocab_size_base"
+        "vocab_size vocab_size_per_layer_input encoder_hash_byte_group_vocab ngram_vocab_size_base"
     ),
     512: "max_position_embeddings n_positions n_ctx max_seq_len",
     64: (
         "intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim n_inner ffn_hidden_size "
         "dense_intermediate_size intermediate_size_mlp block_ff_dim mlp_dim index_topk "
         "attention_hidden_size mamba_d_ssm mamba_d_inner num_position_embeddings num_embeddings "
-        "d_inner"
+        "d_inner codebook_size"
     ),
     32: (
         "hidden_size d_model n_embd dim embed_dim embedding_size moe_intermediate_size "
@@ -151,6 +150,7 @@ OWN: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granite4_vision": {
         "deepstack_layer_map": [[0, 1]],
+        "downsample_rate": "2/4",
         "spatial_target_layers": [2],
         "vision_config": {
             "model_type": "clip_vision_model",
@@ -178,7 +178,7 @@ OWN: dict[str, dict[str, Any]] = {
         "indexer_budget": 64,
         "indexer_compress_ratio": 4,
         "indexer_n_heads": 4,
-        "indexer_kv_heads": 2,
+        "indexer_kv_heads": 1,
         "indexer_head_dim": 8,
     },
     "reformer": {
