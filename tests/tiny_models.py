@@ -325,6 +325,9 @@ STRATEGIES = tuple(_ROWS)
 # Strategies that only differ from others in who drafts, and models that they are tried on here; the
 # large tests of the engine go without them.
 PUBLISHED = {
+    "eagle": ("gemma3", "llama", "bloom", "gpt_oss"),
+    "block": ("gemma3", "llama", "bloom", "gpt_oss"),
+    "heads": ("gemma3", "llama", "bloom", "gpt_oss"),
     "pard": ("gemma3", "llama"),
     "gemma_assistant": ("gemma3", "llama"),
     "mtp": ("gemma3", "llama"),
