@@ -78,7 +78,7 @@ def check_readings(
 ) -> Agreement:
     """Try the readings of the EAGLE head `name` that its config leaves open; the one that fits.
 
-    `tell` hears each agreement, that of the config's own reading first.
+    `tell` is called with each agreement, that of the config's own reading first.
 
     Raises:
         AssistantError: if it is no such head, or does not fit the target.
