@@ -341,8 +341,8 @@ def speculation(name: str, strategy: str) -> dict[str, Any]:
 
 
 def wide_beam() -> dict[str, Any]:
-    """Options of a tree for drafters of random weights, which are right where they name much."""
-    return {"tree": "dynamic", "width": 16, "max_draft_tokens": 2, "max_nodes": 40}
+    """Options of a tree for drafters of random weights, which are right where they name all."""
+    return {"tree": "dynamic", "width": VOCAB, "max_draft_tokens": 1, "max_nodes": VOCAB}
 
 
 @cache
