@@ -57,9 +57,10 @@ def build(
             if parameter.numel() > 1 and parameter.std() == 0:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
         # What is said must follow from place and sound, not from the last tokens alone.
+        torch.manual_seed(seed + 1)
         model.model.decoder.embed_positions.weight.normal_(0, 1.5)
         for layer in model.model.decoder.layers:
-            layer.encoder_attn.out_proj.weight.mul_(3)
+            layer.encoder_attn.out_proj.weight.mul_(0.5)
     settings: Any = model.generation_config
     settings.no_timestamps_token_id = NO_TIMESTAMPS
     settings.is_multilingual = False
@@ -107,7 +108,9 @@ def own_encoder() -> PreTrainedModel:
 def pipeline() -> Any:
     """Speech recognition with the model and a tokenizer of one letter per token."""
     vocab = {chr(33 + index): index for index in range(EOS)}
-    tokenizer = T.WhisperTokenizer(vocab={**vocab, "<|endoftext|>": EOS}, merges=[])
+    tokenizer = T.WhisperTokenizer(
+        vocab={**vocab, "<|endoftext|>": EOS}, merges=[], pad_token="<|endoftext|>"
+    )
     tokenizer.add_special_tokens(
         {"additional_special_tokens": ["<|startoftranscript|>", "<|notimestamps|>"]}
     )
