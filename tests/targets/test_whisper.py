@@ -260,7 +260,8 @@ def test_the_pipeline(timestamps: bool) -> None:
     audio = [noise.standard_normal(round(length * SAMPLES)) for length in (0.7, 2.4)]
     found = []
     for options in ({}, speculation("draft")):
-        call = {"max_new_tokens": 20, **options}
+        # The pipeline searches five beams unless it is told otherwise.
+        call = {"max_new_tokens": 20, "num_beams": 1, **options}
         with collect_stats() as stats:
             short = pipe(audio[0].copy(), return_timestamps=timestamps, generate_kwargs=call)
             chunked = pipe(
@@ -341,7 +342,17 @@ def test_an_encoder_output_instead_of_sound() -> None:
         generate(**speculation("draft with an encoder of its own"))
 
 
-STEPS, CHOICES, TEMPERATURE = 2, 4, 4.0
+STEPS, CHOICES, TEMPERATURE = 2, 4, 3.0
+
+
+@cache
+def sharper() -> PreTrainedModel:
+    """The target with larger logits: the same choices, other chances."""
+    model: Any = copy.deepcopy(build())
+    with torch.no_grad():
+        for weight in model.model.decoder.layer_norm.parameters():
+            weight.mul_(30.0)
+    return model
 
 
 def exact() -> dict[tuple[int, ...], float]:
@@ -381,7 +392,7 @@ def p_value(calls: int) -> float:
             max_new_tokens=STEPS,
             num_return_sequences=100,
             spec_strategy=config,
-            assistant=decoder_alone(),
+            assistant=sharper(),
         )
         drawn += [tuple(row) for row in said.tolist()]
     joint = exact()
@@ -391,12 +402,12 @@ def p_value(calls: int) -> float:
 
 
 def test_sampling_keeps_the_distribution() -> None:
-    assert p_value(10) > 1e-6
+    assert p_value(8) > 1e-6
 
 
 def test_a_broken_rule_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafter, "ResidualRejection", NoResidual)
-    assert p_value(10) < 1e-6
+    assert p_value(8) < 1e-6
 
 
 class TestRefusals:
