@@ -26,6 +26,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "scale": {"scale": 0.7},
     "window": {"window": 4},
     "window of one": {"window": 1},
+    "chunk": {"chunk": 4},
+    "chunk of one": {"chunk": 1},
+    "chunk of many": {"chunk": 24},
     "softcap": {"softcap": 1.5},
     "slopes": {"slopes": [0.5, 0.25, 0.125, 0.01]},
     "sinks": {"sinks": [0.5, -1.0, 2.0, -math.inf]},
@@ -69,6 +72,8 @@ def along_paths(case: Case, how: Scoring) -> Tensor:
                     scores -= how.slopes[head] * distance
                 if how.window:
                     scores[distance >= how.window] = -math.inf
+                if how.chunk:
+                    scores[distance > int(case.layout.position[token]) % how.chunk] = -math.inf
                 weights = scores.exp()
                 sink = 0 if how.sinks is None else how.sinks[head].double().exp()
                 mixed = weights @ case.values[slot, head // groups, places].double()
@@ -203,6 +208,8 @@ def test_bits_are_packed_from_the_lowest() -> None:
         ({"slot": torch.zeros(5).long()}, TypeError, "layout.slot is torch.int64"),
         ({"prefix": torch.zeros(4).int()}, ValueError, "layout.prefix has shape"),
         ({"window": 0}, ValueError, "scoring.window=0"),
+        ({"chunk": 0}, ValueError, "scoring.chunk=0"),
+        ({"window": 2, "chunk": 2}, ValueError, "scoring.window=2 beside chunk=2"),
         ({"softcap": -1.0}, ValueError, "scoring.softcap=-1.0"),
         ({"sinks": torch.zeros(3)}, ValueError, "scoring.sinks has shape"),
     ],

@@ -38,8 +38,8 @@ def ragged_tree_attention_kernel(
     num_tokens, num_bytes, tiles_per_segment, scale, softcap, window,
     GROUPS: tl.constexpr, HEAD: tl.constexpr, VALUE_HEAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SLOPES: tl.constexpr,
-    HAS_SINKS: tl.constexpr, SPLIT: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, IS_CHUNK: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HAS_SLOPES: tl.constexpr, HAS_SINKS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Out: (T, H, VALUE_HEAD), or with SPLIT (splits, T, H, VALUE_HEAD) float32 and weights."""
     pid = tl.program_id(0)
@@ -77,9 +77,13 @@ def ragged_tree_attention_kernel(
     slope = tl.zeros([BLOCK_M], tl.float32)
     if HAS_SLOPES:
         slope = tl.load(slopes_ptr + head)
+    # How many positions a row sees, itself included; a chunk is a window that begins with it.
+    reach = tl.zeros([BLOCK_M], tl.int32) + window
+    if IS_CHUNK:
+        reach = position % window + 1
     if HAS_WINDOW and begin < end:
         # Places that lie before the window of every row of the tile are not read.
-        oldest = tl.min(position, axis=0) - window + 1 - first_position
+        oldest = tl.min(position - reach + 1, axis=0) - first_position
         begin = tl.maximum(begin, oldest // BLOCK_N * BLOCK_N)
     # Whole blocks that everybody sees need no bits.
     middle = tl.maximum(tl.minimum(prefix // BLOCK_N * BLOCK_N, end), begin)
@@ -128,7 +132,7 @@ def ragged_tree_attention_kernel(
                 if HAS_SLOPES:
                     scores -= slope[:, None] * distance.to(tl.float32)
                 if HAS_WINDOW:
-                    visible = visible & (distance < window)
+                    visible = visible & (distance < reach[:, None])
             scores = tl.where(visible, scores, float("-inf"))
             new_top = tl.maximum(top, tl.max(scores, axis=1))
             # A row that has seen nothing yet has no finite maximum to subtract.

@@ -66,9 +66,10 @@ def ragged_tree_attention(
         *query.stride()[:2], *keys.stride()[:3], *values.stride()[:3],
         num_tokens, layout.bits.shape[1], tiles,
         float(head_size**-0.5 if scoring.scale is None else scoring.scale),
-        float(scoring.softcap or 1.0), scoring.window or 0,
+        float(scoring.softcap or 1.0), scoring.window or scoring.chunk or 1,
         GROUPS=groups, HEAD=head_size, VALUE_HEAD=value_size, BLOCK_D=block_d, BLOCK_V=block_v,
-        HAS_WINDOW=scoring.window is not None, HAS_SOFTCAP=scoring.softcap is not None,
+        HAS_WINDOW=(scoring.window or scoring.chunk) is not None,
+        IS_CHUNK=scoring.chunk is not None, HAS_SOFTCAP=scoring.softcap is not None,
         HAS_SLOPES=scoring.slopes is not None, HAS_SINKS=scoring.sinks is not None,
         SPLIT=split, **chosen,
     )  # fmt: skip

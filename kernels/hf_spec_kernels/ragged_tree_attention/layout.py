@@ -87,6 +87,8 @@ class Scoring:
         softcap: None for none.
         slopes: (H,) float32 of ALiBi (Press et al. 2021, arXiv 2108.12409), or None.
         sinks: (H,) float32, a logit per head that takes probability and gives nothing, or None.
+        chunk: a query sees the positions from the last multiple of this on; None for all. In place
+            of a window.
     """
 
     scale: float | None = None
@@ -94,6 +96,7 @@ class Scoring:
     softcap: float | None = None
     slopes: Tensor | None = None
     sinks: Tensor | None = None
+    chunk: int | None = None
 
     def check(self, query: Tensor) -> None:
         """Refuse values that no query (T, H, D) can be scored with: TypeError or ValueError."""
@@ -101,8 +104,11 @@ class Scoring:
             if per_head is not None:
                 shape = (query.shape[1],)
                 check_tensor(f"scoring.{name}", per_head, shape, torch.float32, query.device)
-        if self.window is not None and self.window < 1:
-            raise ValueError(f"scoring.window={self.window}; a query sees itself, so at least 1")
+        for name, limit in (("window", self.window), ("chunk", self.chunk)):
+            if limit is not None and limit < 1:
+                raise ValueError(f"scoring.{name}={limit}; a query sees itself, so at least 1")
+        if self.window is not None and self.chunk is not None:
+            raise ValueError(f"scoring.window={self.window} beside chunk={self.chunk}; give one")
         if self.softcap is not None and self.softcap <= 0:
             raise ValueError(f"scoring.softcap={self.softcap} must be positive, or None for none")
 

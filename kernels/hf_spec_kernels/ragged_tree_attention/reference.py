@@ -50,6 +50,8 @@ def _scores(
     visible = _visible(layout, segment, num_keys)
     if scoring.window is not None:
         visible = visible & (distance < scoring.window)
+    if scoring.chunk is not None:
+        visible = visible & (distance <= layout.position[rows, None] % scoring.chunk)
     return scores.masked_fill(~visible, float("-inf"))
 
 
