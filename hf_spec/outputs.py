@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
 from itertools import zip_longest
 from typing import Any
 
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 # Of the depths of a draft, in a printed table.
 SHOWN_POSITIONS = 5
@@ -227,6 +229,31 @@ class SpecStats:
         return _add_up([row.drafted_by_position for row in self.rows])
 
 
+_collecting: ContextVar[list[SpecStats] | None] = ContextVar("collecting", default=None)
+
+
+@contextmanager
+def collect_stats() -> Iterator[list[SpecStats]]:
+    """A list that gains the statistics of every generation in the block, in this thread.
+
+    For those whose output does not come back as it was made: in pipelines, and in Whisper's
+    `generate()`, which may make several of one recording. `sum(found, SpecStats([]))` adds them up.
+    """
+    found: list[SpecStats] = []
+    token = _collecting.set(found)
+    try:
+        yield found
+    finally:
+        _collecting.reset(token)
+
+
+def hand_in(stats: SpecStats) -> None:
+    """Add the statistics of a generation that has ended to those collected."""
+    found = _collecting.get()
+    if found is not None:
+        found.append(stats)
+
+
 Line = tuple[str, str, str]
 
 
@@ -270,6 +297,24 @@ class SpecGenerateOutput(GenerateDecoderOnlyOutput):
     """
 
     spec_stats: SpecStats | None = None
+
+
+class SpecEncoderDecoderOutput(GenerateEncoderDecoderOutput):
+    """The same for encoder-decoders.
+
+    The statistics are no item of it: Whisper's `generate()` takes all items apart by rows, and
+    makes its own output of them, without statistics; `collect_stats` has them.
+    """
+
+    spec_stats: SpecStats | None = None
+
+    @classmethod
+    def of(cls, output: SpecGenerateOutput) -> SpecEncoderDecoderOutput:
+        """What a decoder-only model would have returned, as that of an encoder-decoder."""
+        named = {name: value for name, value in output.items() if name != "spec_stats"}
+        made = cls(**named)
+        made.spec_stats = output.spec_stats
+        return made
 
 
 @dataclass

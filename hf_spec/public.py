@@ -14,7 +14,14 @@ from hf_spec.execution.tree import DraftTree, Verdict
 from hf_spec.generation.custom_generate import custom_generate
 from hf_spec.generation.hook import disable, enable
 from hf_spec.models.truncated import truncated_draft
-from hf_spec.outputs import SpecBatchOutput, SpecGenerateOutput, SpecRequestOutput, SpecStats
+from hf_spec.outputs import (
+    SpecBatchOutput,
+    SpecEncoderDecoderOutput,
+    SpecGenerateOutput,
+    SpecRequestOutput,
+    SpecStats,
+    collect_stats,
+)
 from hf_spec.strategies import *  # noqa: F403 - the configs
 from hf_spec.strategies.registry import known_strategies, register
 
@@ -31,6 +38,7 @@ __all__ = [
     "OptionError",
     "SpecAdapter",
     "SpecBatchOutput",
+    "SpecEncoderDecoderOutput",
     "SpecError",
     "SpecGenerateOutput",
     "SpecRequestOutput",
@@ -39,6 +47,7 @@ __all__ = [
     "UnsupportedError",
     "Verdict",
     "clear_cpu_packing",
+    "collect_stats",
     "cpu_packing_bytes",
     "custom_generate",
     "disable",

@@ -64,7 +64,7 @@ def refuse(
     """The call must raise before any forward, and change nothing."""
     model = model or build("llama")
     call = {"max_new_tokens": 4, "spec_strategy": "lookup", **call}
-    if not {"input_ids", "inputs", "inputs_embeds"} & set(call):
+    if not {"input_ids", "inputs", "inputs_embeds", "input_features"} & set(call):
         call["input_ids"] = PROMPT
     watched = [m for m in (model, call.get("assistant")) if isinstance(m, T.PreTrainedModel)]
     before = [snapshot(m) for m in watched]

@@ -27,13 +27,21 @@ from hf_spec.execution.model_checks import check_model
 from tests import hybrid_models, tiny_models
 from tests.hybrid_models import DELTA_NETS, HYBRIDS, PURE
 from tests.refusals import minimax, rwkv, t5
-from tests.targets import image_cases, test_half_precision, test_hybrids, test_image_text
+from tests.targets import (
+    image_cases,
+    test_half_precision,
+    test_hybrids,
+    test_image_text,
+    test_whisper,
+    whisper_cases,
+)
 from tests.test_identity import STRATEGIES
 from tests.test_refused_architectures import REFUSED, REFUSED_WITH_IMAGES
 
 TESTS = Path(__file__).parent
 PAGE = TESTS.parent / "docs" / "support-matrix.md"
 
+SPEECH = test_whisper.STRATEGIES.values()
 # Files of tests/targets with constants KINDS, how weights are kept, and STRATEGIES.
 KEPT_OTHERWISE = ("targets/test_quantised.py", "targets/test_device_map.py")
 PARALLEL = "targets/two_processes.py"
@@ -72,6 +80,12 @@ on a ragged batch of three, as chains and as trees (`tests/targets/test_image_te
 strategies were run on {strategies_on}. How: [images](targets.md#images-in-the-prompt).
 
 {families}
+## Speech
+
+Whisper, greedy, float32: the tokens of its own `generate()` (`tests/targets/test_whisper.py`). How:
+[Whisper](targets.md#speech-whisper).
+
+{speech}
 ## Recurrent and hybrid models
 
 {hybrids} architectures with layers that keep a state instead of keys and values, greedy, float32:
@@ -113,6 +127,7 @@ def page() -> str:
         number_of_families=len(image_cases.FAMILIES),
         strategies_on=" and ".join(map(code, test_image_text.REPRESENTATIVES)),
         families=families(),
+        speech=speech(),
         hybrids=len(HYBRIDS),
         recurrent=recurrent(),
         dtypes=dtypes(),
@@ -153,6 +168,7 @@ def about(model: PreTrainedModel) -> tuple[str, str]:
     """Layout of the inputs, and what is special about the attention."""
     config = model.config.get_text_config()
     special = ["sliding window"] if getattr(config, "sliding_window", None) else []
+    special += ["chunks"] if getattr(config, "attention_chunk_size", None) else []
     special += ["ALiBi"] if uses_alibi(model) else []
     return "packed" if takes_packed(model) else "rectangular", ", ".join(special)
 
@@ -164,6 +180,16 @@ def families() -> str:
         images = ", ".join(map(str, family.num_images))
         rows.append([code(name), family.model.__name__, "yes", "yes", images])
     return table(["family", "class", "text", "images", "images of each row"], rows)
+
+
+def speech() -> str:
+    """Whisper x strategy."""
+    model = whisper_cases.build()
+    tried = {config if isinstance(config, str) else config.strategy for config, _ in SPEECH}
+    cells = ["refused" if name == "falcon" else "yes" for name in STRATEGIES]
+    assert {name for name, cell in zip(STRATEGIES, cells, strict=True) if cell == "yes"} == tried
+    rows = [[code("whisper"), type(model).__name__, about(model)[0], *cells]]
+    return table(["architecture", "class", "inputs", *map(code, STRATEGIES)], rows)
 
 
 def dtypes() -> str:

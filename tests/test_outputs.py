@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from hf_spec.outputs import RowStats, SpecGenerateOutput, SpecStats
+from hf_spec.outputs import RowStats, SpecGenerateOutput, SpecStats, collect_stats
 from tests import tiny_models
 
 
@@ -149,3 +149,17 @@ def test_the_output_unpacks_like_transformers_own() -> None:
     assert list(output) == ["sequences", "spec_stats"]
     assert output["spec_stats"] is output.spec_stats
     assert torch.equal(output[0], output.sequences)
+
+
+def test_statistics_are_collected_where_no_output_shows_them() -> None:
+    model, prompt = tiny_models.build("llama"), tiny_models.repetitive_prompt()
+    call = {"max_new_tokens": 5, "do_sample": False, "spec_strategy": "lookup"}
+    with collect_stats() as outer:
+        model.generate(prompt, **call)
+        with collect_stats() as inner:
+            model.generate_batch(prompt.tolist(), **call)
+        model.generate(prompt, max_new_tokens=5)
+    model.generate(prompt, **call)
+    assert [stats.new_tokens for stats in outer] == [5]
+    assert [stats.new_tokens for stats in inner] == [5]
+    assert sum([*outer, *inner], SpecStats([])).new_tokens == 10

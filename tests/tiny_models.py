@@ -144,6 +144,17 @@ def _configs() -> dict[str, PreTrainedConfig]:
         "olmo3": T.Olmo3Config(
             **base, sliding_window=WINDOW, layer_types=_SLIDING_MIX["layer_types"]
         ),
+        "llama4": T.Llama4TextConfig(
+            **base,
+            **_EXPERTS,
+            head_dim=8,
+            intermediate_size_mlp=64,
+            attention_chunk_size=2 * WINDOW,
+            # The second layer has no rotary positions, and scales its queries by the place.
+            no_rope_layers=[1, 0, 1],
+            floor_scale=4,
+            attn_scale=0.5,
+        ),
         "glm": T.GlmConfig(**base, head_dim=8),
         "glm4": T.Glm4Config(**base, head_dim=8),
         "cohere": T.CohereConfig(**base),

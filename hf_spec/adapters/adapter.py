@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from hf_spec.adapters.base_name import base_name
 from hf_spec.devices.placement import weight_rows
 from hf_spec.errors import AssistantError
+from hf_spec.execution.cross_attention import num_layers
 from hf_spec.files import written_whole
 from hf_spec.installing import how_to_install
 
@@ -135,7 +136,7 @@ class BaseModel:
         return cls(
             base_name(model),
             config.hidden_size,
-            config.num_hidden_layers,
+            num_layers(model),
             config.vocab_size,
             tuple(float(f"{value:.6g}") for value in sample),
         )

@@ -1,10 +1,12 @@
 """Logits processors over the nodes of a tree, exact for each node's own prefix.
 
-Three kinds, in the order the user gave them:
+Four kinds, in the order the user gave them:
 
 * those that never read the prefix run once over all nodes;
 * transformers' own that read the prefix run once per prefix length, nodes as rows; where such a
   class holds something per row of the batch, every row gets a copy that holds its share;
+* the one that looks for silence in Whisper's first step sees the roots of that step together, and
+  changes nothing;
 * any other class, a user's above all, is called as plain `generate()` calls it: with the whole
   batch, the node's prefix in the row's own place. Rows advance at different speeds, so each has a
   copy of its own; it is called once for every token of the output and in order, which keeps
@@ -57,6 +59,7 @@ READS_PREFIX = (
     hf.SuppressTokensAtBeginLogitsProcessor,
     hf.WatermarkLogitsProcessor,
     hf.RepetitionPenaltyLogitsProcessor,
+    hf.WhisperTimeStampLogitsProcessor,
 )
 
 # Classes that hold one entry per row of the batch, and the attribute that holds it.
@@ -79,7 +82,6 @@ REFUSED = {
     hf.DiaClassifierFreeGuidanceLogitsProcessor: "it takes two rows of scores for one of tokens",
     hf.DiaEOSChannelFilterLogitsProcessor: "its rows are channels that depend on each other",
     hf.DiaEOSDelayPatternLogitsProcessor: "its rows are channels that depend on each other",
-    hf.WhisperNoSpeechDetection: "it runs the model itself",
 }
 
 
@@ -232,6 +234,22 @@ class _ByRow:
         return torch.cat(results)
 
 
+class _FirstStep:
+    """Transformers' class that looks at the first step of the whole batch and changes nothing."""
+
+    reads_prefix = True
+
+    def __init__(self, processor: hf.WhisperNoSpeechDetection):
+        self.processor = processor
+
+    def __call__(self, rows: Sequence[int], prefixes: Sequence[Tensor], scores: Tensor) -> Tensor:
+        begin = self.processor.begin_index
+        first = [node for node, prefix in enumerate(prefixes) if len(prefix) == begin]
+        if first:
+            self.processor(torch.stack([prefixes[node] for node in first]), scores[first])
+        return scores
+
+
 class _AsBatch:
     """One call per node, as a batch that shows the node's prefix in every place."""
 
@@ -270,6 +288,8 @@ def _step(processor: Any, num_rows: int) -> Any:
     kind = type(processor)
     if kind in PREFIX_FREE:
         return _PrefixFree(processor)
+    if isinstance(processor, hf.WhisperNoSpeechDetection):
+        return _FirstStep(processor)
     if kind is hf.PrefixConstrainedLogitsProcessor:
         return _ByRow([_constrained(processor, row) for row in range(num_rows)])
     held = _held(processor)

@@ -23,6 +23,7 @@ from hf_spec.decoding.stopping import StopRules
 from hf_spec.devices.placement import execution_device
 from hf_spec.drafting.costs import Costs, machine_of
 from hf_spec.errors import OptionError
+from hf_spec.execution.cross_attention import attends_to_encoder, silence
 from hf_spec.execution.per_model import made_once
 from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.tree import DraftTree, Verdict
@@ -121,8 +122,10 @@ class _Rounds:
     def enter(self, stack: ExitStack) -> None:
         """Make target and drafters ready."""
         stack.enter_context(self._runner.active())
+        _hear_silence(self._runner)
         for drafter in self._drafters.values():
             stack.enter_context(drafter.active(self._state))
+            drafter.prefill(_hear_silence)
 
     def run(self, width: int, depth: int) -> tuple[float, dict[str, float]]:
         """Seconds of a forward of `width` nodes per row, and of every drafter's draft."""
@@ -156,6 +159,12 @@ class _Rounds:
         if self._device.type != "cpu":
             torch.accelerator.synchronize()
         return time.perf_counter()
+
+
+def _hear_silence(runner: ModelRunner) -> None:
+    """Give a decoder that attends to an encoder as much to attend to as it has in a generation."""
+    if attends_to_encoder(runner.model):
+        runner.attend_to(silence(runner.model, runner.pool.num_slots))
 
 
 def _schedule(num_rows: int) -> Iterator[tuple[bool, int, int]]:

@@ -41,9 +41,9 @@ NAME = "hf_spec"
 
 # Attention interface or not, these take the rectangular path: layers of the first two drop the
 # keyword arguments that attention functions need, DiffLlama attends twice per layer, with two
-# values, only the images of GIT go through the interface, and the layers of Zamba share an
-# attention that does not know in which of them it is.
-RECTANGULAR_ONLY = {"nemotron", "stablelm", "diffllama", "git", "zamba", "zamba2"}
+# values, only the images of GIT go through the interface, the layers of Zamba share an attention
+# that does not know in which of them it is, and those of Whisper attend to an encoder as well.
+RECTANGULAR_ONLY = {"nemotron", "stablelm", "diffllama", "git", "whisper", "zamba", "zamba2"}
 
 
 @dataclass
@@ -142,11 +142,12 @@ def tree_attention(  # noqa: PLR0913 - the signature that transformers calls
     writes = storage == layer_index
     keys, values = spec_step.pool.layer(storage, key, value)
     window = kwargs["sliding_window"] if "sliding_window" in kwargs else _mask_window(module)
+    chunk = _chunk(module)
     small = max(query.shape[-1], value.shape[-1]) <= MAX_HEAD_SIZE
     impl = "auto" if small and serves(query) else "torch"
     if impl == "auto" or not spec_step.segments:
         sinks = None if s_aux is None else s_aux.float()
-        scoring = Scoring(scaling, window, softcap, sinks=sinks)
+        scoring = Scoring(scaling, window, softcap, sinks=sinks, chunk=chunk)
         layout, where = spec_step.layout(query.device)
         query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
         if writes:
@@ -167,7 +168,7 @@ def tree_attention(  # noqa: PLR0913 - the signature that transformers calls
             rows,
             keys[segment.slot, :, : segment.num_keys],
             values[segment.slot, :, : segment.num_keys],
-            segment.mask(window, groups, query),
+            segment.mask(window, groups, query, chunk),
             scaling,
             softcap,
             None if s_aux is None else s_aux.reshape(-1, groups).repeat_interleave(length, dim=1),
@@ -186,6 +187,15 @@ def _storage_layer(module: nn.Module) -> int:
     config = layer.config
     kinds = config.layer_types[: config.num_hidden_layers - config.num_kv_shared_layers]
     return len(kinds) - 1 - kinds[::-1].index(config.layer_types[index])
+
+
+def _chunk(module: nn.Module) -> int | None:
+    """Length of the chunks within which a layer attends; None where there are none."""
+    config: Any = getattr(module, "config", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None or kinds[module.layer_idx] != "chunked_attention":
+        return None
+    return config.attention_chunk_size
 
 
 def _mask_window(module: nn.Module) -> int | None:

@@ -5,26 +5,35 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_spec.devices.distributed_checks import check_sharding, tensor_parallel_size
 from hf_spec.errors import UnsupportedError
 from hf_spec.execution.alibi import uses_alibi
 from hf_spec.execution.attention import takes_packed
+from hf_spec.execution.cross_attention import (
+    ENCODER_DECODERS,
+    is_lone_decoder,
+    takes_positions,
+)
 from hf_spec.execution.mixers import (
     PASTLESS_LAYERS,
     RECURRENT_LAYERS,
     mixers_of,
     num_attention_layers,
     num_recurrent_layers,
-    resumes,
     stateful_modules,
 )
-from hf_spec.execution.row_work import BATCHING
 
 # Layers whose past can be taken back: keys and values, the state of a mixer, or nothing at all.
-SERVED_LAYERS = {"full_attention", "sliding_attention", *RECURRENT_LAYERS, *PASTLESS_LAYERS}
+SERVED_LAYERS = {
+    "full_attention",
+    "sliding_attention",
+    "chunked_attention",
+    *RECURRENT_LAYERS,
+    *PASTLESS_LAYERS,
+}
 
 # Architectures whose attention needs more than keys, values and a mask of visible tokens.
 UNSERVED = {
@@ -35,17 +44,33 @@ UNSERVED = {
     "moshi": "its tokens stand for text and sound at once",
 }
 
+# What the rectangular path can be shown a tree by; None stands for a class's own.
+MASKED_ATTENTION = (None, "eager", "sdpa")
+
 # Rotary scalings that look at the longest position of a forward, which a draft would shift.
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 
 def check_model(model: object) -> None:
-    """Refuse models whose state cannot be rolled back token by token (`UnsupportedError`)."""
+    """Refuse targets whose state cannot be rolled back token by token (`UnsupportedError`)."""
+    if isinstance(model, PreTrainedModel) and is_lone_decoder(model):
+        raise UnsupportedError(
+            f"{type(model).__name__} is a decoder without its encoder: load the whole model, or "
+            "pass this one as assistant= of a model that has an encoder"
+        )
+    check_decoder(model)
+
+
+def check_decoder(model: object) -> None:
+    """The same of what is run on trees: targets, and draft models, which may lack an encoder."""
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedError(f"{type(model).__name__} is not a transformers PreTrainedModel")
     name = type(model).__name__
-    if model.config.is_encoder_decoder:
-        raise UnsupportedError(f"{name} is an encoder-decoder; hf_spec serves decoder-only models")
+    if model.config.is_encoder_decoder and model.config.model_type not in ENCODER_DECODERS:
+        raise UnsupportedError(
+            f"{name} is an encoder-decoder; hf_spec serves Whisper, which can be told where the "
+            "branches of a draft tree stand, and decoder-only models"
+        )
     config = model.config.get_text_config()
     odd = sorted(set(getattr(config, "layer_types", None) or []) - SERVED_LAYERS)
     if odd or not _has_known_states(model):
@@ -68,10 +93,16 @@ def check_model(model: object) -> None:
             "prompt-learning adapters put virtual tokens before every input, which spec_strategy "
             "cannot carry; use LoRA or another adapter that changes weights"
         )
-    if not takes_packed(model) and getattr(config, "sliding_window", None):
+    chosen = model.config._attn_implementation
+    if not takes_packed(model) and chosen not in MASKED_ATTENTION:
         raise UnsupportedError(
-            f"{name} has a sliding window but no attention interface, so the window of a draft "
-            "tree cannot be set"
+            f"attn_implementation={chosen!r} takes no mask of a draft tree, {name} no attention "
+            "function in its place; load it with attn_implementation='sdpa'"
+        )
+    if not takes_packed(model) and limits_attention(model):
+        raise UnsupportedError(
+            f"{name} has a sliding window or chunks but no attention interface, so what a draft "
+            "tree sees cannot be set"
         )
 
 
@@ -96,82 +127,12 @@ def _check_attention(model: PreTrainedModel, name: str) -> None:
         reason = "config.is_decoder is False, so that tokens also look ahead"
     elif not {"past_key_values", "cache_params"} & set(arguments):
         reason = "it keeps no keys and values"
-    elif "position_ids" not in arguments and not uses_alibi(model) and num_attention_layers(config):
+    elif not takes_positions(model) and not uses_alibi(model) and num_attention_layers(config):
         reason = "it takes no position_ids, so the branches of a draft tree cannot be placed"
     elif "local" in (getattr(config, "attention_layers", None) or ()):
         reason = "the window of its local layers counts stored tokens, not positions"
     if reason is not None:
         raise UnsupportedError(f"{name} cannot decode draft trees: {reason}")
-
-
-def check_batching(model: PreTrainedModel, batching: str) -> None:
-    """Refuse padding that the layout of the model's inputs does not allow to choose."""
-    chosen = BATCHING[batching]
-    if chosen.pads_kv and not chosen.pads_inputs and not takes_packed(model):
-        raise UnsupportedError(
-            f"batching={batching!r}: {type(model).__name__} takes no attention function, so that "
-            "its inputs are always padded; use 'padded', or 'unpadded' for unpadded storage"
-        )
-
-
-def check_evaluation(model: PreTrainedModel) -> None:
-    """Refuse a target in training mode wherever that changes its forward pass."""
-    training = [module for module in model.modules() if module.training]
-    if not training:
-        return
-    random = any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in training)
-    recomputes = any(getattr(m, "gradient_checkpointing", False) for m in training)
-    config = model.config.get_text_config().to_dict()
-    drops = sorted(k for k, v in config.items() if "drop" in k and isinstance(v, float) and v > 0)
-    if random or recomputes or drops:
-        raise UnsupportedError(
-            f"{type(model).__name__} is in training mode with dropout or gradient checkpointing"
-            f"{' (' + ', '.join(drops) + ')' if drops else ''}; call model.eval() before generate()"
-        )
-
-
-def check_resumable(model: PreTrainedModel) -> None:
-    """Refuse a reused cache where transformers itself goes wrong on several tokens after it."""
-    if not resumes(model):
-        raise UnsupportedError(
-            f"past_key_values: the scan of {type(model).__name__} in transformers forgets its "
-            "state wherever it is given several tokens at once; leave them out"
-        )
-
-
-def check_peft_hooks(model: PreTrainedModel, num_rows: int) -> None:
-    """Refuse what PEFT hangs on its layers for one call, where drafts are not what it expects.
-
-    With `adapter_names=`, and for aLoRA adapters, the layers look for one row per sequence, and
-    count places from the end of a forward. The hooks are taken off before the error, which PEFT
-    leaves to a call that ends well; else they would disturb all calls to come.
-    """
-    hooks = [
-        (module, key, getattr(hook, "keywords", {}))
-        for module in model.modules()
-        for key, hook in module._forward_pre_hooks.items()
-    ]
-    names = next((k["adapter_names"] for *_, k in hooks if "adapter_names" in k), None)
-    offsets = next((k["alora_offsets"] for *_, k in hooks if "alora_offsets" in k), None)
-    reason = None
-    if any(offset is not None for offset in offsets or ()):
-        reason = (
-            "aLoRA adapters begin at a place counted from the end of a forward, where there are "
-            "drafts; generate without spec_strategy"
-        )
-    elif (names or offsets) and num_rows > 1 and takes_packed(model):
-        reason = (
-            f"adapter_names={names!r}: the rows of a step are not padded to rows of equal length, "
-            "where PEFT looks for the adapter of each; call generate() once per adapter, after "
-            "model.set_adapter(name), or with one row at a time"
-        )
-    if reason is None:
-        return
-    for module, key, keywords in hooks:
-        if "adapter_names" in keywords or "alora_offsets" in keywords:
-            module._forward_pre_hooks.pop(key)
-            module._forward_pre_hooks_with_kwargs.pop(key, None)
-    raise UnsupportedError(reason)
 
 
 def check_rope(model: PreTrainedModel, max_length: int | None) -> None:
@@ -188,6 +149,13 @@ def is_past_rope(model: PreTrainedModel, attention_mask: Tensor) -> bool:
     """Whether every row, by its (B, L) mask, begins past where rotary frequencies change once."""
     kind, limit = _length_dependent_rope(model)
     return kind == "longrope" and int(attention_mask.sum(dim=1).min()) > limit
+
+
+def limits_attention(model: PreTrainedModel) -> bool:
+    """Whether layers of a model see no more than a window or a chunk of the text."""
+    config = model.config.get_text_config()
+    limits = ("sliding_window", "attention_chunk_size")
+    return any(getattr(config, name, None) for name in limits)
 
 
 def takes_images(model: PreTrainedModel) -> bool:

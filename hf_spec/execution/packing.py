@@ -41,6 +41,14 @@ class PackedInputs:
     nodes: list[int] = field(default_factory=list)
     fill: list[int] = field(default_factory=list)
 
+    def places(self, paddings: Sequence[int]) -> list[int]:
+        """Where each token stands among those of its row and the padding before them."""
+        return [
+            position + paddings[segment.slot]
+            for segment in self.segments
+            for position in segment.position.tolist()
+        ]
+
 
 @dataclass
 class RectangularInputs:

@@ -23,7 +23,8 @@ class RowStorage:
     """A pool with a slot per row and the bookkeeping of what they hold.
 
     `stored` has per row how many committed tokens have keys and values; `position_offsets`, how far
-    the positions that the model is told are from the number of tokens before, as after an image.
+    the positions that the model is told are from the number of tokens before, as after an image;
+    `paddings`, how many places plain `generate()` pads on the left.
     """
 
     def __init__(self, num_rows: int, batching: Batching):
@@ -31,6 +32,7 @@ class RowStorage:
         self.batching = batching
         self.stored = [0] * num_rows
         self.position_offsets = [0] * num_rows
+        self.paddings = [0] * num_rows
         # Per row in the round: storage place of its root, offsets of the nodes that have run.
         self._round: dict[int, tuple[int, set[int]]] = {}
         # With padded storage: per row the places of what is stored, and where all rows go on.
@@ -62,7 +64,7 @@ class RowStorage:
     def restart(self, row: int) -> None:
         """Forget everything stored of `row`: a new sequence begins there."""
         self.shorten(row, 0)
-        self.position_offsets[row] = 0
+        self.position_offsets[row] = self.paddings[row] = 0
 
     def shorten(self, row: int, length: int) -> None:
         """Forget what is stored of `row` after its first `length` tokens."""

@@ -23,6 +23,12 @@ from hf_spec.devices.placement import execution_device
 from hf_spec.execution.alibi import tree_alibi
 from hf_spec.execution.attention import PackedAttention, PackedStep, takes_packed
 from hf_spec.execution.cpu_linear import fast_cpu_linears, fast_products
+from hf_spec.execution.cross_attention import (
+    CrossAttention,
+    decoding_parts,
+    num_layers,
+    takes_positions,
+)
 from hf_spec.execution.kv_cache import PoolCache
 from hf_spec.execution.mixers import mixers_of, num_attention_layers
 from hf_spec.execution.packing import PackedInputs, RectangularInputs, align_right, pack
@@ -30,6 +36,7 @@ from hf_spec.execution.recurrent import RecurrentMixers
 from hf_spec.execution.row_storage import RowStorage
 from hf_spec.execution.row_work import BATCHING, RowWork, fill_up
 from hf_spec.execution.step_graphs import StepGraphs
+from hf_spec.execution.token_places import TokenPlaces, scales_by_place
 from hf_spec.execution.tree import DraftTree
 from hf_spec.execution.virtual_tokens import VirtualTokens
 from hf_spec.execution.vocabulary import fit_logits, fit_tokens, num_embeddings
@@ -77,7 +84,7 @@ class ModelRunner(RowStorage):
     """A model, its key-value pool and the forward pass over packed trees.
 
     Args:
-        model: a decoder-only causal language model.
+        model: a causal language model, or an encoder-decoder of which it runs the decoder.
         num_rows: B, how many sequences share the pool.
         hidden_layers: indices into `hidden_states` that each forward returns.
         virtual_tokens: what the nodes with negative token ids stand for, if there are any.
@@ -112,12 +119,14 @@ class ModelRunner(RowStorage):
         self._attention: PackedAttention | None = None
         self._graphs: StepGraphs | None = None
         config = model.config.get_text_config()
-        self._cache = PoolCache(self.pool, config.num_hidden_layers)
+        self._cache = PoolCache(self.pool, num_layers(model))
+        self._cross_attention: CrossAttention | None = None
         self._attending = num_attention_layers(config)
         self._mixers = RecurrentMixers(model, num_rows) if mixers_of(model) else None
         parameters = inspect.signature(model.forward).parameters
         self._keeps_logits = "logits_to_keep" in parameters
-        self._takes_positions = "position_ids" in parameters
+        self._takes_positions = takes_positions(model)
+        self._scales_by_place = scales_by_place(model)
 
     @property
     def device(self) -> torch.device:
@@ -133,12 +142,17 @@ class ModelRunner(RowStorage):
                 self._attention = PackedAttention(self.model)
                 self._graphs = StepGraphs(self.model, self.pool, self.device)
                 stack.callback(self._graphs.clear)
-            stack.enter_context(fast_cpu_linears(self.model))
+            for part in decoding_parts(self.model):
+                stack.enter_context(fast_cpu_linears(part))
             if self._virtual_tokens is not None:
                 stack.enter_context(self._virtual_tokens.active(self.model))
             if self._mixers is not None:
                 stack.enter_context(self._mixers.active())
             yield self
+
+    def attend_to(self, states: Tensor, kept: DynamicCache | None = None) -> None:
+        """Let a decoder attend to what an encoder made of the input; see `CrossAttention`."""
+        self._cross_attention = CrossAttention(self.model, states, self._cache, kept)
 
     def prefill(
         self,
@@ -253,6 +267,8 @@ class ModelRunner(RowStorage):
         kept = torch.tensor([*inputs.nodes, *inputs.fill], dtype=torch.long)
         tokens = torch.tensor(inputs.tokens)
         tensors = [tokens, torch.tensor(inputs.positions), kept]
+        if self._scales_by_place:
+            tensors.append(torch.tensor(inputs.places(self.paddings)))
         self.tokens_run += len(tokens)
         assert self._graphs is not None, "forwards happen while active"
         with self._embedded(tokens[None]) as embeddings, self._by_row(work, tree, inputs):
@@ -270,11 +286,19 @@ class ModelRunner(RowStorage):
         self, tensors: list[Tensor], step: PackedStep, embeddings: Tensor | None = None
     ) -> list[Tensor]:
         """Logits of the tokens to keep and hidden states of all, from tensors on the device."""
-        tokens, positions, kept = tensors
+        tokens, positions, kept, *places = tensors
         # A 4D mask of one element is passed through as it is: no model builds a mask of its own.
         mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
+        options = {"past_key_values": TokenPlaces(places[0])} if places else {}
         result = self._call(
-            tokens[None], embeddings, positions[None], mask, kept, spec_step=step, use_cache=False
+            tokens[None],
+            embeddings,
+            positions[None],
+            mask,
+            kept,
+            spec_step=step,
+            use_cache=False,
+            **options,
         )
         step.check(self.model, self._attending)
         logits = result.logits[0] if self._keeps_logits else result.logits[0, kept]
@@ -343,9 +367,10 @@ class ModelRunner(RowStorage):
         if self._keeps_logits:
             kwargs["logits_to_keep"] = logits_to_keep
         kwargs |= {**self._wanted_hidden(), "attention_mask": mask, "return_dict": True}
-        if embeddings is not None:
-            return self.model(inputs_embeds=embeddings, **kwargs)
-        return self.model(input_ids=tokens, **kwargs)
+        kwargs |= {"input_ids": tokens} if embeddings is None else {"inputs_embeds": embeddings}
+        if self._cross_attention is not None:
+            kwargs = self._cross_attention.arguments(kwargs)
+        return self.model(**kwargs)
 
     def _wanted_hidden(self) -> dict[str, Any]:
         if not self._hidden_layers:
@@ -353,7 +378,11 @@ class ModelRunner(RowStorage):
         return {"output_hidden_states": self._hidden_layers if SELECTS_LAYERS else True}
 
     def _hidden(self, result: Any) -> list[Tensor]:
-        return [result.hidden_states[layer].flatten(0, 1) for layer in self._hidden_layers]
+        if not self._hidden_layers:
+            return []
+        # Beside those of an encoder they have another name.
+        states = getattr(result, "decoder_hidden_states", None) or result.hidden_states
+        return [states[layer].flatten(0, 1) for layer in self._hidden_layers]
 
     def _output(
         self, logits: Tensor, states: Sequence[Tensor], inputs: PackedInputs | RectangularInputs

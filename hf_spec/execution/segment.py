@@ -36,22 +36,30 @@ class Segment:
     prefix: int = 0
     _masks: dict[object, Tensor | None] = field(default_factory=dict)
 
-    def mask(self, window: int | None, groups: int, like: Tensor) -> Tensor | None:
+    def mask(
+        self, window: int | None, groups: int, like: Tensor, chunk: int | None = None
+    ) -> Tensor | None:
         """Additive mask (groups * T, num_keys) in the dtype and on the device of `like`.
 
         Query heads that share a key head are folded into rows, so the mask repeats `groups` times.
-        Computed once per step and kind of layer.
+        Computed once per step and kind of layer. A token sees the last `window` positions, itself
+        included, or those of its own `chunk` of so many.
         """
-        key = (window, groups, like.dtype, like.device)
+        key = (window, chunk, groups, like.dtype, like.device)
         if key not in self._masks:
-            self._masks[key] = self._build_mask(window, groups, like)
+            self._masks[key] = self._build_mask(window, chunk, groups, like)
         return self._masks[key]
 
-    def _build_mask(self, window: int | None, groups: int, like: Tensor) -> Tensor | None:
+    def _build_mask(
+        self, window: int | None, chunk: int | None, groups: int, like: Tensor
+    ) -> Tensor | None:
         visible = self.visible
-        # A window that reaches back to the first key for every query hides nothing.
-        if window is not None and self.last_position >= window:
-            inside = self.key_position[None, :] > self.position[:, None] - window
+        # What reaches back to the first key for every query hides nothing.
+        limit = chunk or window
+        if limit is not None and self.last_position >= limit:
+            position = self.position[:, None]
+            first = position - position % chunk if chunk else position - limit + 1
+            inside = self.key_position[None, :] >= first
             visible = inside if visible is None else visible & inside
         if visible is None:
             return None

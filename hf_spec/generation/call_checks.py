@@ -17,14 +17,14 @@ from hf_spec.decoding.streaming import BatchStreamer
 from hf_spec.errors import OptionError, UnsupportedError
 from hf_spec.execution.kv_cache import check_reusable
 from hf_spec.execution.model_checks import (
-    check_peft_hooks,
-    check_resumable,
     check_rope,
     is_past_rope,
+    limits_attention,
     takes_images,
 )
 from hf_spec.execution.vocabulary import num_embeddings
 from hf_spec.generation.own_prefill import IMAGE_INPUTS, is_moved
+from hf_spec.generation.target_checks import check_peft_hooks, check_resumable
 
 # Settings that choose another decoding method, and what to say about each.
 OTHER_METHODS = {
@@ -302,10 +302,10 @@ def _check_mask(model: PreTrainedModel, mask: Tensor) -> None:
             "on the longest row; generate one row at a time"
         )
     holes = (mask.long().diff(dim=-1) < 0).any(dim=-1)
-    if bool(holes.any()) and getattr(model.config.get_text_config(), "sliding_window", None):
+    if bool(holes.any()) and limits_attention(model):
         raise UnsupportedError(
             f"rows {holes.nonzero().flatten().tolist()} have padding between their tokens, where "
-            "a sliding window counts it and spec_strategy does not; pad on the left only"
+            "a sliding window or a chunk counts it and spec_strategy does not; pad on the left only"
         )
 
 

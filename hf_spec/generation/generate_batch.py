@@ -29,7 +29,7 @@ from hf_spec.execution.row_work import BATCHING
 from hf_spec.execution.vocabulary import num_embeddings
 from hf_spec.generation import own_prefill
 from hf_spec.generation.call_checks import Settings, check_batch_streamer, check_inputs
-from hf_spec.outputs import SpecBatchOutput, SpecRequestOutput, SpecStats
+from hf_spec.outputs import SpecBatchOutput, SpecRequestOutput, SpecStats, hand_in
 
 # Sequences at a time where the call does not say.
 MAX_BATCH = 8
@@ -75,6 +75,11 @@ class GenerateBatchCall:
     ) -> GenerateBatchCall:
         """Read the arguments of a call; refuse what is wrong or cannot be served."""
         given = dict(arguments)
+        if model.config.is_encoder_decoder:
+            raise UnsupportedError(
+                f"generate_batch() takes token ids, and {type(model).__name__} also the input of "
+                "an encoder; use generate(), which takes batches too"
+            )
         for name, remedy in REFUSED_ARGUMENTS.items():
             if (value := given.pop(name, None)) is not None and value is not False:
                 raise UnsupportedError(
@@ -139,6 +144,7 @@ def run_continuous_batch(batch: ContinuousBatch | None, progress_bar: bool) -> S
             ended = batch.step()
             found.update((output.request_id, output) for output in ended)
             bar.update(len(ended))
+    hand_in(batch.stats)
     return SpecBatchOutput([found[name] for name in batch.request_ids], batch.stats)
 
 

@@ -24,10 +24,11 @@ from hf_spec.decoding.drafter import Drafter
 from hf_spec.drafting.config import StrategyConfig
 from hf_spec.errors import AssistantError, OptionError, UnsupportedError
 from hf_spec.execution import attention
-from hf_spec.execution.model_checks import check_batching, check_evaluation, check_model
+from hf_spec.execution.model_checks import check_model
 from hf_spec.generation import peft_hook
 from hf_spec.generation.call_checks import Settings, check_arguments, check_settings, check_streamer
 from hf_spec.generation.call_signature import describe
+from hf_spec.generation.encoder_inputs import of_decoder, read_input
 from hf_spec.generation.generate_batch import (
     GenerateBatchCall,
     make_continuous_batch,
@@ -35,6 +36,7 @@ from hf_spec.generation.generate_batch import (
 )
 from hf_spec.generation.one_call import generate_with
 from hf_spec.generation.own_prefill import read_prompt
+from hf_spec.generation.target_checks import check_batching, check_evaluation
 from hf_spec.outputs import SpecBatchOutput, SpecRequestOutput
 from hf_spec.strategies.assistants import find_assistant
 from hf_spec.strategies.registry import make_drafter, parse_strategy
@@ -204,11 +206,15 @@ def _speculate(original: Any, model: PreTrainedModel, strategy: Any, given: dict
     assistant = given.pop("assistant")
     config, settings = _settle(model, strategy, given)
     check_batching(model, config.batching)
-    check_arguments(given)
+    check_arguments(of_decoder(model, given))
     streamer = given.get("streamer")
     check_streamer(streamer)
     drafter = _find_drafter(config, model, assistant)
     given = _with_stop_strings(settings["stop_strings"], _with_own_storage(settings, given))
+
+    read = functools.partial(read_prompt, original, given)
+    if model.config.is_encoder_decoder:
+        read = functools.partial(read_input, given)
 
     def decode(model: PreTrainedModel, input_ids: Tensor, **prepared: Any) -> Any:
         # The original has put the prompt into the streamer already; it does not pass it on.
@@ -218,7 +224,7 @@ def _speculate(original: Any, model: PreTrainedModel, strategy: Any, given: dict
             input_ids,
             streamer=streamer,
             batching=config.batching,
-            read=functools.partial(read_prompt, original, given),
+            read=read,
             **prepared,
         )
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import Cache, DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
 
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.loop import count_models, speculative_decode
@@ -19,8 +19,9 @@ from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.tree import DraftTree
 from hf_spec.generation import own_prefill
 from hf_spec.generation.call_checks import check_inputs, check_padding, check_streamer
+from hf_spec.generation.encoder_inputs import hand_out, of_decoder
 from hf_spec.generation.own_prefill import Prompt
-from hf_spec.outputs import SpecGenerateOutput
+from hf_spec.outputs import SpecEncoderDecoderOutput, SpecGenerateOutput, hand_in
 
 
 def generate_with(  # noqa: PLR0913 - the signature that generate() calls
@@ -34,7 +35,7 @@ def generate_with(  # noqa: PLR0913 - the signature that generate() calls
     batching: str = "unpadded",
     read: Callable[..., Prompt] | None = None,
     **model_kwargs: Any,
-) -> SpecGenerateOutput | Tensor:
+) -> SpecGenerateOutput | SpecEncoderDecoderOutput | Tensor:
     """Decode in place of the method that `generate()` would have chosen.
 
     Args:
@@ -46,7 +47,8 @@ def generate_with(  # noqa: PLR0913 - the signature that generate() calls
         generation_config: the resolved settings.
         streamer: receives tokens; several rows need a `BatchStreamer`.
         batching: what is padded, a key of `BATCHING`.
-        read: called with a draft model that takes images and the target's prompt, gives its own.
+        read: called with a draft model that takes images or has an encoder, and the target's
+            prompt; gives its own.
         **model_kwargs: `attention_mask`, `past_key_values` and what else `generate()` prepared.
 
     Returns:
@@ -55,13 +57,14 @@ def generate_with(  # noqa: PLR0913 - the signature that generate() calls
     Raises:
         UnsupportedError: if something here cannot be served exactly.
     """
-    attention_mask = model_kwargs.get("attention_mask")
+    prompt_kwargs = of_decoder(model, model_kwargs)
+    attention_mask = prompt_kwargs.get("attention_mask")
     if attention_mask is None:
         attention_mask = torch.ones_like(input_ids)
     num_rows = input_ids.shape[0]
     stop = StopRules(stopping_criteria, num_rows)
-    check_inputs(model, input_ids, attention_mask, model_kwargs, stop.max_length)
-    alone = own_prefill.is_needed(model, attention_mask, model_kwargs)
+    check_inputs(model, input_ids, attention_mask, prompt_kwargs, stop.max_length)
+    alone = own_prefill.is_needed(model, attention_mask, prompt_kwargs)
     check_processors(logits_processor, num_rows)
     check_streamer(streamer, num_rows)
     check_ranks(model, input_ids, bool(generation_config.do_sample))
@@ -80,12 +83,15 @@ def generate_with(  # noqa: PLR0913 - the signature that generate() calls
         keep_logits=as_dict and bool(generation_config.output_logits),
     )
     target = ModelRunner(model, num_rows, drafter.hidden_layers, drafter.virtual_tokens, batching)
+    target.paddings = (~state.frame_mask).sum(dim=1).tolist()
     cache = model_kwargs.get("past_key_values")
     prompt = Prompt(input_ids, attention_mask, model_kwargs)
     if cache is not None and (stored := prompt.stored) and not alone:
         target.load(cache, [mask[:stored] for mask in state.frame_mask.cpu()])
     wants_cache = cache is not None and (as_dict or getattr(cache, "_is_user_defined", False))
     with target.active(), drafter.active(state):
+        if model.config.is_encoder_decoder:
+            hand_out(target, drafter, prompt, read)
         verifier = drafter.make_verifier(logits_processor, num_rows)
         if alone:
             own_prefill.first_round(prompt, target, drafter, verifier, state, read)
@@ -94,12 +100,21 @@ def generate_with(  # noqa: PLR0913 - the signature that generate() calls
             _run_to_the_end(target, state)
             count_models(state.stats, target, drafter)
     if cache is not None and wants_cache:
-        # Into the user's own object, as plain generate() does.
-        fresh = DynamicCache(config=model.config)
-        target.export(fresh, state.output_masks(state.prompt_length + max(state.generated) - 1))
-        cache.layers = fresh.layers
-        output.past_key_values = cache
+        output.past_key_values = _export(target, state, cache)
+    hand_in(state.stats)
+    if as_dict and model.config.is_encoder_decoder:
+        return SpecEncoderDecoderOutput.of(output)
     return output if as_dict else output.sequences
+
+
+def _export(target: ModelRunner, state: GenerationState, cache: Any) -> Cache:
+    """Write keys and values into the user's own object, as plain `generate()` does."""
+    fresh = DynamicCache(config=target.model.config)
+    target.export(fresh, state.output_masks(state.prompt_length + max(state.generated) - 1))
+    own = getattr(cache, "self_attention_cache", cache)
+    own.layers = fresh.layers
+    # Those of the cross attention are there since the first forward; a new object knows it.
+    return cache if own is cache else EncoderDecoderCache(own, cache.cross_attention_cache)
 
 
 def _run_to_the_end(target: ModelRunner, state: GenerationState) -> None:

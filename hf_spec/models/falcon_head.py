@@ -30,7 +30,7 @@ from hf_spec.execution.mixers import mixers_of
 from hf_spec.execution.model_checks import takes_images
 from hf_spec.models.draft_head import FewTokensHead
 from hf_spec.models.shapes import FalconShape
-from hf_spec.models.truncated import own_copy, with_layers
+from hf_spec.models.truncated import own_copy, with_layers, without_head
 
 METHOD = "falcon"
 
@@ -74,7 +74,7 @@ class FalconHead(nn.Module):
         first = depth - shape.num_layers
         whole: Any = with_layers(target, range(first, depth))
         # Beside a vision tower there is a model of text.
-        stack = own_copy(whole.get_decoder() if takes_images(target) else whole.base_model)
+        stack = own_copy(whole.get_decoder() if takes_images(target) else without_head(whole))
         _renumber(stack, first)
         self.attention: Any = stack
         self.head = FewTokensHead(target.get_output_embeddings(), vocabulary)

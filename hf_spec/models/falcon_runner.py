@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from hf_spec.execution.cpu_linear import fast_cpu_linears, fast_products
 from hf_spec.execution.kv_cache import KVPool
 from hf_spec.execution.segment import Segment
 from hf_spec.execution.step_graphs import StepGraphs
+from hf_spec.execution.token_places import TokenPlaces, scales_by_place
 from hf_spec.models.falcon_head import FalconHead, State
 
 # Pairs of a prompt that run at once; bounds masks and activations.
@@ -192,10 +194,11 @@ class HeadRunner:
         return PackedStep(self.pool, writes, segments), positions
 
     def _attend(self, mixed: Tensor, positions: Tensor, step: PackedStep) -> Tensor:
+        where: dict[str, Any] = {"attention_mask": self._mask, "position_ids": positions[None]}
+        if scales_by_place(self.head.attention):
+            where["past_key_values"] = TokenPlaces(positions)
         with self._attention.chosen():
-            outputs = self.head.attend(
-                mixed[None], attention_mask=self._mask, position_ids=positions[None], spec_step=step
-            )
+            outputs = self.head.attend(mixed[None], spec_step=step, **where)
         step.check(self.head.attention, self.head.shape.num_layers)
         return outputs[0]
 

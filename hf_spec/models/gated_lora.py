@@ -42,6 +42,8 @@ def linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
         if isinstance(module, (nn.Linear, Conv1D))
         and id(module) not in others
         and not _is_routed(name)
+        # That of Llama 4 is a linear layer, and gives more than its product.
+        and not type(module).__name__.endswith("Router")
     }
     if not found:
         raise UnsupportedError(f"{type(model).__name__} has no linear layer that a LoRA could join")

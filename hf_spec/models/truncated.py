@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from hf_spec.adapters.folder import LAYER_NAME
 from hf_spec.devices.placement import dense_copy
 from hf_spec.errors import OptionError, UnsupportedError
+from hf_spec.execution.cross_attention import num_layers as layers_of
 
 
 def truncated_draft(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
@@ -21,7 +22,8 @@ def truncated_draft(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
     sees its LoRA adapters.
 
     Args:
-        model: a decoder-only model, or a PEFT model around one.
+        model: a decoder-only model, an encoder-decoder, of which the decoder is cut, or a PEFT
+            model around either.
         num_layers: at least 1, fewer than the model has.
 
     Raises:
@@ -30,7 +32,7 @@ def truncated_draft(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
     """
     unwrap = getattr(model, "get_base_model", None)
     model = unwrap() if callable(unwrap) else model
-    depth = model.config.get_text_config().num_hidden_layers
+    depth = layers_of(model)
     if not isinstance(num_layers, int) or not 1 <= num_layers < depth:
         raise OptionError(
             f"num_layers={num_layers!r}: {type(model).__name__} has {depth} layers, "
@@ -47,8 +49,10 @@ def with_layers(model: PreTrainedModel, kept: range) -> PreTrainedModel:
             "no part of its layers makes a model; use another draft model, or "
             "spec_strategy='lookup'"
         )
-    depth = model.config.get_text_config().num_hidden_layers
-    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
+    depth = layers_of(model)
+    encodes = model.config.is_encoder_decoder
+    decodes: nn.Module = model.get_decoder() if encodes else model
+    lists = (module for module in decodes.modules() if isinstance(module, nn.ModuleList))
     stacks = [layers for layers in lists if len(layers) == depth]
     if len(stacks) != 1:
         raise OptionError(
@@ -63,7 +67,7 @@ def with_layers(model: PreTrainedModel, kept: range) -> PreTrainedModel:
         )
     config = copy.deepcopy(model.config)
     text_config = config.get_text_config()
-    text_config.num_hidden_layers = len(kept)
+    setattr(text_config, "decoder_layers" if encodes else "num_hidden_layers", len(kept))
     # Where they follow from other settings, they do so for fewer layers, too.
     name = text_config.attribute_map.get("layer_types", "layer_types")
     follow = isinstance(getattr(type(text_config), name, None), property)
@@ -75,6 +79,13 @@ def with_layers(model: PreTrainedModel, kept: range) -> PreTrainedModel:
     _share(model, part, stacks[0], kept)
     part.generation_config = copy.deepcopy(model.generation_config)
     return part.train(model.training)
+
+
+def without_head(model: PreTrainedModel) -> Any:
+    """The model inside `model`, which gives hidden states."""
+    base: Any = model.base_model
+    # The prefix of Llama 4 names an attribute that it does not have.
+    return getattr(base, "model", base) if base is model else base
 
 
 def own_copy(part: PreTrainedModel) -> PreTrainedModel:

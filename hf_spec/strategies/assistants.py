@@ -15,7 +15,8 @@ from hf_spec.adapters.folder import SpecAdapter, active_adapters, is_adapter, lo
 from hf_spec.adapters.hub import Place
 from hf_spec.data.hub import load_named
 from hf_spec.errors import AssistantError, HubError, OptionError, SpecError, UnsupportedError
-from hf_spec.execution.model_checks import check_model
+from hf_spec.execution.cross_attention import attends_to_encoder, is_lone_decoder
+from hf_spec.execution.model_checks import check_decoder
 from hf_spec.execution.per_model import made_once
 from hf_spec.execution.vocabulary import PADDED_ROWS, num_embeddings
 from hf_spec.models.falcon_head import METHOD as FALCON
@@ -57,7 +58,8 @@ def resolve_draft_model(
             "PreTrainedModel, a PeftModel, a folder or a Hub id"
         )
     try:
-        check_model(model)
+        check_decoder(model)
+        _check_encoder(model, target)
     except SpecError as error:
         raise AssistantError(f"the assistant cannot draft: {error}") from error
     sizes = [num_embeddings(m) for m in (target, model)]
@@ -68,6 +70,23 @@ def resolve_draft_model(
             "same family"
         )
     return model
+
+
+def _check_encoder(draft: PreTrainedModel, target: PreTrainedModel) -> None:
+    """Refuse draft models that attend to the output of an encoder and would have none."""
+    if not attends_to_encoder(draft):
+        return
+    names = type(draft).__name__, type(target).__name__
+    if not target.config.is_encoder_decoder:
+        raise UnsupportedError(f"{names[0]} needs the output of an encoder; {names[1]} has none")
+    # By itself it reads what the target's encoder gives, otherwise what that encoder is given.
+    read = "d_model" if is_lone_decoder(draft) else "num_mel_bins"
+    sizes = [getattr(model.config, read) for model in (draft, target)]
+    if sizes[0] != sizes[1]:
+        raise UnsupportedError(
+            f"{names[0]} has {read} {sizes[0]}, and {names[1]} has {sizes[1]}, so it cannot read "
+            "the same sound"
+        )
 
 
 def resolve_falcon_head(assistant: object, target: PreTrainedModel) -> FalconHead:

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from hf_spec.adapters.folder import SpecAdapter
 from hf_spec.models.draft_head import check_plain_head
 from hf_spec.models.trained_draft import TrainableDraft
+from hf_spec.models.truncated import without_head
 from hf_spec.training.answers import Example
 from hf_spec.training.held_back import learned_and_held, tau
 from hf_spec.training.responses import Response, answer_vocabulary
@@ -103,7 +104,7 @@ class _Distillation:
         places = [len(one.prompt) - 1 + i for one in batch for i in range(len(one.response))]
         device = self.model.device
         with torch.autocast(device.type, torch.bfloat16):
-            hidden = self.model.base_model(input_ids=ids.to(device), use_cache=False)[0]
+            hidden = without_head(self.model)(input_ids=ids.to(device), use_cache=False)[0]
             logits = self.head.known(hidden[rows, places])
         return logits, self._places[[token for one in batch for token in one.response]]
 

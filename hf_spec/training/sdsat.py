@@ -35,6 +35,7 @@ from hf_spec.errors import OptionError
 from hf_spec.models.adaptive_tokens import CONFIG_ENTRY, AdaptiveShape, AdaptiveTokens
 from hf_spec.models.draft_head import check_plain_head
 from hf_spec.models.gated_lora import new_lora
+from hf_spec.models.truncated import without_head
 from hf_spec.training.answers import Example
 from hf_spec.training.held_back import learned_and_held
 from hf_spec.training.infilling import Infilling
@@ -222,10 +223,10 @@ class Student:
         device = self.model.device
         with torch.autocast(device.type, torch.bfloat16), self.tokens.active(self.model):
             if self.settings.mode == "full":
-                hidden = self.model.base_model(input_ids=ids.to(device), use_cache=False)[0]
+                hidden = without_head(self.model)(input_ids=ids.to(device), use_cache=False)[0]
             else:
                 with self.tokens.embedded(self.model, ids) as embeddings:
-                    hidden = self.model.base_model(inputs_embeds=embeddings, use_cache=False)[0]
+                    hidden = without_head(self.model)(inputs_embeds=embeddings, use_cache=False)[0]
             head: Any = self.model.get_output_embeddings()
             return head(hidden[chosen[0], chosen[1]])
 

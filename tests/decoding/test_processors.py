@@ -14,11 +14,13 @@ from transformers import (
     SynthIDTextWatermarkingConfig,
     WatermarkingConfig,
 )
+from transformers.generation import GenerationMixin
 from transformers.generation import logits_process as hf
 
 from hf_spec import LookupConfig, OptionError, TreeConfig, UnsupportedError
 from hf_spec.decoding import processors
 from hf_spec.decoding.processors import NodeProcessors, RowProcessors
+from tests.targets import whisper_cases
 from tests.tiny_models import (
     STRATEGIES,
     VOCAB,
@@ -312,6 +314,31 @@ def test_a_module_inside_a_processor_is_not_copied() -> None:
     assert len({id(copied.calls) for copied in copies}) == 3
 
 
+@pytest.mark.parametrize("offset", [1, 2], ids=["scores", "a forward of its own"])
+def test_silence_is_looked_for_in_the_first_step_of_the_whole_batch(offset: int) -> None:
+    """A draft of three tokens, of which the class must see none."""
+    probabilities = []
+    for options in ({}, {"spec_strategy": "lookup"}):
+        begin = torch.tensor([[whisper_cases.START, 9]]).expand(3, -1)
+        detector = hf.WhisperNoSpeechDetection(whisper_cases.NO_TIMESTAMPS - 1, begin_index=offset)
+        detector.set_model(whisper_cases.build())
+        sound = whisper_cases.sound(3)
+        detector.set_inputs({"inputs": sound, "input_ids": begin})
+        detector.set_begin_index(2)
+        GenerationMixin.generate(
+            whisper_cases.build(),
+            sound,
+            decoder_input_ids=begin,
+            logits_processor=[detector],
+            do_sample=False,
+            max_new_tokens=12,
+            **options,
+        )
+        probabilities.append(detector.no_speech_prob)
+    assert len(set(probabilities[0].tolist())) == 3
+    torch.testing.assert_close(*probabilities, atol=1e-6, rtol=1e-4)
+
+
 class TestRefusals:
     def refuse(self, error: type[Exception], match: str, batch: str = "one", **call: Any) -> None:
         with pytest.raises(error, match=match):
@@ -364,7 +391,6 @@ class TestRefusals:
 # that are exact when called as plain generate() calls them.
 AS_PLAIN_GENERATE_CALLS_THEM = {
     hf.SynthIDTextWatermarkLogitsProcessor,
-    hf.WhisperTimeStampLogitsProcessor,
     hf.AlternatingCodebooksLogitsProcessor,
     hf.BarkEosPrioritizerLogitsProcessor,
     hf.LogitsProcessor,
@@ -379,6 +405,7 @@ def test_every_class_of_transformers_has_been_decided_on() -> None:
         *processors.REFUSED,
         *AS_PLAIN_GENERATE_CALLS_THEM,
         hf.PrefixConstrainedLogitsProcessor,
+        hf.WhisperNoSpeechDetection,
     }
     known = {
         kind

@@ -12,9 +12,8 @@ import transformers as T
 from hf_spec import AssistantError, UnsupportedError
 from hf_spec.execution.model_checks import check_model
 from tests import hybrid_models
-from tests.model_watch import count_forwards, snapshot
 from tests.refusals import PROMPT, SMALL, minimax, model_without_head, refuse, rwkv, small_llama, t5
-from tests.tiny_models import VOCAB, build, prompts, speculation
+from tests.tiny_models import VOCAB, build
 
 
 class TestModels:
@@ -47,27 +46,6 @@ class TestModels:
         )
         with pytest.raises(UnsupportedError, match=r"prompt-learning adapters .* use LoRA"):
             model.generate(input_ids=PROMPT, spec_strategy="lookup", max_new_tokens=4)
-
-    def test_training_mode_with_dropout(self) -> None:
-        refuse(
-            r"training mode .*attention_dropout.* model.eval\(\)",
-            model=small_llama(attention_dropout=0.1).train(),
-        )
-        model = copy.deepcopy(build("gpt2")).train()
-        refuse(r"model.eval\(\)", model=model)
-
-    def test_training_mode_with_gradient_checkpointing(self) -> None:
-        model = small_llama().train()
-        for module in model.modules():
-            if hasattr(module, "gradient_checkpointing"):
-                module.gradient_checkpointing = True
-        refuse("gradient checkpointing", model=model)
-
-    def test_training_mode_without_dropout_is_served(self) -> None:
-        model = small_llama().train()
-        plain = model.generate(PROMPT, max_new_tokens=8)
-        assert torch.equal(model.generate(PROMPT, max_new_tokens=8, spec_strategy="lookup"), plain)
-        assert model.training
 
     def test_rotary_scaling_that_depends_on_the_length(self) -> None:
         rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
@@ -105,64 +83,3 @@ class TestAssistants:
 
     def test_lookup_takes_none(self) -> None:
         refuse("takes no assistant", error=AssistantError, assistant=build("llama"))
-
-
-def with_lora(name: str, **options: Any) -> Any:
-    """A PEFT model with two adapters that change a lot."""
-    from peft import LoraConfig, get_peft_model
-
-    torch.manual_seed(0)
-    config = LoraConfig(r=2, init_lora_weights=False, task_type="CAUSAL_LM", **options)
-    model = get_peft_model(copy.deepcopy(build(name)), config, adapter_name="one")
-    model.add_adapter("two", copy.deepcopy(config))
-    return model.eval()
-
-
-class TestAdaptersOfARow:
-    """`adapter_names=` and aLoRA: exact or refused, and the model is as it was."""
-
-    NAMES = ("two", "one", "__base__", "two", "one")
-
-    def greedy(self, model: Any, **call: Any) -> list[list[int]]:
-        return model.generate(max_new_tokens=12, do_sample=False, **call).tolist()
-
-    @pytest.mark.parametrize("name", ["one", "two", "__base__"])
-    @pytest.mark.parametrize("strategy", ["lookup", "draft"])
-    def test_of_a_single_row(self, name: str, strategy: str) -> None:
-        model = with_lora("llama")
-        call = {**prompts("llama", "one"), "adapter_names": [name]}
-        drafted = self.greedy(model, **call, **speculation("llama", strategy))
-        assert drafted == self.greedy(model, **call)
-
-    def test_of_several_rows_where_inputs_are_padded_anyway(self) -> None:
-        model = with_lora("bloom")
-        call = {**prompts("bloom", "ragged"), "adapter_names": list(self.NAMES)}
-        plain = self.greedy(model, **call)
-        assert plain != self.greedy(model, **prompts("bloom", "ragged"))
-        assert self.greedy(model, **call, spec_strategy="lookup") == plain
-
-    def test_of_several_rows(self) -> None:
-        model = with_lora("llama")
-        inner = model.get_base_model()
-        call = prompts("llama", "ragged")
-        plain = self.greedy(model, **call)
-        before = snapshot(inner)
-        match = r"adapter_names=\['two', .* model.set_adapter\(name\)"
-        with count_forwards(inner) as forwards, pytest.raises(UnsupportedError, match=match):
-            self.greedy(model, **call, adapter_names=list(self.NAMES), spec_strategy="lookup")
-        assert forwards == []
-        assert snapshot(inner) == before
-        assert self.greedy(model, **call, spec_strategy="lookup") == plain
-
-    def test_that_begin_inside_the_text(self) -> None:
-        ids = prompts("llama", "one")["input_ids"]
-        model = with_lora("llama", alora_invocation_tokens=ids[0, 30:32].tolist())
-        assert self.greedy(model, input_ids=ids) != self.greedy(build("llama"), input_ids=ids)
-        before = snapshot(model.get_base_model())
-        with pytest.raises(UnsupportedError, match="aLoRA adapters begin at a place"):
-            self.greedy(model, input_ids=ids, spec_strategy="lookup")
-        assert snapshot(model.get_base_model()) == before
-        # Without its tokens the adapter does nothing.
-        other = ids[:, ids[0] != ids[0, 30]]
-        drafted = self.greedy(model, input_ids=other, spec_strategy="lookup")
-        assert drafted == self.greedy(model, input_ids=other)

@@ -41,3 +41,15 @@ def test_masks_are_computed_once_per_kind_of_layer() -> None:
     assert one.mask(None, 2, like) is one.mask(None, 2, like)
     assert one.mask(3, 2, like) is one.mask(3, 2, like)
     assert one.mask(2, 2, like) is not one.mask(None, 2, like)
+
+
+def test_a_chunk_begins_anew_at_its_multiples() -> None:
+    like = torch.zeros(1)
+    one = segment()
+    mask = one.mask(None, 1, like, chunk=3)
+    assert mask is not None
+    assert mask.isinf().tolist() == [[1, 1, 1, 0, 1], [1, 1, 1, 1, 0]]
+    mask = one.mask(None, 1, like, chunk=2)
+    assert mask is not None
+    assert mask.isinf().tolist() == [[1, 1, 0, 0, 1], [1, 1, 0, 1, 0]]
+    assert one.mask(None, 1, like, chunk=4) is not mask

@@ -234,6 +234,23 @@ def _lfm2_vl() -> Any:
     )
 
 
+def _llama4() -> Any:
+    text = {**TEXT, "head_dim": 8, "intermediate_size_mlp": 64, "num_local_experts": 2}
+    chunks = {"attention_chunk_size": 16, "no_rope_layers": [1, 0, 1], "floor_scale": 4}
+    return T.Llama4Config(
+        text_config={**text, **chunks, "attn_scale": 1.0},
+        vision_config={
+            **TOWER,
+            "intermediate_size": 128,
+            "projector_input_dim": 32,
+            "projector_output_dim": 32,
+            "vision_output_dim": 32,
+            "pixel_shuffle_ratio": 0.5,
+        },
+        image_token_index=IMAGE,
+    )
+
+
 _CORNERS = [[column, line] for line in range(4) for column in range(4)]
 FAMILIES: dict[str, Family] = {
     "gemma3": Family(
@@ -282,6 +299,9 @@ FAMILIES: dict[str, Family] = {
         num_experts_per_tok=2,
         moe_intermediate_size=32,
         shared_expert_intermediate_size=32,
+    ),
+    "llama4": Family(
+        T.Llama4ForConditionalGeneration, _llama4, _pictures(3, 32, 32), (4, 4), None, (2, 1, 0)
     ),
     "llava": Family(
         T.LlavaForConditionalGeneration, _llava, _pictures(3, 32, 32), (16, 16), None, (2, 1, 0)

@@ -1,0 +1,38 @@
+"""Arguments of encoder-decoders by the names of other models."""
+
+from __future__ import annotations
+
+import torch
+
+from hf_spec.execution.runner import ModelRunner
+from hf_spec.generation.encoder_inputs import of_decoder, read_input
+from hf_spec.generation.own_prefill import Prompt
+from tests.targets.whisper_cases import build, own_encoder, sound
+from tests.tiny_models import build as build_text
+
+GIVEN = {"inputs": 1, "attention_mask": 2, "decoder_attention_mask": 3, "use_cache": True}
+
+
+def test_the_names_of_other_models() -> None:
+    assert of_decoder(build(), GIVEN) == {"attention_mask": 3, "use_cache": True}
+    assert of_decoder(build_text("llama"), GIVEN) == GIVEN
+
+
+def test_what_a_draft_model_with_an_encoder_reads() -> None:
+    """Rows may be several times the recordings."""
+    ids = torch.zeros(4, 1, dtype=torch.long)
+    prompt = Prompt(ids, torch.ones_like(ids), {})
+    read = read_input({"inputs": sound(2)}, own_encoder(), prompt)
+    expected = build().get_encoder()(sound(2))[0].repeat_interleave(2, dim=0)
+    torch.testing.assert_close(read.model_kwargs["encoder_outputs"][0], expected)
+
+
+def test_a_text_model_hears_nothing() -> None:
+    """It drafts by the text alone; `hand_out` leaves it as it is."""
+    from hf_spec.generation.encoder_inputs import _attend
+
+    ids = torch.zeros(1, 1, dtype=torch.long)
+    runner = ModelRunner(build_text("llama"), 1)
+    prompt = Prompt(ids, torch.ones_like(ids), {"encoder_outputs": (torch.zeros(1, 20, 32),)})
+    _attend(runner, build(), prompt, None)
+    assert runner._cross_attention is None
