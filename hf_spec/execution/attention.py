@@ -22,7 +22,6 @@ import torch
 from hf_spec_kernels import RaggedLayout, Scoring, kv_write, ragged_tree_attention, serves
 from hf_spec_kernels.ragged_tree_attention import MAX_HEAD_SIZE
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -33,6 +32,7 @@ from transformers.masking_utils import sdpa_mask
 
 from hf_spec.devices.transfer import send
 from hf_spec.errors import UnsupportedError
+from hf_spec.execution.host_attention import Alike, attend, store, together
 from hf_spec.execution.kv_cache import KVPool
 from hf_spec.execution.ragged_layout import ragged_layout, tensors_of, with_tensors, write_places
 from hf_spec.execution.segment import Segment
@@ -74,7 +74,17 @@ class PackedStep:
     @cached_property
     def on_host(self) -> tuple[RaggedLayout, Tensor]:
         """What the kernels read: the layout, and (2, T) where each token is stored."""
-        return ragged_layout(self.segments), write_places(self.writes, self.segments[-1].end)
+        return ragged_layout(self.segments), self.where
+
+    @cached_property
+    def where(self) -> Tensor:
+        """(2, T) on the host where each token is stored."""
+        return write_places(self.writes, self.segments[-1].end)
+
+    @cached_property
+    def groups(self) -> list[Alike]:
+        """What attends in one call where no kernel serves the step."""
+        return together(self.segments)
 
     def layout(self, device: torch.device) -> tuple[RaggedLayout, Tensor]:
         """The same on a device."""
@@ -112,7 +122,7 @@ def tree_attention(  # noqa: PLR0913 - the signature that transformers calls
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Store the new keys and values, then attend: on a GPU by kernels, elsewhere row by row.
+    """Store the new keys and values, then attend: on a GPU by kernels, elsewhere by `attend`.
 
     The signature is what transformers calls, with (1, H, T, D) queries and (1, H_kv, T, D) keys and
     values, rotated already. What is visible comes from `spec_step`, not from the mask. `softcap`
@@ -139,42 +149,21 @@ def tree_attention(  # noqa: PLR0913 - the signature that transformers calls
         )
     spec_step.written.add(layer_index)
     storage = _storage_layer(module)
-    writes = storage == layer_index
     keys, values = spec_step.pool.layer(storage, key, value)
     window = kwargs["sliding_window"] if "sliding_window" in kwargs else _mask_window(module)
+    scoring = Scoring(scaling, window, softcap, sinks=None if s_aux is None else s_aux.float())
     small = max(query.shape[-1], value.shape[-1]) <= MAX_HEAD_SIZE
     impl = "auto" if small and serves(query) else "torch"
     if impl == "auto" or not spec_step.segments:
-        sinks = None if s_aux is None else s_aux.float()
-        scoring = Scoring(scaling, window, softcap, sinks=sinks)
         layout, where = spec_step.layout(query.device)
         query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
-        if writes:
+        if storage == layer_index:
             kv_write(key, value, keys, values, where)
         return ragged_tree_attention(query, keys, values, layout, scoring, impl)[None], None
-    for slot, start, end, places in spec_step.writes if writes else ():
-        keys[slot, :, places] = key[0, :, start:end]
-        values[slot, :, places] = value[0, :, start:end]
-    num_heads, width = query.shape[1], value.shape[-1]
-    groups = num_heads // key.shape[1]
-    out = query.new_empty(1, query.shape[2], num_heads, width)
-    for segment in spec_step.segments:
-        length = segment.end - segment.start
-        # Query heads of one key head become rows of it: no copy of the keys for grouped queries.
-        rows = query[0, :, segment.start : segment.end]
-        rows = rows.reshape(-1, groups * length, query.shape[-1])
-        attended = _attend(
-            rows,
-            keys[segment.slot, :, : segment.num_keys],
-            values[segment.slot, :, : segment.num_keys],
-            segment.mask(window, groups, query),
-            scaling,
-            softcap,
-            None if s_aux is None else s_aux.reshape(-1, groups).repeat_interleave(length, dim=1),
-        )
-        attended = attended.reshape(num_heads, length, width)
-        out[0, segment.start : segment.end] = attended.transpose(0, 1)
-    return out, None
+    if storage == layer_index:
+        for states, buffer in ((key, keys), (value, values)):
+            store(spec_step.writes, spec_step.where, states, buffer)
+    return attend(spec_step.groups, query, keys, values, scoring), None
 
 
 def _storage_layer(module: nn.Module) -> int:
@@ -195,31 +184,6 @@ def _mask_window(module: nn.Module) -> int | None:
     if kinds is not None and kinds[module.layer_idx] != "sliding_attention":
         return None
     return getattr(config, "sliding_window", None)
-
-
-def _attend(  # noqa: PLR0913 - one entry per term of the formula
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scaling: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """Attention of (H_kv, R, D) queries on (H_kv, S, D) keys; by hand where SDPA lacks a part."""
-    if softcap is None and sinks is None:
-        return F.scaled_dot_product_attention(
-            query[None], key[None], value[None], attn_mask=mask, scale=scaling
-        )[0]
-    scores = query @ key.transpose(-1, -2) * (scaling or query.shape[-1] ** -0.5)
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    if mask is not None:
-        scores = scores + mask
-    if sinks is not None:
-        scores = torch.cat([scores, sinks[..., None].to(scores.dtype)], dim=-1)
-    weights = scores.softmax(dim=-1, dtype=torch.float32).to(value.dtype)
-    return weights[..., : key.shape[-2]] @ value
 
 
 def register() -> None:

@@ -15,7 +15,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from hf_spec_kernels import Moves, kv_keep, serves
+from hf_spec_kernels import Moves, kv_keep
 from torch import Tensor
 from transformers import Cache, DynamicCache, cache_utils
 from transformers.cache_utils import (
@@ -71,25 +71,17 @@ class KVPool:
             self.keys[index], self.values[index] = self._new(key), self._new(value)
         return self.keys[index], self.values[index]
 
-    def move(self, slot: int, source: Sequence[int], start: int) -> None:
-        """Copy the tokens at `source` of `slot` to `start`, `start + 1`, ... in every layer."""
-        for buffers in (self.keys, self.values):
-            for buffer in buffers.values():
-                index = torch.tensor(source, device=buffer.device)
-                buffer[slot, :, start : start + len(source)] = buffer[slot, :, index]
-
     def move_rows(self, moves: Sequence[tuple[int, Sequence[int], int]]) -> None:
-        """`move` several rows: (slot, source, start) of each, no slot twice."""
+        """Copy tokens of slots in every layer: (slot, source, start) of each, no slot twice.
+
+        Those at `source` go to `start`, `start + 1`, ... of the same slot.
+        """
         if not moves:
             return
         by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
         for buffers in (self.keys, self.values):
             for buffer in buffers.values():
                 by_device[buffer.device].append(buffer)
-        if not all(serves(buffers[0]) for buffers in by_device.values()):
-            for move in moves:
-                self.move(*move)
-            return
         for device, alike in by_device.items():
             kv_keep(alike, _on_device(moves, device))
 

@@ -67,24 +67,44 @@ def pack(work: Sequence[RowWork], tree: DraftTree) -> PackedInputs:
     """Lay the tokens of all rows one after the other."""
     inputs = PackedInputs()
     most_nodes = max(len(w.nodes) for w in work)
+    views: dict[object, _View] = {}
     for w in work:
+        shape = w.shape(tree)
+        if shape not in views:
+            views[shape] = _view(w, tree)
+        view = views[shape]
         start = len(inputs.tokens)
         begin = start + len(w.pending)
         after = begin + len(w.nodes)
         inputs.tokens += w.tokens(tree)
-        positions = w.positions(tree)
-        inputs.positions += w.told(positions)
+        inputs.positions += w.told(view.positions)
         inputs.pending[w.row] = range(start, begin)
         inputs.nodes += range(begin, after)
         inputs.fill += range(after, after + min(w.fill, most_nodes - len(w.nodes)))
-        if w.pending:
-            inputs.segments.append(_chain_segment(w, start))
-        if w.nodes:
-            inputs.segments.append(_tree_segment(w, begin, positions[len(w.pending) :], tree))
-        elif w.fill:
-            inputs.segments.append(_fill_segment(w, after))
-        inputs.writes.append((w.row, start, len(inputs.tokens), span(w.places)))
+        inputs.segments += [one.moved(w.row, start + one.start) for one in view.segments]
+        inputs.writes.append((w.row, start, len(inputs.tokens), view.places))
     return inputs
+
+
+@dataclass(frozen=True)
+class _View:
+    """What rows of equal shape have in common; segments are counted from the row's first token."""
+
+    positions: list[int]
+    places: slice | Tensor
+    segments: list[Segment]
+
+
+def _view(work: RowWork, tree: DraftTree) -> _View:
+    positions, segments = work.positions(tree), []
+    begin = len(work.pending)
+    if work.pending:
+        segments.append(_chain_segment(work, 0))
+    if work.nodes:
+        segments.append(_tree_segment(work, begin, positions[begin:], tree))
+    elif work.fill:
+        segments.append(_fill_segment(work, begin))
+    return _View(positions, span(work.places), segments)
 
 
 def align_right(

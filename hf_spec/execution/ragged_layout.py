@@ -47,12 +47,13 @@ def ragged_layout(segments: Sequence[Segment]) -> RaggedLayout:
 
 def write_places(writes: Sequence[tuple[int, int, int, slice | Tensor]], num_tokens: int) -> Tensor:
     """(2, T) int32 on the host, slot and place where each token is stored; slot -1 for nowhere."""
-    places = torch.full((2, num_tokens), -1, dtype=torch.int32)
+    slots, places = [-1] * num_tokens, [-1] * num_tokens
     for slot, start, end, where in writes:
-        places[0, start:end] = slot
-        index = torch.arange(where.start, where.stop) if isinstance(where, slice) else where
-        places[1, start:end] = index
-    return places
+        slots[start:end] = [slot] * (end - start)
+        places[start:end] = (
+            range(where.start, where.stop) if isinstance(where, slice) else where.tolist()
+        )
+    return torch.tensor([slots, places], dtype=torch.int32)
 
 
 def tensors_of(layout: RaggedLayout) -> list[Tensor]:

@@ -77,10 +77,8 @@ class RowStorage:
 
     def export(self, cache: DynamicCache, frame_masks: Sequence[Tensor]) -> None:
         """Write what is stored into `cache`; see `KVPool.export`."""
-        for row, held in enumerate(self._held):
-            if held:
-                self.pool.move(row, held, 0)
-                self._held[row] = list(range(len(held)))
+        self.pool.move_rows([(row, held, 0) for row, held in enumerate(self._held) if held])
+        self._held = [list(range(len(held))) for held in self._held]
         self.pool.export(cache, frame_masks, self.stored)
 
     def begin_round(

@@ -100,6 +100,15 @@ class RowWork:
         nodes = (root + offset for offset in self.offsets)
         return [*pending, *nodes, *range(keys, keys + self.fill)]
 
+    def shape(self, tree: DraftTree) -> object:
+        """Equal for rows that look at equal places; gaps are a row's own."""
+        if self.held is not None:
+            return self.row
+        start = tree.row_start[self.row]
+        parents = (max(-1, parent - start) for parent in tree.parent[start : start + self.width])
+        counts = self.stored, len(self.pending), self.root_place, self.fill
+        return counts, tuple(self.offsets), tuple(parents)
+
     def tokens(self, tree: DraftTree) -> list[int]:
         """Every token and the padding, in the order they run."""
         tokens = tree.tokens

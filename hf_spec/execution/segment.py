@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -35,6 +35,15 @@ class Segment:
     visible: Tensor | None
     prefix: int = 0
     _masks: dict[object, Tensor | None] = field(default_factory=dict)
+
+    def moved(self, slot: int, start: int) -> Segment:
+        """The same view for the tokens of another row, which begin at `start`."""
+        return replace(self, slot=slot, start=start, end=start + self.end - self.start)
+
+    @property
+    def view(self) -> object:
+        """Equal for segments that were `moved` from one: they look at equal places."""
+        return id(self._masks)
 
     def mask(self, window: int | None, groups: int, like: Tensor) -> Tensor | None:
         """Additive mask (groups * T, num_keys) in the dtype and on the device of `like`.

@@ -72,7 +72,7 @@ def test_move_copies_one_slot_and_nothing_else(source: list[int]) -> None:
     expected = [buffer.clone() for buffer in content(pool)]
     for buffer in expected:
         buffer[1, :, 3 : 3 + len(source)] = buffer[1][:, source]
-    pool.move(1, source, 3)
+    pool.move_rows([(1, source, 3)])
     for moved, right in zip(content(pool), expected, strict=True):
         assert torch.equal(moved, right)
 

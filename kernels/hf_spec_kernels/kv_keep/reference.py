@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -29,9 +30,10 @@ class Moves:
 
 def kv_keep_ref(buffers: Sequence[Tensor], moves: Moves) -> None:
     """See `kv_keep`; waits for the device."""
-    starts, targets = moves.source_start.tolist(), moves.target.tolist()
-    for move, slot in enumerate(moves.slot.tolist()):
-        source = moves.source[starts[move] : starts[move + 1]].long()
-        target = targets[move]
-        for buffer in buffers:
-            buffer[slot, :, target : target + len(source)] = buffer[slot, :, source]
+    lengths = moves.source_start.diff()
+    slots = moves.slot.repeat_interleave(lengths).long()
+    first = (moves.target - moves.source_start[:-1]).repeat_interleave(lengths)
+    source = moves.source.long()
+    target = first + torch.arange(len(source), device=source.device)
+    for buffer in buffers:
+        buffer[slots, :, target] = buffer[slots, :, source]
