@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,29 @@ if not torch.cuda.is_available():
 from hf_spec.data.small_models import gemma3_270m, smollm2_135m_instruct
 from hf_spec.drafting import costs as round_costs
 from hf_spec.drafting import measured
-from tests.installed import Built, build, install
+from tests.forked_python import ForkedPython
+from tests.installed import ROOT, Built, build, install
+
+# Two processes share the files; what lasts minutes begins while there is other work beside it.
+LONGEST = (
+    "tests/examples/test_notebooks.py",
+    "tests/test_distribution.py",
+    "tests/real/test_end_to_end.py",
+    "tests/test_identity.py",
+    "tests/real/test_smollm2.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first."""
+    place = {name: index for index, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(place)))
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests stay: collections of garbage, a sixth of some tests, pass them by."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +81,14 @@ def smollm2() -> tuple[Any, Any]:
 def gemma3() -> tuple[Any, Any]:
     """Gemma-3-270M, base model with a sliding window: (model, tokenizer)."""
     return load_float32(gemma3_270m())
+
+
+@pytest.fixture(scope="session")
+def new_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedPython]:
+    """Runs programs in the root of this checkout, for tests of what an import does."""
+    programs = ForkedPython(sys.executable, ROOT, tmp_path_factory.mktemp("streams"), os.environ)
+    yield programs
+    programs.close()
 
 
 @pytest.fixture(scope="session")

@@ -63,18 +63,26 @@ def predicted(
         ends: per feature the end of its block.
     """
     size = head.shape.block_size
-    begin = len(tokens) - 1 - len(features)
-    known, text, ends = features, [*tokens, *path], list(ends)
+    known, start = features, len(tokens) - len(features)
     for _ in range(len(path) // size + 1):
-        count = len(known)
-        ends += [count] * (count - len(ends))
-        mixed, _ = head.mix(torch.tensor([text[begin + 1 : begin + 1 + count]]), known[None])
-        visible = torch.arange(count) < torch.tensor(ends)[:, None]
-        masks: Any = head._masks(visible, mixed.dtype)
-        positions = torch.arange(begin, begin + count)[None]
-        outputs = head.attend(mixed, attention_mask=masks, position_ids=positions)
-        known = torch.cat([known, outputs[0, -size:]])
+        known = extended(head, [*tokens, *path], start, known, ends)
     return known[-size:]
+
+
+@torch.no_grad()
+def extended(
+    head: FalconHead, text: Sequence[int], start: int, known: Tensor, ends: list[int]
+) -> Tensor:
+    """Features of a text's pairs, known or predicted, and k more that the head makes of all."""
+    size, count = head.shape.block_size, len(known)
+    # Blocks that rest on predicted features follow each other after the known ones.
+    ends = [*ends, *(end for end in range(len(ends) + size, count + 1, size) for _ in range(size))]
+    mixed, _ = head.mix(torch.tensor([text[start : start + count]]), known[None])
+    visible = torch.arange(count) < torch.tensor(ends)[:, None]
+    masks: Any = head._masks(visible, mixed.dtype)
+    positions = torch.arange(start - 1, start - 1 + count)[None]
+    outputs = head.attend(mixed, attention_mask=masks, position_ids=positions)
+    return torch.cat([known, outputs[0, -size:]])
 
 
 def drafted(
@@ -87,13 +95,16 @@ def drafted(
     """Per rank path its token and probability, each list computed again from the whole text."""
     size = head.shape.block_size
     lists: dict[tuple[int, ...], Any] = {}
+    known = {(): extended(head, tokens, len(tokens) - len(features), features, ends)}
     found: dict[tuple[int, ...], tuple[int, float]] = {}
     for path in sorted(map(tuple, paths), key=len):
         start = path[: (len(path) - 1) // size * size]
         if start not in lists:
-            above = [found[start[:depth]][0] for depth in range(1, len(start) + 1)]
-            outputs = predicted(head, tokens, features, above, ends)
-            probs = head.head.known(outputs).float().softmax(dim=-1)
+            if start:
+                above = [found[start[:depth]][0] for depth in range(1, len(start) + 1)]
+                text, before = [*tokens, *above], known[start[:-size]]
+                known[start] = extended(head, text, len(tokens) - len(features), before, ends)
+            probs = head.head.known(known[start][-size:]).float().softmax(dim=-1)
             lists[start] = probs.sort(dim=-1, descending=True, stable=True)
         chances, places = lists[start]
         slot, rank = len(path) - len(start) - 1, path[-1]

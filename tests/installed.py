@@ -8,9 +8,13 @@ import site
 import subprocess
 import sys
 import tarfile
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from tests.forked_python import ForkedPython
 
 ROOT = Path(__file__).parents[1]
 # What a build reads. A copy of it, because a build leaves its own files beside them.
@@ -18,6 +22,9 @@ SOURCES = ("LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.cfg")
 PACKAGES = ("hf_spec", "kernels/hf_spec_kernels")
 # Variables that lead to this checkout, or that these tests set for themselves.
 OWN_VARIABLES = ("HF_HUB_OFFLINE", "PYTHONPATH", "TRITON_INTERPRET")
+
+# What the program `hf-spec` does.
+COMMAND = "from hf_spec.cli import main; main()"
 
 
 @dataclass(frozen=True)
@@ -79,14 +86,14 @@ class User:
     programs: Path
     home: Path
     variables: dict[str, str]
+    _forks: list[ForkedPython] = field(default_factory=list, repr=False)
 
     def run(self, program: str, *arguments: Any) -> subprocess.CompletedProcess[str]:
         """Run a program of the environment, which must end with status 0."""
-        known = {name: os.environ[name] for name in os.environ if name not in OWN_VARIABLES}
         done = subprocess.run(
             [self.programs / program, *map(str, arguments)],
             cwd=self.home,
-            env={**known, **self.variables},
+            env=self._environment(),
             check=False,
             capture_output=True,
             text=True,
@@ -94,9 +101,27 @@ class User:
         assert done.returncode == 0, f"{program} {arguments}: {done.stdout}{done.stderr}"
         return done
 
+    @contextmanager
+    def forking(self, scratch: Path) -> Iterator[None]:
+        """Inside the block `hf_spec` starts no interpreter; see `ForkedPython`."""
+        python = str(self.programs / "python")
+        self._forks.append(ForkedPython(python, self.home, scratch, self._environment()))
+        try:
+            yield
+        finally:
+            self._forks.pop().close()
+
     def hf_spec(self, *arguments: Any) -> str:
-        """What `hf-spec` prints."""
-        return self.run("hf-spec", *arguments).stdout
+        """What `hf-spec` prints, which must end with status 0."""
+        if not self._forks:
+            return self.run("hf-spec", *arguments).stdout
+        done = self._forks[-1].run(COMMAND, "hf-spec", *map(str, arguments))
+        assert done.status == 0, f"hf-spec {arguments}: {done.out}{done.err}"
+        return done.out
+
+    def _environment(self) -> dict[str, str]:
+        known = {name: os.environ[name] for name in os.environ if name not in OWN_VARIABLES}
+        return {**known, **self.variables}
 
     def python(self, code: str) -> str:
         """What a program prints."""

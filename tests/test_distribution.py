@@ -42,7 +42,7 @@ from tests.tiny_models import TIMINGS, random_adaptive_tokens, save_disco_adapte
 
 VOCAB = 8
 STEPS = 3
-ROWS_PER_CALL = 100
+ROWS_PER_CALL = 250
 # Those of the broken twins, which must be found with no more.
 DRAWS = 3_000
 
@@ -351,7 +351,7 @@ def test_merged_drafts_are_accepted_in_these_tests() -> None:
             torch.tensor([REPETITIVE]),
             do_sample=True,
             max_new_tokens=STEPS,
-            num_return_sequences=4 * ROWS_PER_CALL,
+            num_return_sequences=400,
             return_dict_in_generate=True,
             **arguments(strategy),
         )

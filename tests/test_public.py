@@ -8,6 +8,7 @@ from pathlib import Path
 
 import hf_spec
 from hf_spec import public
+from tests.forked_python import ForkedPython
 
 ROOT = Path(__file__).parents[1]
 
@@ -26,12 +27,13 @@ def test_the_package_has_every_name() -> None:
         assert getattr(hf_spec, name) is getattr(public, name)
 
 
-def test_an_import_is_enough() -> None:
+def test_an_import_is_enough(new_python: ForkedPython) -> None:
     code = (
         "import hf_spec; from transformers import GenerationMixin; "
         "print(hasattr(GenerationMixin.generate, '_hf_spec_wrapped'), 'SpecError' in vars(hf_spec))"
     )
-    assert run_python(code).split() == ["True", "True"]
+    done = new_python.run(code)
+    assert (done.out.split(), done.status) == (["True", "True"], 0), done.err
 
 
 def test_in_the_command_the_first_name_brings_everything() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM
 
@@ -64,8 +65,12 @@ def test_what_is_no_hub_id(name: str) -> None:
     assert not is_hub_id(name)
 
 
-def test_the_base_of_an_adapter_is_found_by_its_name_without_the_hub(tmp_path: Path) -> None:
+def test_the_base_of_an_adapter_is_found_by_its_name_without_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From the Hub's cache, as PEFT looks for it."""
+    # Without it transformers asks the Hub for an adapter, and again and again where none answers.
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     repository = tmp_path / "models--org--tiny"
     fresh_model().save_pretrained(folder(repository / "snapshots/0a1b"))
     (folder(repository / "refs") / "main").write_text("0a1b")

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
@@ -398,6 +399,12 @@ def untouched(model: PreTrainedModel, tmp_path: Path) -> Iterator[None]:
     assert [name for name, _ in model.named_modules()] == modules
     assert not hasattr(model, "peft_config")
     assert not (tmp_path / "executed").exists()
+
+
+@pytest.fixture(autouse=True)
+def without_a_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot be read here may have a name that is looked for on the Hub, again and again."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
 
 
 def refused(call: Callable[[], Any]) -> None:

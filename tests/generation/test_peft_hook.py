@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 import hf_spec
 from hf_spec.generation.peft_hook import _AfterImport
 from tests.adapters.samples import fresh_model, save_sample
+from tests.forked_python import ForkedPython
 from tests.tiny_models import build
 
 
@@ -43,8 +43,9 @@ assert peft.PeftType["HF_SPEC"] is kind and peft.PeftType.HF_SPEC is kind
 @pytest.mark.parametrize(
     "imports", [FIRST, "import peft, hf_spec", "import hf_spec.generation.peft_type"]
 )
-def test_the_type_is_known_whoever_comes_first(imports: str) -> None:
-    subprocess.run([sys.executable, "-c", imports + KNOWN], check=True)
+def test_the_type_is_known_whoever_comes_first(imports: str, new_python: ForkedPython) -> None:
+    done = new_python.run(imports + KNOWN)
+    assert done.status == 0, done.err
 
 
 class TestAfterImport:

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 from hf_spec.adapters.adapter import known_methods
 from hf_spec.models import methods
-
-ROOT = Path(__file__).parents[2]
+from tests.forked_python import ForkedPython
 
 
 def test_every_module_of_a_method_registers_it() -> None:
@@ -17,12 +12,11 @@ def test_every_module_of_a_method_registers_it() -> None:
     assert sorted(module.METHOD for module in modules) == known_methods()
 
 
-def test_the_module_is_enough() -> None:
+def test_the_module_is_enough(new_python: ForkedPython) -> None:
     code = (
-        "import sys; sys.argv = ['/usr/bin/hf-spec', 'card']; import hf_spec.models.methods; "
+        "import sys, hf_spec.models.methods; "
         "from hf_spec.adapters.adapter import known_methods; "
         "print(*known_methods(), 'hf_spec.public' in sys.modules)"
     )
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
-    assert done.stdout.split() == ["disco", "draft", "falcon", "sdsat", "False"]
+    done = new_python.run(code, "/usr/bin/hf-spec", "card")
+    assert done.out.split() == ["disco", "draft", "falcon", "sdsat", "False"]

@@ -35,7 +35,7 @@ def hub() -> Iterator[LocalHub]:
 
 
 @pytest.fixture(scope="module")
-def user(programs: Path, hub: LocalHub, tmp_path_factory: pytest.TempPathFactory) -> User:
+def user(programs: Path, hub: LocalHub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[User]:
     home = tmp_path_factory.mktemp("home")
     variables = {
         # Where float32 gives the same tokens whatever the order of the sums.
@@ -45,7 +45,9 @@ def user(programs: Path, hub: LocalHub, tmp_path_factory: pytest.TempPathFactory
         "HF_HUB_DISABLE_XET": "1",
         "HF_TOKEN": TOKEN,
     }
-    return User(programs, home, variables)
+    user = User(programs, home, variables)
+    with user.forking(tmp_path_factory.mktemp("streams")):
+        yield user
 
 
 @pytest.fixture(scope="module")

@@ -126,19 +126,24 @@ def test_the_trained_adapters_are_accepted(strategy: str, tau: float, answer: An
     assert accepted / sum(one.target_forwards for one in stats) > tau
 
 
+@pytest.fixture(scope="module")
+def padded_drafts(smollm2: Any) -> list[Any]:
+    """The first two layers with rows of embeddings as the target has them, with more, with less."""
+    draft = hf_spec.truncated_draft(smollm2[0], 2)
+    return [padded(draft, num_embeddings(smollm2[0]) + rows) for rows in (0, 128, -128)]
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("strategy", ["draft", "tree"])
 def test_drafts_padded_to_another_size(
-    strategy: str, smollm2: Any, expected: dict[str, Tensor]
+    strategy: str, smollm2: Any, expected: dict[str, Tensor], padded_drafts: list[Any]
 ) -> None:
     """As in the Qwen2.5 family; rows that are only padding change neither text nor acceptance."""
     model, tokenizer = smollm2
-    draft = hf_spec.truncated_draft(model, 2)
     ids = SHORTEST.encode(tokenizer)
     plain = expected[SHORTEST.id][:, : ids.shape[1] + UNTRAINED_NEW_TOKENS]
     accepted = []
-    for rows in (0, 128, -128):
-        assistant = padded(draft, num_embeddings(model) + rows)
+    for assistant in padded_drafts:
         output = model.generate(
             ids,
             max_new_tokens=UNTRAINED_NEW_TOKENS,

@@ -15,10 +15,10 @@ from torch import nn
 
 from hf_spec import UnsupportedError
 from hf_spec.adapters.folder import CONFIG_NAME, WEIGHTS_NAME
-from hf_spec.training.trainer import TrainSettings, train
+from hf_spec.training.trainer import CHECKPOINT, TrainSettings, train
+from tests.training.test_trainer import metrics
 from tests.training.two_processes import ROOT, run_on_one_and_two
 
-# A falcon head and the loop itself have their tests beside those of tests/training.
 START = """
 import sys
 from dataclasses import replace
@@ -49,6 +49,7 @@ def count(save):
 trainer.save_with_card = count(trainer.save_with_card)
 def start(method):
     saves.clear()
+    torch.manual_seed(0)
     folder = Path(sys.argv[1], method)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
@@ -74,13 +75,32 @@ model = build("llama")
 disco.train_disco(model, hf_spec.truncated_draft(model, 2), responses, folder, settings)
 """,
 }
+# With dropout, noise and glancing: every random number belongs to its micro-batch.
+FALCON = """
+from hf_spec.training.falcon import train_falcon
+from hf_spec.training.features import Text
+from tests.training import test_falcon
+few = replace(test_falcon.RUN, epochs=2, accumulate=2, batch_tokens=40)
+texts = [Text(response) for response in responses]
+train_falcon(build("llama"), texts, folder, test_falcon.SETTINGS, few)
+"""
+LOOP = """
+from tests.training import test_trainer
+line = test_trainer.Line()
+def loss(batch):
+    errors = line.inputs[batch] @ line.slope - line.outputs[batch]
+    return (errors**2).sum(), len(batch)
+twice = replace(test_trainer.SETTINGS, accumulate=2)
+trainer.train({"slope": line.slope}, loss, line.epochs, twice, folder)
+"""
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Folders of one process and of two, with a folder of every method in each."""
     # All in the same processes: starting one takes longer than its trainings.
-    parts = [f"folder = start({name!r})\n{METHODS[name]}\nfinish()" for name in METHODS]
+    scripts = {**METHODS, "falcon": FALCON, "loop": LOOP}
+    parts = [f"folder = start({name!r})\n{scripts[name]}\nfinish()" for name in scripts]
     source = START + "\n".join(parts)
     return run_on_one_and_two(source, tmp_path_factory.mktemp("trained"), 29631)
 
@@ -97,6 +117,24 @@ def test_two_processes_equal_one(method: str, trained: tuple[Path, Path]) -> Non
     assert configs[0]["options"].keys() == configs[1]["options"].keys()
     assert (two / "saves0").read_text() == (one / "saves0").read_text() == "1"
     assert (two / "saves1").read_text() == "0"
+
+
+def test_a_falcon_head_on_two_processes_equals_one(trained: tuple[Path, Path]) -> None:
+    one, two = (folder / "falcon" / "training" for folder in trained)
+    expected, found = (load_file(folder / CHECKPOINT) for folder in (one, two))
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-5)
+    for a, b in zip(metrics(one), metrics(two), strict=True):
+        assert a == pytest.approx(b, rel=1e-3)
+
+
+def test_the_loop_on_two_processes_equals_one(trained: tuple[Path, Path]) -> None:
+    one, two = (folder / "loop" for folder in trained)
+    expected, found = (load_file(folder / CHECKPOINT) for folder in (one, two))
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-7)
+    for a, b in zip(metrics(one), metrics(two), strict=True):
+        assert a == pytest.approx(b, rel=1e-5)
 
 
 def test_fsdp_is_refused(tmp_path: Path) -> None:

@@ -27,7 +27,6 @@ from hf_spec.training.responses import Response
 from hf_spec.training.trainer import CHECKPOINT, METRICS, TrainSettings
 from tests.adapters.cards import card_metrics, rounded
 from tests.tiny_models import build
-from tests.training.two_processes import run_on_one_and_two
 
 CSGD = CsgdSettings(soft_weight=1.0, hard_weight=0.1)
 SETTINGS = FalconTrainSettings(csgd=CSGD, vocabulary_size=60, held_back=0.3)
@@ -223,32 +222,3 @@ class TestFirstChoices:
         assert figures["slot_2_given"] == pytest.approx(2 / 6)
         # Rounds begin at 0, 3 and at 0, 1; they keep 2, 2 and 0, 1.
         assert figures["tau"] == pytest.approx(5 / 4)
-
-
-TWO_PROCESSES = """
-import sys
-from dataclasses import replace
-from pathlib import Path
-from hf_spec.models.falcon_head import FalconShape
-from hf_spec.training.falcon import train_falcon
-from hf_spec.training.features import Text
-from hf_spec.training.responses import Response
-from tests.tiny_models import build
-from tests.training.test_falcon import RUN, SETTINGS
-texts = [
-    Text(Response(f"p{n}", "t", [5 + n, 4, 6], [7 + (n * m) % 50 for m in range(5 + n % 4)]))
-    for n in range(20)
-]
-run = replace(RUN, epochs=2, accumulate=2, batch_tokens=40)
-train_falcon(build("llama"), texts, Path(sys.argv[1]), SETTINGS, run)
-"""
-
-
-def test_two_processes_equal_one(tmp_path: Path) -> None:
-    """With dropout, noise and glancing: every random number belongs to its micro-batch."""
-    folders = run_on_one_and_two(TWO_PROCESSES, tmp_path, 29619)
-    one, two = (load_file(folder / "training" / CHECKPOINT) for folder in folders)
-    for name, tensor in one.items():
-        torch.testing.assert_close(two[name], tensor, rtol=1e-3, atol=1e-5)
-    for a, b in zip(*map(rows, folders), strict=True):
-        assert a == pytest.approx(b, rel=1e-3)

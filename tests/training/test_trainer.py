@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from hf_spec import OptionError
@@ -21,7 +20,6 @@ from hf_spec.training.trainer import (
     shuffled_batches,
     train,
 )
-from tests.training.two_processes import run_on_one_and_two
 
 SETTINGS = TrainSettings(epochs=2, learning_rate=0.05, evaluate_every=4, save_every=3)
 LENGTHS = [1 + i % 5 for i in range(60)]
@@ -220,26 +218,3 @@ class TestBatches:
 
     def test_a_text_longer_than_the_limit_stands_alone(self) -> None:
         assert sorted(shuffled_batches([50, 2, 3], 10, 0, 0)) == [[0], [1, 2]]
-
-
-TWO_PROCESSES = """
-import sys
-from pathlib import Path
-from tests.training.test_trainer import Line, SETTINGS
-from dataclasses import replace
-line = Line()
-def loss(batch):
-    errors = line.inputs[batch] @ line.slope - line.outputs[batch]
-    return (errors**2).sum(), len(batch)
-from hf_spec.training.trainer import train
-train({"slope": line.slope}, loss, line.epochs, replace(SETTINGS, accumulate=2), Path(sys.argv[1]))
-"""
-
-
-def test_two_processes_equal_one(tmp_path: Path) -> None:
-    folders = run_on_one_and_two(TWO_PROCESSES, tmp_path, 29617)
-    one, two = (load_file(folder / CHECKPOINT) for folder in folders)
-    for name, tensor in one.items():
-        torch.testing.assert_close(two[name], tensor, rtol=1e-5, atol=1e-7)
-    for a, b in zip(*map(metrics, folders), strict=True):
-        assert a == pytest.approx(b, rel=1e-5)
