@@ -77,8 +77,8 @@ SMALLER = {
         '"max_new_tokens": 64': '"max_new_tokens": 20',
     },
     "five_methods": {
-        '"max_new_tokens": 48': '"max_new_tokens": 16',
-        "max_new_tokens=48": "max_new_tokens=16",
+        '"max_new_tokens": 48': '"max_new_tokens": 20',
+        "max_new_tokens=48": "max_new_tokens=20",
     },
     "quickstart": {
         '"max_new_tokens": 80': '"max_new_tokens": 32',
@@ -86,9 +86,9 @@ SMALLER = {
         "max_new_tokens=32": "max_new_tokens=12",
     },
     "share_an_adapter": {
-        "[:24]": "[:8]",
-        "max_new_tokens=48": "max_new_tokens=16",
-        '"max_new_tokens": 48': '"max_new_tokens": 12',
+        "[:24]": "[:12]",
+        "max_new_tokens=48": "max_new_tokens=20",
+        '"max_new_tokens": 48': '"max_new_tokens": 20',
     },
     "train_a_falcon_head": {
         "unseen = short[::12][:4]": "short = short[:11]; unseen = short[::12]",
