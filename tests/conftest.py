@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -45,6 +46,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first."""
     place = {name: index for index, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(place)))
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests stay: collections of garbage, a sixth of some tests, pass them by."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -68,7 +68,7 @@ def store(
         buffer[slot, :, places] = states[0, :, start:end]
     else:
         slots, places = where.to(buffer.device)
-        buffer[slots, :, places] = states[0].transpose(0, 1)
+        buffer[slots, :, places] = states[0].transpose(0, 1).to(buffer.dtype)
 
 
 def attend(
@@ -91,7 +91,8 @@ def attend(
             scoring,
         )
         by_head = attended.reshape(-1, num_heads, length, width)
-        out[alike.tokens] = by_head.transpose(1, 2).flatten(0, 1)
+        # Under autocast layers may hand over states of another dtype than their buffers have.
+        out[alike.tokens] = by_head.transpose(1, 2).flatten(0, 1).to(out.dtype)
     return out[None]
 
 

@@ -106,7 +106,7 @@ class RowWork:
             return self.row
         start = tree.row_start[self.row]
         parents = (max(-1, parent - start) for parent in tree.parent[start : start + self.width])
-        counts = self.stored, len(self.pending), self.fill
+        counts = self.stored, len(self.pending), self.root_place, self.fill
         return counts, tuple(self.offsets), tuple(parents)
 
     def tokens(self, tree: DraftTree) -> list[int]:

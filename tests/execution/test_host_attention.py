@@ -52,6 +52,12 @@ def test_rows_that_differ_are_apart(change: dict[str, Any]) -> None:
     assert len(together(pack(work, TREE).segments)) == 4
 
 
+def test_padding_of_idle_rows_keeps_its_own_places() -> None:
+    idle = [RowWork(row, 4, [], start=start, fill=2) for row, start in ((2, 6), (3, 9))]
+    inputs = pack([*rows()[:2], *idle], TREE)
+    assert [write[3] for write in inputs.writes[2:]] == [slice(6, 8), slice(9, 11)]
+
+
 def test_of_long_rows_no_key_is_copied() -> None:
     groups = together(pack(rows(MAX_COPIED_KEYS), TREE).segments)
     assert [alike.slots for alike in groups] == [slice(n // 2, n // 2 + 1) for n in range(8)]
@@ -87,6 +93,18 @@ def test_states_are_stored_as_if_written_row_by_row() -> None:
         store([one], step.where, states, apart)
     assert torch.equal(together_, apart)
     assert bool(apart.any())
+
+
+def test_states_of_another_dtype_are_taken() -> None:
+    """As under autocast, where a layer's values are in half precision and its queries are not."""
+    inputs = pack(rows(), TREE)
+    step = PackedStep(KVPool(4), inputs.writes, inputs.segments)
+    states = torch.randn(1, HEADS, len(inputs.tokens), WIDTH)
+    buffer = torch.zeros(4, KV_HEADS, 16, WIDTH, dtype=torch.bfloat16)
+    store(step.writes, step.where, states[:, :KV_HEADS], buffer)
+    assert bool(buffer.any())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert attend(step.groups, states, buffer, buffer, Scoring()).dtype == torch.float32
 
 
 def test_a_step_of_equal_rows_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,6 +51,14 @@ def user(programs: Path, hub: LocalHub, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture(scope="module")
+def quick(user: User, tmp_path_factory: pytest.TempPathFactory) -> Iterator[User]:
+    """The same, whose `hf-spec` starts no interpreter; for commands that run several times."""
+    again = User(user.programs, user.home, user.variables)
+    with again.forking(tmp_path_factory.mktemp("streams")):
+        yield again
+
+
+@pytest.fixture(scope="module")
 def model() -> Path:
     return smollm2_135m_instruct()
 
@@ -133,8 +141,8 @@ def test_the_demo(user: User) -> None:
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda path: path.name)
-def test_the_shipped_adapters(user: User, model: Path, plain: str, adapter: Path) -> None:
-    found = generate(user, model, f"{load_adapter(adapter).strategy}@{adapter}")
+def test_the_shipped_adapters(quick: User, model: Path, plain: str, adapter: Path) -> None:
+    found = generate(quick, model, f"{load_adapter(adapter).strategy}@{adapter}")
     assert found["text"] == plain
     assert found["stats"]["drafted_tokens"] > 0
 
@@ -180,8 +188,10 @@ def test_the_card_has_the_figures(hub: LocalHub, pushed: str) -> None:
     assert "| `falcon" in card
 
 
-def test_the_pushed_adapter_by_its_name(user: User, model: Path, pushed: str, plain: str) -> None:
-    found = generate(user, model, f"falcon@{pushed}")
+def test_the_pushed_adapter_by_its_name(
+    quick: User, user: User, model: Path, pushed: str, plain: str
+) -> None:
+    found = generate(quick, model, f"falcon@{pushed}")
     assert found["text"] == plain
     assert found["stats"]["drafted_tokens"] > 0
     options = ("--raw", "--max-new-tokens", NEW_TOKENS, "--assistant", pushed)

@@ -24,5 +24,8 @@ def run_on_one_and_two(source: str, folder: Path, port: int) -> tuple[Path, Path
     environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
     for start, out in (([], one), (launcher, two)):
         command = [sys.executable, *start, str(script), str(out)]
-        subprocess.run(command, check=True, env=environment, capture_output=True, cwd=ROOT)
+        done = subprocess.run(
+            command, check=False, env=environment, capture_output=True, text=True, cwd=ROOT
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
     return one, two
