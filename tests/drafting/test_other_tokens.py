@@ -38,6 +38,9 @@ SHAPES: dict[str, Any] = {
     "graph": lambda how: GsdConfig(min_probability=0.0, merge_length=0, translation=how),
     "measured": lambda how: DraftConfig(length_policy="measured", translation=how),
 }
+# Every tokenizer with trees, every shape with one tokenizer.
+CASES = [(kind, "tree") for kind in DRAFTS]
+CASES += [("unigram", shape) for shape in SHAPES if shape != "tree"]
 
 
 def speculation(kind: str, config: Any, model: Any = None) -> dict[str, Any]:
@@ -57,8 +60,7 @@ def generate(inputs: Any, new_tokens: int = 30, **options: Any) -> Any:
 
 @pytest.mark.parametrize("translation", TRANSLATIONS)
 class TestIdentity:
-    @pytest.mark.parametrize("shape", SHAPES)
-    @pytest.mark.parametrize("kind", DRAFTS)
+    @pytest.mark.parametrize(("kind", "shape"), CASES)
     def test_drafts_are_accepted_and_the_output_is_the_targets(
         self, kind: str, shape: str, translation: str
     ) -> None:
@@ -181,6 +183,7 @@ class TestSampling:
     def test_the_distribution_is_the_targets(self, name: str) -> None:
         assert chi.worst_p_value([chi.REPETITIVE], chi.REPETITION, name, draws=500) > chi.ALPHA
 
+    @pytest.mark.slow
     def test_rows_of_a_batch_have_their_own(self) -> None:
         assert chi.worst_p_value(chi.RAGGED, {}, "shared", draws=200, eos=2) > chi.ALPHA
 
