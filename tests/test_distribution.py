@@ -44,10 +44,10 @@ from hf_spec.decoding.verification import NodeDraw
 from hf_spec.drafting import level_drafter
 from hf_spec.drafting.model_drafter import DraftModelDrafter
 from hf_spec.execution.tree import DraftTree
+from hf_spec.heads.gemma_assistant import GemmaAssistant
+from hf_spec.heads.gemma_assistant import build as build_assistant
+from hf_spec.heads.mtp_head import MtpHead
 from hf_spec.models.falcon_head import FalconHead, FalconShape
-from hf_spec.models.gemma_assistant import GemmaAssistant
-from hf_spec.models.gemma_assistant import build as build_assistant
-from hf_spec.models.mtp_head import MtpHead
 from hf_spec.verify.distribution import IMPOSSIBLE, chi_square
 from tests.biased_rules import NoResidual, RedrawnBonus, SiblingsWithoutUpdate
 from tests.feature_reference import deepspec, medusa

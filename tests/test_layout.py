@@ -20,6 +20,7 @@ ROOMS = (
     "training",
     "generation",
     "strategies",
+    "heads",
     "models",
     "drafting",
     "adapters",

@@ -21,7 +21,7 @@ from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.verification import Verifier
 from hf_spec.execution.row_storage import RowStorage
 from hf_spec.execution.runner import ModelRunner
-from hf_spec.models.eagle_head import EagleHead
+from hf_spec.heads.eagle_head import EagleHead
 from hf_spec.models.falcon_head import FalconHead
 from hf_spec.models.pair_runner import HeadRunner
 

@@ -7,7 +7,7 @@
 `confidence`    stop after the first token whose draft probability is below the threshold
                 (transformers' dynamic speculation)
 `head`          stop after the first token that the drafter's own confidence head gives a chance
-                of acceptance below the threshold (DSpark; `hf_spec.models.markov`)
+                of acceptance below the threshold (DSpark; `hf_spec.heads.markov`)
 `measured`      stop where the next level is not worth its time (`hf_spec.drafting.measured`)
 ==============  ================================================================================
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+import hf_spec.heads.families
 import hf_spec.models.methods  # noqa: F401 - the methods become known
 from hf_spec.adapters.adapter import PEFT_TYPE
 from hf_spec.adapters.folder import SpecAdapter, active_adapters, is_adapter, load_adapter

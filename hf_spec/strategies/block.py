@@ -1,6 +1,6 @@
 """DFlash and DSpark: a head that others have published drafts a whole block in one pass.
 
-What a block is made of: `hf_spec.models.block_head`. By default the draft is a chain, as the heads
+What a block is made of: `hf_spec.heads.block_head`. By default the draft is a chain, as the heads
 were trained for; a tree of the likeliest paths, or of ranks, takes nothing but time of the target.
 With a Markov head the lists follow the tokens before; without one they are the same on every path.
 
@@ -19,9 +19,9 @@ from transformers import PreTrainedModel
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.drafting.length_policy import HEAD
 from hf_spec.errors import AssistantError, OptionError
-from hf_spec.models.block_head import BlockHead
-from hf_spec.models.block_reading import DFLASH, DSPARK
-from hf_spec.models.block_runner import BlockRunner
+from hf_spec.heads.block_head import BlockHead
+from hf_spec.heads.block_reading import DFLASH, DSPARK
+from hf_spec.heads.block_runner import BlockRunner
 from hf_spec.strategies.assistants import resolve_published
 from hf_spec.strategies.heads import ProposalConfig, make_proposal_drafter
 from hf_spec.strategies.registry import register

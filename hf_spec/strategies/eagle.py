@@ -1,7 +1,7 @@
 """EAGLE: a published head of one layer drafts a tree from the target's own features.
 
 Many repositories of the Hub hold heads of EAGLE-3, 3.1, P-EAGLE and EAGLE-1/2 for popular models;
-`assistant=` takes their folder or id as it is (see `hf_spec.models.eagle_head`). The draft is the
+`assistant=` takes their folder or id as it is (see `hf_spec.heads.eagle_head`). The draft is the
 dynamic tree of EAGLE-2 or a chain, grown by `hf_spec.drafting.level_drafter`: the beam of the w
 likeliest paths is drafted on, and of all that was drafted the likeliest nodes are sent.
 
@@ -22,8 +22,8 @@ from hf_spec.decoding.drafter import Drafter
 from hf_spec.drafting.beam_config import BeamConfig
 from hf_spec.drafting.measured import with_policy
 from hf_spec.errors import OptionError, choices
-from hf_spec.models.eagle_head import FAMILIES, STRATEGY, EagleHead
-from hf_spec.models.eagle_spec import EMBEDDINGS
+from hf_spec.heads.eagle_head import FAMILIES, STRATEGY, EagleHead
+from hf_spec.heads.eagle_spec import EMBEDDINGS
 from hf_spec.models.pair_drafter import PairDrafter
 from hf_spec.strategies.assistants import resolve_published
 from hf_spec.strategies.registry import register

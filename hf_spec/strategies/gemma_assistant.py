@@ -1,7 +1,7 @@
 """Drafts from a Gemma 4 assistant, which reads the target's keys and values and has none itself.
 
 Google publishes one for every Gemma 4. It keeps nothing between rounds: a step needs a token, the
-state of its parent and what the target has stored (`hf_spec.models.gemma_assistant`). So a level of
+state of its parent and what the target has stored (`hf_spec.heads.gemma_assistant`). So a level of
 a tree is one pass, however wide, and there is nothing to be fed after a round.
 """
 
@@ -27,8 +27,8 @@ from hf_spec.drafting.measured import with_policy
 from hf_spec.execution.runner import ForwardOutput
 from hf_spec.execution.tree import DraftTree, Verdict
 from hf_spec.execution.vocabulary import fit_logits, num_embeddings
-from hf_spec.models.assistant_runner import AssistantRunner
-from hf_spec.models.gemma_assistant import FAMILY, STRATEGY, GemmaAssistant
+from hf_spec.heads.assistant_runner import AssistantRunner
+from hf_spec.heads.gemma_assistant import FAMILY, STRATEGY, GemmaAssistant
 from hf_spec.strategies.assistants import resolve_published
 from hf_spec.strategies.registry import register
 

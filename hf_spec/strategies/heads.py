@@ -1,7 +1,7 @@
 """Medusa heads and MLP speculators that others have published: drafts from one feature.
 
 Several tokens are proposed from the hidden state of the newest token that the target has run (see
-`hf_spec.models.feature_heads`). By default the likeliest paths are sent; a fixed tree of ranks, as
+`hf_spec.heads.feature_heads`). By default the likeliest paths are sent; a fixed tree of ranks, as
 those heads are published with, can be given instead. Drafts depend on the text alone, so node draw
 judges them. Medusa's "typical acceptance" is not offered, since it changes the output.
 """
@@ -24,7 +24,7 @@ from hf_spec.drafting.proposal_drafter import ProposalDrafter, ProposalHead, Pro
 from hf_spec.drafting.rank_tree import RankTree
 from hf_spec.drafting.sources import NODES_PER_LEVEL
 from hf_spec.errors import OptionError
-from hf_spec.models.feature_heads import MEDUSA, MLP_SPECULATOR, NewestFeatures
+from hf_spec.heads.feature_heads import MEDUSA, MLP_SPECULATOR, NewestFeatures
 from hf_spec.strategies.assistants import resolve_published
 from hf_spec.strategies.draft_model import TreeConfig
 from hf_spec.strategies.registry import register

@@ -1,7 +1,7 @@
 """Drafts from the MTP module that is in the target's own files, or from one of another folder.
 
 DeepSeek-V3, GLM-4.5, Kimi-K2, Qwen3-Next, Qwen3.5, MiMo and others are published with a layer that
-predicts the token after next (see `hf_spec.models.mtp_head`). It was trained for one token more;
+predicts the token after next (see `hf_spec.heads.mtp_head`). It was trained for one token more;
 here it drafts several, each from what it said before, in batches of any size.
 """
 
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.drafting.beam_config import BeamConfig
 from hf_spec.drafting.measured import with_policy
-from hf_spec.models.mtp_head import FAMILY, STRATEGY, MtpHead, own_head
+from hf_spec.heads.mtp_head import FAMILY, STRATEGY, MtpHead, own_head
 from hf_spec.models.pair_drafter import PairDrafter
 from hf_spec.strategies.assistants import resolve_inside, resolve_published
 from hf_spec.strategies.registry import register

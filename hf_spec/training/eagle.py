@@ -22,9 +22,9 @@ from transformers import DynamicCache, PreTrainedModel
 from hf_spec.adapters.base_name import base_name, is_hub_id
 from hf_spec.adapters.card import GENERATED
 from hf_spec.adapters.published import PublishedHead, write_published
+from hf_spec.heads.eagle_head import EagleHead, build
+from hf_spec.heads.eagle_spec import default_aux_layers
 from hf_spec.models.draft_head import FewTokensHead, check_plain_head
-from hf_spec.models.eagle_head import EagleHead, build
-from hf_spec.models.eagle_spec import default_aux_layers
 from hf_spec.models.truncated import last_layers
 from hf_spec.training.csgd import Pairs, cut_prompt, read_pairs
 from hf_spec.training.features import LAST, Text, num_features

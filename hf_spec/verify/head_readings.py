@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 from hf_spec.adapters.published import PublishedHead, read_published
 from hf_spec.errors import AssistantError
 from hf_spec.execution.last_layer import BEFORE_NORM, LastLayer
-from hf_spec.models.eagle_head import FAMILIES, EagleHead
-from hf_spec.models.eagle_spec import THETA, default_aux_layers
+from hf_spec.heads.eagle_head import FAMILIES, EagleHead
+from hf_spec.heads.eagle_spec import THETA, default_aux_layers
 from hf_spec.models.falcon_ranks import ranks_along
 from hf_spec.strategies.assistants import build_published
 

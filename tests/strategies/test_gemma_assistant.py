@@ -16,7 +16,7 @@ from hf_spec.decoding.loop import speculative_step
 from hf_spec.decoding.verification import NodeDraw
 from hf_spec.drafting.length_policy import make_policy
 from hf_spec.execution.runner import ModelRunner
-from hf_spec.models.gemma_assistant import build
+from hf_spec.heads.gemma_assistant import build
 from hf_spec.strategies.gemma_assistant import GemmaAssistantDrafter
 from tests import tiny_models
 from tests.drafting.test_model_drafter import start

@@ -20,7 +20,7 @@ from hf_spec.decoding.loop import speculative_step
 from hf_spec.decoding.verification import NodeDraw
 from hf_spec.drafting.length_policy import make_policy
 from hf_spec.execution.runner import ModelRunner
-from hf_spec.models.mtp_head import MtpHead
+from hf_spec.heads.mtp_head import MtpHead
 from hf_spec.models.pair_drafter import PairDrafter
 from tests import tiny_models
 from tests.drafting.test_model_drafter import start

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from hf_spec import OptionError
 from hf_spec.adapters.published import read_published
-from hf_spec.models.eagle_head import EagleHead, build
+from hf_spec.heads.eagle_head import EagleHead, build
 from hf_spec.training.eagle import StepsLoss, draft_steps, new_head, text_layers, train_eagle
 from hf_spec.training.features import Text, stored_texts
 from hf_spec.training.held_back import acceptance, split_by_hash

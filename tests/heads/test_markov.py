@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_spec.models.markov import ConfidenceHead, MarkovHead, expected_tensors
+from hf_spec.heads.markov import ConfidenceHead, MarkovHead, expected_tensors
 from tests.feature_reference import RANK, SIZE, block_tensors, markov_bias
 from tests.tiny_models import VOCAB
 

@@ -11,7 +11,7 @@ import torch
 
 from hf_spec import AssistantError, HeadsConfig
 from hf_spec.adapters.published import PublishedHead, read_published
-from hf_spec.models.feature_heads import (
+from hf_spec.heads.feature_heads import (
     MedusaHeads,
     NewestFeatures,
     build_medusa,

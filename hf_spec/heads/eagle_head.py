@@ -30,11 +30,11 @@ from hf_spec.adapters.reading import check_tensors
 from hf_spec.devices.placement import weight_rows
 from hf_spec.errors import AssistantError
 from hf_spec.execution.vocabulary import PADDED_ROWS, num_embeddings
+from hf_spec.heads.eagle_spec import EagleSpec, normal_names, read_spec
+from hf_spec.heads.published_weights import head_dtype, known_tokens
 from hf_spec.models.draft_head import FewTokensHead
-from hf_spec.models.eagle_spec import EagleSpec, normal_names, read_spec
 from hf_spec.models.pair_rows import State
 from hf_spec.models.pair_runner import Ahead
-from hf_spec.models.published_weights import head_dtype, known_tokens
 
 logger = logging.getLogger(__name__)
 

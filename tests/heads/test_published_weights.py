@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_spec import AssistantError
-from hf_spec.models.published_weights import (
+from hf_spec.heads.published_weights import (
     OutputHead,
     fitted,
     head_dtype,

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from hf_spec.adapters.published import PublishedHead
 from hf_spec.execution.step_graphs import padded_steps
-from hf_spec.models import block_runner
-from hf_spec.models.block_reading import build_block_head
-from hf_spec.models.block_runner import BlockRunner
+from hf_spec.heads import block_runner
+from hf_spec.heads.block_reading import build_block_head
+from hf_spec.heads.block_runner import BlockRunner
 from tests.feature_reference import (
     BLOCK,
     LAYERS,

@@ -14,8 +14,8 @@ from torch import Tensor
 from hf_spec import AssistantError
 from hf_spec.adapters.published import PublishedHead, read_published
 from hf_spec.execution.last_layer import BEFORE_NORM, LastLayer
-from hf_spec.models.eagle_head import EagleHead
-from hf_spec.models.eagle_head import build as build_head
+from hf_spec.heads.eagle_head import EagleHead
+from hf_spec.heads.eagle_head import build as build_head
 from hf_spec.models.pair_rows import PairRow
 from hf_spec.models.pair_runner import Blocks, HeadRunner
 from tests import published_heads as heads
@@ -172,7 +172,7 @@ class TestVocabulary:
         ],
     )
     def test_refused(self, offsets: Tensor | None, said: str, monkeypatch: Any) -> None:
-        monkeypatch.setattr("hf_spec.models.eagle_head.PADDED_ROWS", 4)
+        monkeypatch.setattr("hf_spec.heads.eagle_head.PADDED_ROWS", 4)
         head, tensors = changed()
         del tensors["d2t"]
         if offsets is not None:

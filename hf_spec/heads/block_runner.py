@@ -23,7 +23,7 @@ from hf_spec.execution.kv_cache import KVPool
 from hf_spec.execution.ragged_layout import write_places
 from hf_spec.execution.segment import Segment
 from hf_spec.execution.step_graphs import StepGraphs
-from hf_spec.models.block_head import BlockHead, LayerKind
+from hf_spec.heads.block_head import BlockHead, LayerKind
 
 # Tokens of a prompt; bounds what is joined of several layers.
 LEARNED_AT_ONCE = 4096

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_spec.models.published_weights import linear
+from hf_spec.heads.published_weights import linear
 
 PREFIX = "markov_head."
 CONFIDENCE = "confidence_head.proj."

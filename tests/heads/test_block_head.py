@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import torch
 
-from hf_spec.models.block_reading import build_block_head
+from hf_spec.heads.block_reading import build_block_head
 from tests.feature_reference import LAYERS, MASK, SIZE, dflash
-from tests.models.test_block_reading import changed
+from tests.heads.test_block_reading import changed
 from tests.tiny_models import build
 
 MODEL = build("llama")

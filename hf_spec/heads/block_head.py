@@ -5,7 +5,7 @@ the block itself, in which every place sees every other one, and those of the *c
 per committed token, mixed from the target's hidden states of several layers. The context is the
 same for every layer, which makes keys and values of it without a norm of its own; they stay, and
 those of the block are dropped (Chen et al. 2026, arXiv 2602.06036). DSpark, from deepseek-ai's
-DeepSpec, adds the heads of `hf_spec.models.markov`.
+DeepSpec, adds the heads of `hf_spec.heads.markov`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from transformers import Qwen3Config
 from transformers.activations import ACT2FN
 
 from hf_spec.execution.attention import PackedStep, tree_attention
-from hf_spec.models.markov import CONFIDENCE, ConfidenceHead, MarkovHead
-from hf_spec.models.markov import PREFIX as MARKOV
-from hf_spec.models.published_weights import OutputHead
+from hf_spec.heads.markov import CONFIDENCE, ConfidenceHead, MarkovHead
+from hf_spec.heads.markov import PREFIX as MARKOV
+from hf_spec.heads.published_weights import OutputHead
 
 # What `assistant=` is for where no strategy is named.
 STRATEGY = "block"

@@ -12,7 +12,7 @@ import pytest
 from hf_spec import AssistantError
 from hf_spec.adapters.published import PublishedHead
 from hf_spec.execution.last_layer import BEFORE_NORM
-from hf_spec.models.eagle_spec import EagleSpec, default_aux_layers, normal_names, read_spec
+from hf_spec.heads.eagle_spec import EagleSpec, default_aux_layers, normal_names, read_spec
 from tests import published_heads as heads
 
 KEY = "eagle_aux_hidden_state_layer_ids"

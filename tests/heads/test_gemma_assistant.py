@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_spec.adapters.published import read_published
-from hf_spec.models.gemma_assistant import build, inverse_frequencies
+from hf_spec.heads.gemma_assistant import build, inverse_frequencies
 from tests.gemma_reference import WIDTH, gemma4, published, save
 
 

@@ -18,7 +18,7 @@ from hf_spec.execution.row_storage import RowStorage
 from hf_spec.execution.runner import ForwardOutput
 from hf_spec.execution.segment import Segment
 from hf_spec.execution.tree import Verdict
-from hf_spec.models.gemma_assistant import GemmaAssistant
+from hf_spec.heads.gemma_assistant import GemmaAssistant
 
 # A node of a draft: its row and number, its parent's number, -1 for a root, and its token.
 Node = tuple[int, int, int, int]

@@ -27,10 +27,10 @@ from hf_spec.adapters.published import PublishedFamily, PublishedHead, register_
 from hf_spec.adapters.reading import whole_number
 from hf_spec.errors import AssistantError
 from hf_spec.execution.vocabulary import PADDED_ROWS
-from hf_spec.models.block_head import STRATEGY, BlockHead, BlockLayer, BlockShape, LayerKind
-from hf_spec.models.markov import PREFIX as MARKOV
-from hf_spec.models.markov import expected_tensors
-from hf_spec.models.published_weights import OutputHead, fitted, known_tokens, sizes_of
+from hf_spec.heads.block_head import STRATEGY, BlockHead, BlockLayer, BlockShape, LayerKind
+from hf_spec.heads.markov import PREFIX as MARKOV
+from hf_spec.heads.markov import expected_tensors
+from hf_spec.heads.published_weights import OutputHead, fitted, known_tokens, sizes_of
 
 DFLASH, DSPARK = "dflash", "dspark"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_spec.models.mtp_head import own_head
+from hf_spec.heads.mtp_head import own_head
 from tests.mtp_reference import sample
 
 

@@ -12,8 +12,8 @@ import torch
 
 from hf_spec import AssistantError
 from hf_spec.adapters.published import PublishedHead, read_published
-from hf_spec.models.block_head import BlockHead, LayerKind
-from hf_spec.models.block_reading import build_block_head
+from hf_spec.heads.block_head import BlockHead, LayerKind
+from hf_spec.heads.block_reading import build_block_head
 from tests.feature_reference import (
     BLOCK,
     LAYERS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hf_spec.models.mtp_layouts import find_module, own_names
+from hf_spec.heads.mtp_layouts import find_module, own_names
 
 
 @pytest.mark.parametrize(

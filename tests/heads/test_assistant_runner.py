@@ -8,8 +8,8 @@ from hf_spec.decoding.loop import speculative_step
 from hf_spec.decoding.verification import NodeDraw
 from hf_spec.drafting.length_policy import LengthPolicy
 from hf_spec.execution.runner import ModelRunner
-from hf_spec.models.assistant_runner import AssistantRunner
-from hf_spec.models.gemma_assistant import build
+from hf_spec.heads.assistant_runner import AssistantRunner
+from hf_spec.heads.gemma_assistant import build
 from hf_spec.strategies.gemma_assistant import GemmaAssistantConfig, GemmaAssistantDrafter
 from tests.drafting.test_model_drafter import start
 from tests.gemma_reference import gemma4, published

@@ -31,8 +31,8 @@ from hf_spec.adapters.published import (
 from hf_spec.adapters.reading import check_tensors
 from hf_spec.errors import AssistantError, UnsupportedError
 from hf_spec.execution.vocabulary import num_embeddings
-from hf_spec.models.eagle_head import OwnHead
-from hf_spec.models.mtp_layouts import LAYER, PARTS, Layout, find_module, own_names
+from hf_spec.heads.eagle_head import OwnHead
+from hf_spec.heads.mtp_layouts import LAYER, PARTS, Layout, find_module, own_names
 from hf_spec.models.pair_rows import State
 from hf_spec.models.pair_runner import Ahead, check_packed
 

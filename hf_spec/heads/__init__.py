@@ -1,0 +1,1 @@
+"""Heads that others have published: their weights read, run beside a target."""
