@@ -6,7 +6,7 @@ model never sees a token twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import torch
@@ -14,9 +14,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_spec.decoding.state import GenerationState
-from hf_spec.drafting.graph import TokenGraph
 from hf_spec.drafting.length_policy import LengthPolicy, make_policy
-from hf_spec.drafting.level_drafter import LevelConfig, LevelDrafter
+from hf_spec.drafting.level_drafter import Graphs, LevelConfig, LevelDrafter, Owners
 from hf_spec.errors import OptionError, choices
 from hf_spec.execution.runner import ForwardOutput, ModelRunner
 from hf_spec.execution.tree import DraftTree, Verdict
@@ -97,12 +96,7 @@ class DraftModelDrafter(LevelDrafter):
         """Keep the accepted part of the draft model's keys and values; tell the policy."""
         self._runner.keep(self.accepted(verdict))
 
-    def probabilities(
-        self,
-        state: GenerationState,
-        graphs: Mapping[int, TokenGraph],
-        owners: Sequence[tuple[int, int]],
-    ) -> Tensor:
+    def probabilities(self, state: GenerationState, graphs: Graphs, owners: Owners) -> Tensor:
         """(nodes, V) float32: the draft model's distribution after each (row, node)."""
         drafts = {row: (graph.tokens, graph.parents) for row, graph in graphs.items()}
         tree = DraftTree.from_drafts(drafts, state.num_rows)
