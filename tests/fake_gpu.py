@@ -191,7 +191,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
         patch.setattr(torch, "tensor", tensor)
         patch.setattr(torch.cuda, "current_stream", lambda _: Stream())
         patch.setattr(transfer, "ASYNCHRONOUS", {DEVICE.type})
-        for module in (attention, kv_cache, step_graphs, verification):
+        for module in (attention, step_graphs, verification):
             patch.setattr(module, "serves", lambda t: isinstance(t, OnGpu) or t.device == DEVICE)
         for module, name in (
             (attention, "kv_write"),

@@ -78,6 +78,11 @@ class LevelConfig(PolicyConfig):
         self.check_flags("sample_drafts")
 
     @property
+    def draws(self) -> bool:
+        """Whether drafts are drawn at random when the target samples."""
+        return self.sample_drafts
+
+    @property
     def shape(self) -> TreeShape:
         """The configured one."""
         given = {option.name: getattr(self, option.name, None) for option in fields(TreeShape)}
@@ -161,7 +166,7 @@ class LevelDrafter(Drafter):
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.policy.start(state.num_rows)
         # Ranks are of likelihood, not of chance.
-        self.samples = state.do_sample and self.config.sample_drafts and self.shape.tree is None
+        self.samples = state.do_sample and self.config.draws and self.shape.tree is None
         self.rule = self.config.sampling_rule if state.do_sample else None
         self.processors = NodeProcessors(state.processors, state.num_rows, stateless_only=True)
 
