@@ -55,7 +55,7 @@ class TrainSettings(Settings):
     batch_tokens: Count = 2048
     accumulate: Count = 1
     learning_rate: Weight = 1e-3
-    warm_up: Internal[Share] = 0.03
+    warm_up: Share = 0.03
     weight_decay: Internal[Weight] = 0.0
     clip: Internal[Weight] = 1.0
     seed: int = 0
@@ -75,7 +75,8 @@ class TrainSettings(Settings):
 DRAFT_RUN = TrainSettings(learning_rate=2e-3)
 EAGLE_RUN = TrainSettings(epochs=4)
 FALCON_RUN = TrainSettings(epochs=8, learning_rate=2e-3)
-SDSAT_RUN = TrainSettings()
+# 400 of 2,000 steps in the paper (section 3.2).
+SDSAT_RUN = TrainSettings(warm_up=0.2)
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,8 @@ def test_what_users_have_by_default() -> None:
     assert {run.batch_tokens for run in (DRAFT_RUN, FALCON_RUN, SDSAT_RUN)} == {2048}
     assert (FalconTrainSettings().vocabulary_size, FalconTrainSettings().max_context) == (8192, 64)
     assert DiscoTrainSettings().labels == "hard"
+    # As in the paper of SDSAT.
+    assert (SDSAT_RUN.warm_up, SdsatTrainSettings().start_share) == (0.2, 0.1)
 
 
 def test_the_share_of_glanced_inputs_by_epoch() -> None:
