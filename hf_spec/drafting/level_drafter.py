@@ -21,6 +21,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import compress
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -37,6 +38,10 @@ from hf_spec.drafting.length_policy import DraftedToken, LengthPolicy
 from hf_spec.drafting.rank_tree import Path, RankTree
 from hf_spec.execution.runner import ForwardOutput
 from hf_spec.execution.tree import DraftTree, Verdict
+
+# Of a level: the graph of every row that grows, and its newest nodes, (row, node) each.
+Graphs: TypeAlias = Mapping[int, TokenGraph]
+Owners: TypeAlias = Sequence[tuple[int, int]]
 
 COUNTERS = ("draft_nodes", "merges", "rounds", "rounds_with_merged_accepted")
 
@@ -140,12 +145,7 @@ class LevelDrafter(Drafter):
         self.graphs: dict[int, TokenGraph] = {}
 
     @abstractmethod
-    def probabilities(
-        self,
-        state: GenerationState,
-        graphs: Mapping[int, TokenGraph],
-        owners: Sequence[tuple[int, int]],
-    ) -> Tensor:
+    def probabilities(self, state: GenerationState, graphs: Graphs, owners: Owners) -> Tensor:
         """(nodes, R) float32: what may follow each (row, node) of the newest level.
 
         `graphs` are those of the rows that grow. Where drafts are drawn at random, R is V.
@@ -162,8 +162,8 @@ class LevelDrafter(Drafter):
     def processed(
         self,
         state: GenerationState,
-        graphs: Mapping[int, TokenGraph],
-        owners: Sequence[tuple[int, int]],
+        graphs: Graphs,
+        owners: Owners,
         logits: Tensor,
     ) -> Tensor:
         """(nodes, V) float32: the distributions of logits after the call's processors."""

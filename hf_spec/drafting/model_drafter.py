@@ -6,7 +6,7 @@ model never sees a token twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,9 +16,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_spec.decoding.state import GenerationState
-from hf_spec.drafting.graph import TokenGraph
 from hf_spec.drafting.length_policy import LengthPolicy, make_policy
-from hf_spec.drafting.level_drafter import LevelConfig, LevelDrafter
+from hf_spec.drafting.level_drafter import Graphs, LevelConfig, LevelDrafter, Owners
 from hf_spec.errors import OptionError, choices
 from hf_spec.execution.runner import ForwardOutput, ModelRunner
 from hf_spec.execution.tree import DraftTree, Verdict
@@ -118,12 +117,7 @@ class DraftModelDrafter(LevelDrafter):
         """Keep the accepted part of the draft model's keys and values; tell the policy."""
         self._runner.keep(self.accepted(verdict))
 
-    def probabilities(
-        self,
-        state: GenerationState,
-        graphs: Mapping[int, TokenGraph],
-        owners: Sequence[tuple[int, int]],
-    ) -> Tensor:
+    def probabilities(self, state: GenerationState, graphs: Graphs, owners: Owners) -> Tensor:
         """(nodes, R) float32: the draft model's distribution after each (row, node).
 
         R are the tokens that it knows where nobody reads the others, which have no probability.

@@ -5,15 +5,13 @@ Trees, policies, samples and merges in full are in `test_model_drafter.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_spec.drafting.graph import TokenGraph
 from hf_spec.drafting.length_policy import ConfidencePolicy, LengthPolicy
-from hf_spec.drafting.level_drafter import LevelConfig, LevelDrafter, TreeShape
+from hf_spec.drafting.level_drafter import Graphs, LevelConfig, LevelDrafter, Owners, TreeShape
 from hf_spec.drafting.rank_tree import RankTree
 from hf_spec.execution.runner import ForwardOutput
 from hf_spec.execution.tree import DraftTree, Verdict
@@ -31,9 +29,7 @@ class OfTable(LevelDrafter):
         super().__init__(config, LengthPolicy(depth))
         self.asked: list[list[tuple[int, int]]] = []
 
-    def probabilities(
-        self, state: Any, graphs: Mapping[int, TokenGraph], owners: Sequence[tuple[int, int]]
-    ) -> Tensor:
+    def probabilities(self, state: Any, graphs: Graphs, owners: Owners) -> Tensor:
         self.asked.append(list(owners))
         return CHANCES.repeat(len(owners), 1)
 
@@ -92,9 +88,7 @@ class OfBigrams(OfTable):
         (0.8, 0.1, 0.1, 0.0),
     )
 
-    def probabilities(
-        self, state: Any, graphs: Mapping[int, TokenGraph], owners: Sequence[tuple[int, int]]
-    ) -> Tensor:
+    def probabilities(self, state: Any, graphs: Graphs, owners: Owners) -> Tensor:
         self.asked.append(list(owners))
         places = [graphs[row].tokens[node] // 10 - 1 for row, node in owners]
         at_root = (0.7, 0.3, 0.0, 0.0)

@@ -172,7 +172,7 @@ class TestVocabulary:
         ],
     )
     def test_refused(self, offsets: Tensor | None, said: str, monkeypatch: Any) -> None:
-        monkeypatch.setattr("hf_spec.heads.eagle_head.PADDED_ROWS", 4)
+        monkeypatch.setattr("hf_spec.heads.published_weights.PADDED_ROWS", 4)
         head, tensors = changed()
         del tensors["d2t"]
         if offsets is not None:
