@@ -99,7 +99,8 @@ class _Growth:
     """A draft under construction: the graph and the nodes to expand next.
 
     Of nodes with children: the distribution that those were drawn from, where they were, and what
-    the length policy made of it. Of the nodes of a tree of ranks: the ranks that lead to them.
+    the length policy made of it. Of the nodes of a tree of ranks: the ranks that lead to them. Of
+    nodes likelier by a merge edge than by their own: the edge's parent and probability.
     """
 
     graph: TokenGraph
@@ -107,6 +108,22 @@ class _Growth:
     distributions: dict[int, Tensor] = field(default_factory=dict)
     scores: dict[int, float] = field(default_factory=dict)
     paths: dict[int, Path] = field(default_factory=lambda: {0: ()})
+    merged: dict[int, tuple[int, float]] = field(default_factory=dict)
+
+    def open(self, parent: int, child: int, chance: float) -> None:
+        """Expand a likely child of `parent` on the next level, unless it has been expanded.
+
+        It may be a leaf that a likely token was merged into: unlikely where it was drafted, likely
+        here, so it grows on.
+        """
+        if child in self.scores:
+            return
+        reach = self.graph.reach
+        if reach[parent] * chance > reach[child]:
+            reach[child] = reach[parent] * chance
+            self.merged[child] = parent, chance
+        if child not in self.frontier:
+            self.frontier.append(child)
 
 
 class LevelDrafter(Drafter):
@@ -179,16 +196,17 @@ class LevelDrafter(Drafter):
         growths = {
             row: _Growth(TokenGraph(state.tokens[row], self.shape.merge_length)) for row in limits
         }
-        limits = {row: min(self.policy.limit(row), limit) for row, limit in limits.items()}
+        levels = {row: min(self.policy.limit(row), limit) for row, limit in limits.items()}
         level = 0
-        growing = [row for row in growths if limits[row] > 0]
+        growing = [row for row in growths if levels[row] > 0]
         while growing:
             self._grow(state, growths, growing)
             level += 1
-            growing = [r for r in growing if level < limits[r] and growths[r].frontier]
+            growing = [r for r in growing if level < levels[r] and growths[r].frontier]
             if level >= self.config.min_draft_tokens:
                 newest = [self._newest(state, row, growths[row]) for row in growing]
                 growing = list(compress(growing, self.policy.goes_on(newest)))
+        # Paths over merge edges may be deeper than what was drafted: this is what merging is for.
         self._sent = {
             row: growth.graph.spell_out()
             if self.samples
@@ -230,12 +248,12 @@ class LevelDrafter(Drafter):
     def _newest(state: GenerationState, row: int, growth: _Growth) -> DraftedToken:
         graph = growth.graph
         best = max(growth.frontier, key=lambda node: graph.reach[node])
-        parent = graph.parents[best]
+        parent, chance = growth.merged.get(best, (graph.parents[best], graph.probs[best]))
         return DraftedToken(
             row,
             graph.tokens[best],
             state.generated[row] + graph.depth[parent],
-            graph.probs[best],
+            chance,
             growth.scores.get(parent, 0.0),
             min(1.0, sum(graph.reach[node] for node in growth.frontier)),
         )
@@ -262,6 +280,7 @@ class LevelDrafter(Drafter):
             growths[row].frontier = []
         for index, (row, node) in enumerate(owners):
             growths[row].scores[node] = scores[0][index] if scores else 0.0
+        for index, (row, node) in enumerate(owners):
             if self.samples:
                 growths[row].distributions[node] = probs[index]
             self._hang(growths[row], node, tokens[index], chances[index])
@@ -289,9 +308,9 @@ class LevelDrafter(Drafter):
             pruned = chance < self.shape.min_sibling_ratio * chances[0] and not self.samples
             if chance <= 0 or pruned or len(growth.graph) > self.shape.max_draft_nodes:
                 continue
-            child = growth.graph.add(node, token, chance)
-            if child is not None and chance >= self.shape.min_probability:
-                growth.frontier.append(child)
+            growth.graph.add(node, token, chance)
+            if chance >= self.shape.min_probability:
+                growth.open(node, growth.graph.edges[node][-1][0], chance)
 
 
 def _hang_ranks(

@@ -7,7 +7,9 @@ model never sees a token twice.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +21,7 @@ from hf_spec.drafting.level_drafter import Graphs, LevelConfig, LevelDrafter, Ow
 from hf_spec.errors import OptionError, choices
 from hf_spec.execution.runner import ForwardOutput, ModelRunner
 from hf_spec.execution.tree import DraftTree, Verdict
+from hf_spec.execution.vocabulary import num_embeddings
 
 # How drafts of a model with another tokenizer become the target's tokens.
 TRANSLATIONS = ("shared", "text")
@@ -46,6 +49,16 @@ class DraftModelConfig(LevelConfig):
             )
 
 
+class OwnTokens(Protocol):
+    """The head of a draft model that knows some of the tokens."""
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Let forwards of this thread end in the logits of these alone."""
+
+    def tokens(self, places: Tensor) -> Tensor:
+        """Token ids of places among them."""
+
+
 class DraftModelDrafter(LevelDrafter):
     """Grows a chain, a tree or a graph per row with a draft model of the target's vocabulary.
 
@@ -55,6 +68,7 @@ class DraftModelDrafter(LevelDrafter):
 
     # From `start` on.
     _runner: ModelRunner
+    _own_tokens: OwnTokens | None
 
     def __init__(
         self,
@@ -77,6 +91,13 @@ class DraftModelDrafter(LevelDrafter):
         """Empty keys and values for every row."""
         super().start(state)
         self._runner = self._make_runner(state.num_rows)
+        self._own_tokens = None if self._reads_all else own_tokens(self.model)
+
+    @property
+    def _reads_all(self) -> bool:
+        """Whether distributions are over V, so that processors or the verifier can read them."""
+        padded = self.vocab_size not in (None, num_embeddings(self.model))
+        return padded or self.samples or len(self.processors) > 0
 
     def _make_runner(self, num_rows: int) -> ModelRunner:
         batching, size = self.config.batching, self.vocab_size
@@ -97,11 +118,25 @@ class DraftModelDrafter(LevelDrafter):
         self._runner.keep(self.accepted(verdict))
 
     def probabilities(self, state: GenerationState, graphs: Graphs, owners: Owners) -> Tensor:
-        """(nodes, V) float32: the draft model's distribution after each (row, node)."""
+        """(nodes, R) float32: the draft model's distribution after each (row, node).
+
+        R are the tokens that it knows where nobody reads the others, which have no probability.
+        """
         drafts = {row: (graph.tokens, graph.parents) for row, graph in graphs.items()}
         tree = DraftTree.from_drafts(drafts, state.num_rows)
         starts = tree.row_start
         nodes = [starts[row] + node for row, node in owners]
-        output = self._runner.forward(tree, state.tokens, nodes)
+        with nullcontext() if self._own_tokens is None else self._own_tokens.alone():
+            output = self._runner.forward(tree, state.tokens, nodes)
         logits = output.logits.to(state.device, torch.float32)
         return self.processed(state, graphs, owners, logits)
+
+    def token_ids(self, places: Tensor) -> Tensor:
+        """Those of the draft model's own tokens, where it was asked for these alone."""
+        return places if self._own_tokens is None else self._own_tokens.tokens(places)
+
+
+def own_tokens(model: PreTrainedModel) -> OwnTokens | None:
+    """The head of a draft model that does not know all tokens; None if it does."""
+    head: Any = model.get_output_embeddings()
+    return None if getattr(head, "vocabulary", None) is None else head
