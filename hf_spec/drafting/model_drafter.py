@@ -78,6 +78,7 @@ class DraftModelDrafter(LevelDrafter):
         """Empty keys and values for every row."""
         super().start(state)
         self._runner = self._make_runner(state.num_rows)
+        self._runner.expected_length = state.expected_length
 
     def _make_runner(self, num_rows: int) -> ModelRunner:
         batching, size = self.config.batching, self.vocab_size
