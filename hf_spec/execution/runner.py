@@ -297,7 +297,7 @@ class ModelRunner(RowStorage):
             self._mixers.export(cache)
 
     def _run(
-        self, work: list[RowWork], tree: DraftTree, given: Tensor | None = None
+        self, work: list[RowWork], tree: DraftTree, drawn: Tensor | None = None
     ) -> ForwardOutput:
         rows = work
         packed = self._attention
@@ -309,7 +309,7 @@ class ModelRunner(RowStorage):
         before = self.tokens_run
         with fast_products(), packed.chosen() if packed else nullcontext():
             if packed:
-                output = self._run_packed(rows, tree, given)
+                output = self._run_packed(rows, tree, drawn)
             else:
                 output = self._run_rectangular(rows, tree)
         self.padding_run += self.tokens_run - before - sum(w.num_tokens for w in work)
@@ -317,14 +317,14 @@ class ModelRunner(RowStorage):
         return output
 
     def _run_packed(
-        self, work: list[RowWork], tree: DraftTree, given: Tensor | None
+        self, work: list[RowWork], tree: DraftTree, drawn: Tensor | None
     ) -> ForwardOutput:
         inputs = pack(work, tree)
         step = PackedStep(self.pool, inputs.writes, inputs.segments)
         # Padding passes the head too, as it does wherever inputs are padded.
         kept = torch.tensor([*inputs.nodes, *inputs.fill], dtype=torch.long)
         tokens = torch.tensor(inputs.tokens)
-        tensors = [tokens if given is None else given, torch.tensor(inputs.positions), kept]
+        tensors = [tokens if drawn is None else drawn, torch.tensor(inputs.positions), kept]
         if self._scales_by_place:
             tensors.append(torch.tensor(inputs.places(self.paddings)))
         self.tokens_run += len(tokens)
