@@ -104,6 +104,9 @@ class SpecStats:
         target_tokens: tokens that passed the target's linear layers, prompts and padding included.
         target_padding: how many of these were padding.
         uneven_tokens: by how much rows fell behind the row that gained most, over all steps.
+        graph_replays: how many of the target's forwards were replayed as CUDA graphs.
+        graph_captures: graphs recorded for that; those of earlier calls serve too.
+        graph_refusal: why its forwards cannot be recorded, or None.
         draft_forwards: forward passes of a draft model or head.
         draft_seconds: time spent proposing tokens.
         verify_seconds: time inside the target model's forward passes.
@@ -116,6 +119,9 @@ class SpecStats:
     target_tokens: int = 0
     target_padding: int = 0
     uneven_tokens: int = 0
+    graph_replays: int = 0
+    graph_captures: int = 0
+    graph_refusal: str | None = None
     draft_forwards: int = 0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
@@ -131,6 +137,8 @@ class SpecStats:
         if self.target_padding:
             share = self.target_padding / self.target_tokens
             lines.append(("padding", str(self.target_padding), f"{share:.0%} of the target's work"))
+        if self.graph_replays:
+            lines.append(("graph replays", str(self.graph_replays), "of the target's forwards"))
         if self.draft_forwards:
             lines.append(("draft forwards", str(self.draft_forwards), ""))
         shown = ", ".join(f"{name} {seconds:.2f}" for name, seconds in parts)
@@ -144,8 +152,9 @@ class SpecStats:
         sums: dict[str, Any] = {
             part.name: getattr(self, part.name) + getattr(other, part.name)
             for part in fields(self)
-            if part.name != "counters"
+            if part.name not in {"counters", "graph_refusal"}
         }
+        sums["graph_refusal"] = self.graph_refusal or other.graph_refusal
         counters = Counter(self.counters)
         counters.update(other.counters)
         return SpecStats(**sums, counters=dict(counters))

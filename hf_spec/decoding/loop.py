@@ -60,5 +60,6 @@ def count_models(stats: SpecStats, target: ModelRunner, drafter: Drafter) -> Non
     stats.target_forwards = target.forwards
     stats.target_tokens = target.tokens_run
     stats.target_padding = target.padding_run
+    stats.graph_replays, stats.graph_captures, stats.graph_refusal = target.graph_counts
     stats.draft_forwards = drafter.forwards
     stats.counters = dict(drafter.counters)

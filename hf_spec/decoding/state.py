@@ -38,6 +38,8 @@ class GenerationState:
         streamer: receives the tokens of each round: one of transformers for a single row, else a
             `BatchStreamer`.
         keep_scores, keep_logits: whether the output wants them.
+        expected_length: how long the rows will get, where all of them end with the call; 0 where
+            others follow in their place, or nobody knows.
         device: of the user's `input_ids`; processors, stop rules and the output are there.
         finished: per row whether it gains no more tokens; such a row may `begin` again.
         generated: per row how many tokens it has gained.
@@ -55,6 +57,7 @@ class GenerationState:
     streamer: Any = None
     keep_scores: bool = False
     keep_logits: bool = False
+    expected_length: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     stats: SpecStats = field(init=False)
     finished: list[bool] = field(init=False)

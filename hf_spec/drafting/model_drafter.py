@@ -91,6 +91,7 @@ class DraftModelDrafter(LevelDrafter):
         """Empty keys and values for every row."""
         super().start(state)
         self._runner = self._make_runner(state.num_rows)
+        self._runner.expected_length = state.expected_length
         self._own_tokens = None if self._reads_all else own_tokens(self.model)
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from hf_spec_kernels.ragged_tree_attention import RaggedLayout, pack_bits
@@ -67,35 +67,60 @@ def with_tensors(layout: RaggedLayout, tensors: Sequence[Tensor]) -> RaggedLayou
     return replace(layout, **changes)
 
 
-def padded(layout: RaggedLayout, num_tokens: int, capacity: int) -> RaggedLayout:
-    """The same step of `num_tokens` tokens, in a shape that others of about its size share.
+class Sizes(NamedTuple):
+    """What a graph fixes of a layout: tokens, segments, bytes of bits, queries of a segment."""
+
+    tokens: int
+    segments: int
+    num_bytes: int
+    max_queries: int
+
+    @classmethod
+    def of(cls, layout: RaggedLayout) -> Sizes:
+        """Those that the layout is padded to, which others of about its size share."""
+        tokens = round_up(layout.position.shape[0])
+        num_bytes = round_up(max(layout.bits.shape[1], 1))
+        queries = round_up(_most_queries(layout, tokens))
+        return cls(tokens, round_up(layout.slot.shape[0]), num_bytes, queries)
+
+    def hold(self, layout: RaggedLayout) -> bool:
+        """Whether the layout can be padded to these."""
+        enough = self.tokens >= layout.position.shape[0] and self.segments >= layout.slot.shape[0]
+        enough = enough and self.num_bytes >= layout.bits.shape[1]
+        return enough and self.max_queries >= _most_queries(layout, self.tokens)
+
+
+def padded(layout: RaggedLayout, sizes: Sizes, capacity: int) -> RaggedLayout:
+    """The same step with more tokens, segments and bits.
 
     The last segment takes in the tokens that are added, which see its prefix and nothing else;
-    segments that are added hold nothing. Numbers that the host tells the kernel are rounded up, and
-    no segment has more keys than `capacity`.
+    segments that are added hold nothing. No segment has more keys than `capacity`.
     """
-    added = num_tokens - layout.position.shape[0]
-    segments = round_up(layout.slot.shape[0])
-    empty = segments - layout.slot.shape[0]
-    num_bytes = round_up(max(layout.bits.shape[1], 1))
+    added = sizes.tokens - layout.position.shape[0]
+    empty = sizes.segments - layout.slot.shape[0]
     starts = layout.query_start.clone()
-    starts[-1] = num_tokens
-    lengths = starts.diff()
-    room = segments * 8 * num_bytes
+    starts[-1] = sizes.tokens
+    room = sizes.segments * 8 * sizes.num_bytes
     return RaggedLayout(
         slot=F.pad(layout.slot, (0, empty)),
-        query_start=F.pad(starts, (0, empty), value=num_tokens),
+        query_start=F.pad(starts, (0, empty), value=sizes.tokens),
         num_keys=F.pad(layout.num_keys, (0, empty)),
         prefix=F.pad(layout.prefix, (0, empty)),
-        bits=F.pad(layout.bits, (0, num_bytes - layout.bits.shape[1], 0, added)),
+        bits=F.pad(layout.bits, (0, sizes.num_bytes - layout.bits.shape[1], 0, added)),
         # Like the last token's, so that no window reaches further back for them.
         position=torch.cat([layout.position, layout.position[-1:].expand(added)]),
         first_position=F.pad(layout.first_position, (0, empty)),
         key_position=F.pad(layout.key_position, (0, room - layout.key_position.shape[0])),
         key_start=F.pad(layout.key_start, (0, empty)),
-        max_queries=round_up(int(lengths.max())),
+        max_queries=sizes.max_queries,
         max_keys=capacity,
     )
+
+
+def _most_queries(layout: RaggedLayout, num_tokens: int) -> int:
+    """Of any segment, when the last one takes in what is missing to `num_tokens`."""
+    starts = layout.query_start
+    return max(layout.max_queries, num_tokens - int(starts[-2]))
 
 
 def round_up(number: int) -> int:

@@ -9,7 +9,7 @@ draft, and with the drafts of the other rows.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.utils import output_capturing
 
+from hf_spec.devices import transfer
 from hf_spec.devices.placement import execution_device
 from hf_spec.execution import own_positions
 from hf_spec.execution.alibi import tree_alibi
@@ -110,6 +111,8 @@ class ModelRunner(RowStorage):
         tokens_run: tokens that went through the linear layers, padding included (but for the
             padding of CUDA graphs).
         padding_run: how many of them were padding.
+        expected_length: how many tokens a row will hold, where all that is stored is needed no more
+            when `active` ends; 0 where that is not so, or nobody knows.
     """
 
     def __init__(
@@ -126,6 +129,7 @@ class ModelRunner(RowStorage):
         self.forwards = 0
         self.tokens_run = 0
         self.padding_run = 0
+        self.expected_length = 0
         self._hidden_layers = list(hidden_layers)
         self._last = LastLayer(model) if BEFORE_NORM in self._hidden_layers else None
         self._virtual_tokens = virtual_tokens
@@ -149,6 +153,13 @@ class ModelRunner(RowStorage):
         embedding: Any = self.model.get_input_embeddings()
         return execution_device(embedding)
 
+    @property
+    def graph_counts(self) -> tuple[int, int, str | None]:
+        """Forwards that were replayed, graphs recorded, and why nothing can be recorded."""
+        if self._graphs is None:
+            return 0, 0, "its layers are not packed"
+        return self._graphs.replays, self._graphs.captures, self._graphs.refusal
+
     @contextmanager
     def active(self) -> Iterator[ModelRunner]:
         """Prepare the model for tree forwards; it is as it was found when the block ends."""
@@ -157,8 +168,10 @@ class ModelRunner(RowStorage):
                 stack.enter_context(self._last.watched())
             if takes_packed(self.model):
                 self._attention = PackedAttention(self.model)
-                self._graphs = StepGraphs(self.model, self.pool, self.device)
-                stack.callback(self._graphs.clear)
+                self._graphs = StepGraphs(
+                    self.model, self.pool, self.device, self._graphs_key(), self.expected_length
+                )
+                stack.callback(self._graphs.close)
             for part in decoding_parts(self.model):
                 stack.enter_context(fast_cpu_linears(part))
             stack.enter_context(own_positions.active(self.model))
@@ -237,6 +250,26 @@ class ModelRunner(RowStorage):
             output.put_after(part_output)
         return output
 
+    @property
+    def takes_given(self) -> bool:
+        """Whether `forward_given` serves: on a GPU, for packed steps of a token per node."""
+        device_draws = self.device.type in transfer.ASYNCHRONOUS and takes_packed(self.model)
+        apart = self._mixers is not None or self._virtual_tokens is not None
+        return device_draws and not apart and not self.batching.pads_inputs
+
+    def forward_given(
+        self,
+        tree: DraftTree,
+        sequences: Sequence[Sequence[int]],
+        nodes: Sequence[int],
+        tokens: Tensor,
+    ) -> ForwardOutput:
+        """`forward` of nodes of a round under way, whose tokens only the device knows.
+
+        They are (M,) int64, in the order of `nodes`; those of the tree are not looked at.
+        """
+        return self._run(self.plan(tree, sequences, nodes), tree, tokens)
+
     def keep(self, paths: Sequence[Sequence[int]]) -> dict[int, list[int]]:
         """Keep what is stored of each row's accepted path; see `RowStorage.keep`."""
         kept = super().keep(paths)
@@ -263,7 +296,9 @@ class ModelRunner(RowStorage):
         if self._mixers is not None:
             self._mixers.export(cache)
 
-    def _run(self, work: list[RowWork], tree: DraftTree) -> ForwardOutput:
+    def _run(
+        self, work: list[RowWork], tree: DraftTree, drawn: Tensor | None = None
+    ) -> ForwardOutput:
         rows = work
         packed = self._attention
         if self.batching.pads_inputs and packed:
@@ -273,18 +308,23 @@ class ModelRunner(RowStorage):
         self.forwards += 1
         before = self.tokens_run
         with fast_products(), packed.chosen() if packed else nullcontext():
-            output = (self._run_packed if packed else self._run_rectangular)(rows, tree)
+            if packed:
+                output = self._run_packed(rows, tree, drawn)
+            else:
+                output = self._run_rectangular(rows, tree)
         self.padding_run += self.tokens_run - before - sum(w.num_tokens for w in work)
         self.note(work)
         return output
 
-    def _run_packed(self, work: list[RowWork], tree: DraftTree) -> ForwardOutput:
+    def _run_packed(
+        self, work: list[RowWork], tree: DraftTree, drawn: Tensor | None
+    ) -> ForwardOutput:
         inputs = pack(work, tree)
         step = PackedStep(self.pool, inputs.writes, inputs.segments)
         # Padding passes the head too, as it does wherever inputs are padded.
         kept = torch.tensor([*inputs.nodes, *inputs.fill], dtype=torch.long)
         tokens = torch.tensor(inputs.tokens)
-        tensors = [tokens, torch.tensor(inputs.positions), kept]
+        tensors = [tokens if drawn is None else drawn, torch.tensor(inputs.positions), kept]
         if self._scales_by_place:
             tensors.append(torch.tensor(inputs.places(self.paddings)))
         self.tokens_run += len(tokens)
@@ -390,6 +430,14 @@ class ModelRunner(RowStorage):
             kwargs = self._cross_attention.arguments(kwargs)
         with own_positions.told(positions):
             return self.model(**kwargs)
+
+    def _graphs_key(self) -> Hashable:
+        """By what later calls find the same steps; None where every call has its own."""
+        # Encoder states and virtual tokens lie elsewhere in every call.
+        apart = self._virtual_tokens is not None or self.model.config.is_encoder_decoder
+        if apart or not self.expected_length:
+            return None
+        return self.pool.num_slots, tuple(self._hidden_layers), self._vocab_size
 
     def _wanted_hidden(self) -> dict[str, Any]:
         indices = [layer for layer in self._hidden_layers if layer != BEFORE_NORM]

@@ -6,42 +6,45 @@ padded to a few sizes, inside the graph only: padding is stored nowhere, seen by
 off from the outputs. What a token looks at comes from the layout, which the kernels read on the
 device, so lengths need no sizes of their own; when the storage grows, recording starts again.
 
-A shape runs twice in this form before it is recorded the third time. Where nothing can be recorded
-(see `obstacle`) steps run as they come, and one line of the log says why.
+A shape runs twice in this form before it is recorded the third time, the second time with nothing
+allowed that waits for the device. A step goes to the smallest shape recorded that holds it. What is
+recorded stays for later calls on the model, together with the storage (see `graph_store`). Where
+nothing can be recorded (see `obstacle`) steps run as they come, and one line of the log says why.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
-from hf_spec_kernels import RaggedLayout, serves
+from hf_spec_kernels import serves
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from hf_spec.devices.transfer import Block, send
+from hf_spec.devices import graph_store
+from hf_spec.devices.graph_store import Kept
+from hf_spec.devices.transfer import send
+from hf_spec.devices.waits import NoWaits, WaitError
 from hf_spec.execution.attention import PackedStep
 from hf_spec.execution.kv_cache import KVPool
 from hf_spec.execution.mixers import mixers_of
-from hf_spec.execution.ragged_layout import padded, round_up, tensors_of, with_tensors
+from hf_spec.execution.step_shapes import Bucket, Compute, Inputs, Shape
 
 logger = logging.getLogger(__name__)
 
-# Inputs on the device, (T, ...) each, and the step they belong to -> outputs, (T, ...) each.
-Compute = Callable[[list[Tensor], PackedStep], list[Tensor]]
-
 MODES = ("auto", "off")
-# Larger steps keep a GPU busy by themselves.
-MAX_TOKENS = 256
-# Of one model at a time; bounds what their outputs take.
-MAX_GRAPHS = 32
+# Larger steps keep a GPU busy by themselves, and a prompt has no size of its own.
+MAX_TOKENS, MAX_QUERIES = 1024, 256
+# Of one model at a time, and bytes of all their outputs, of which logits are most.
+MAX_GRAPHS, MAX_OUTPUT_BYTES = 32, 2**29
+# Tokens of all slots for which room is made at the start, so that no growth drops the graphs.
+MAX_RESERVED = 2**16
 WARM_UPS = 2
 
 
@@ -61,25 +64,30 @@ def set_cuda_graphs(mode: str) -> None:
 
     Args:
         mode: `auto` records wherever it can be done, `off` nothing. A generation under way goes on
-            as it began.
+            as it began. Either gives back what earlier calls have left on the GPU, and tries again
+            what could not be recorded.
 
     Raises:
         ValueError: if `mode` is none of these.
     """
-    if mode not in MODES:
-        raise ValueError(f"unknown CUDA graph mode {mode!r}; choose one of {', '.join(MODES)}")
-    _switch.mode = mode
+    _switch.mode = _checked(mode)
+    graph_store.forget()
 
 
 @contextmanager
 def cuda_graphs(mode: str) -> Iterator[None]:
-    """`set_cuda_graphs` for what begins inside the block."""
-    before = _switch.mode
-    set_cuda_graphs(mode)
+    """The mode for what begins inside the block; what earlier calls have left stays."""
+    before, _switch.mode = _switch.mode, _checked(mode)
     try:
         yield
     finally:
         _switch.mode = before
+
+
+def _checked(mode: str) -> str:
+    if mode not in MODES:
+        raise ValueError(f"unknown CUDA graph mode {mode!r}; choose one of {', '.join(MODES)}")
+    return mode
 
 
 @contextmanager
@@ -114,24 +122,53 @@ def obstacle(model: nn.Module) -> str | None:
 
 
 class StepGraphs:
-    """Runs the packed steps of one model, recorded where that is possible, and counts `replays`."""
+    """Runs the packed steps of one model, recorded where that is possible.
 
-    def __init__(self, model: PreTrainedModel, pool: KVPool, device: torch.device):
-        self.replays = 0
-        self._name = type(model).__name__
+    Args:
+        model: whose steps; a head is one too.
+        pool: where they write; empty, or no graph of an earlier call fits.
+        device: where they run.
+        keep_as: under which key graphs and pool go on to later calls on the model; nothing is kept
+            without one.
+        length: how many tokens a slot will hold, as far as that is known.
+
+    Attributes:
+        replays: graphs launched in place of steps.
+        captures: graphs recorded.
+        refusal: why nothing can be recorded, or None.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        pool: KVPool,
+        device: torch.device,
+        keep_as: Hashable = None,
+        length: int = 0,
+    ):
+        self.replays = self.captures = 0
+        self._model = model
         self._pool = pool
         self._device = device
         self._kernels = serves(torch.empty(0, dtype=model.dtype, device=device))
-        self._records = False
-        if (reason := obstacle(model)) is None:
-            self._records = self._kernels
-            reason = None if self._kernels else "the kernels do not serve it"
-        if reason is not None:
-            _say_once(self._name, reason)
-        self._padded = self._records or _switch.always_padded
-        self._capacity = pool.capacity
+        self.refusal = obstacle(model)
+        if self.refusal is None and not self._kernels:
+            self.refusal = "the kernels do not serve it"
+        if self.refusal is not None:
+            wanted = device.type == "cuda" and _switch.mode != "off"
+            level = logging.WARNING if wanted else logging.INFO
+            _say_once(type(model).__name__, self.refusal, level)
+        # That was said when it failed.
+        self.refusal = self.refusal or graph_store.refusal(model)
         self._memory: Any = None
-        self._shapes: dict[object, _Shape] = {}
+        # Least recently used first.
+        self._recorded: dict[Bucket, Shape] = {}
+        self._met: dict[Bucket, Shape] = {}
+        self._keep_as = None if self.refusal else keep_as
+        self._state: object = None
+        if self.refusal is None:
+            self._begin(min(length, MAX_RESERVED // pool.num_slots))
+        self._capacity = pool.capacity
 
     def run(self, compute: Compute, tensors: Sequence[Tensor], step: PackedStep) -> list[Tensor]:
         """The outputs of a step of T tokens, and maybe further rows; good until the next step.
@@ -139,32 +176,24 @@ class StepGraphs:
         Tensors are (T, ...), the first one whole, the others maybe with fewer rows, on the host or
         the device. `compute` must ask the device nothing.
         """
-        num_tokens = len(tensors[0])
-        if not self._padded or num_tokens > MAX_TOKENS:
+        if not self._is_padded(tensors, step):
             return compute(self.put(tensors, step), step)
         if self._capacity != self._pool.capacity:
             self.clear()
             self._capacity = self._pool.capacity
-        size = round_up(num_tokens)
-        layout, places = step.on_host
-        layout = padded(layout, size, self._capacity)
-        places = F.pad(places, (0, size - num_tokens), value=-1)
-        tensors = [_lengthened(t) if t.device.type == "cpu" else t for t in tensors]
-        key = _key(tensors, layout)
-        if key not in self._shapes:
-            if len(self._shapes) == MAX_GRAPHS:
-                return compute(self.put(tensors, step), step)
-            self._shapes[key] = _Shape(tensors, places, layout, self._device)
-        shape = self._shapes[key]
-        shape.fill(tensors, places, layout)
-        if shape.graph is None and self._records and shape.uses >= WARM_UPS:
+        inputs = Inputs(tensors, *step.on_host)
+        shape = self._fitting(inputs) or self._warming(inputs)
+        shape.fill(inputs)
+        if shape.graph is None and shape.uses >= WARM_UPS and shape.nbytes <= MAX_OUTPUT_BYTES:
             self._record(compute, shape)
-        if shape.graph is None:
-            shape.uses += 1
-            return compute(shape.inputs, shape.step(self._pool))
-        shape.graph.replay()
-        self.replays += 1
-        return shape.outputs
+        if shape.graph is not None:
+            shape.graph.replay()
+            self.replays += 1
+            return shape.outputs
+        shape.uses += 1
+        outputs = self._try(compute, shape)
+        shape.nbytes = sum(output.nbytes for output in outputs)
+        return outputs
 
     def put(self, tensors: Sequence[Tensor], step: PackedStep) -> list[Tensor]:
         """The tensors on the device, in one transfer with what the kernels read of the step."""
@@ -176,79 +205,100 @@ class StepGraphs:
 
     def clear(self) -> None:
         """Drop what was recorded, and its memory."""
-        self._shapes.clear()
+        self._recorded.clear()
+        self._met.clear()
         self._memory = None
 
-    def _record(self, compute: Compute, shape: _Shape) -> None:
+    def close(self) -> None:
+        """End the call: a later one on the same model gets what was recorded, and the pool."""
+        pool = self._pool
+        if self._keep_as is not None and self._recorded and self._capacity == pool.capacity:
+            buffers = pool.keys, pool.values
+            kept = Kept(
+                self._keep_as, self._state, self._capacity, buffers, self._recorded, self._memory
+            )
+            graph_store.give(self._model, kept)
+            pool.keys, pool.values, self._recorded = {}, {}, {}
+        self.clear()
+
+    def _begin(self, length: int) -> None:
+        """Take over what an earlier call has kept, or make room for the whole of this one."""
+        pool = self._pool
+        if self._keep_as is not None:
+            self._state = graph_store.state_of(self._model)
+            if not pool.keys and (
+                kept := graph_store.take(self._model, self._keep_as, self._state, length)
+            ):
+                pool.capacity, (pool.keys, pool.values) = kept.capacity, kept.buffers
+                self._recorded, self._memory = kept.recorded, kept.memory
+                for buffer in (*pool.keys.values(), *pool.values.values()):
+                    buffer.zero_()
+        pool.reserve(length)
+
+    def _is_padded(self, tensors: Sequence[Tensor], step: PackedStep) -> bool:
+        if self.refusal is not None and not _switch.always_padded:
+            return False
+        longest = max(segment.end - segment.start for segment in step.segments)
+        return len(tensors[0]) <= MAX_TOKENS and longest <= MAX_QUERIES
+
+    def _fitting(self, inputs: Inputs) -> Shape | None:
+        """The smallest shape recorded that holds a step of this size."""
+        found = min((one for one in self._recorded if one.holds(inputs)), default=None)
+        if found is None:
+            return None
+        self._recorded[found] = self._recorded.pop(found)
+        return self._recorded[found]
+
+    def _warming(self, inputs: Inputs) -> Shape:
+        """A shape that is not recorded yet; those that never will be make room for it."""
+        bucket = Bucket.of(inputs)
+        shape = self._met.pop(bucket, None) or Shape(bucket, inputs, self._capacity, self._device)
+        self._met[bucket] = shape
+        if len(self._met) > MAX_GRAPHS:
+            del self._met[next(iter(self._met))]
+        return shape
+
+    def _try(self, compute: Compute, shape: Shape) -> list[Tensor]:
+        """A step as it comes; the last one before recording must not wait for the device."""
+        if self.refusal is None and shape.uses == WARM_UPS:
+            try:
+                with NoWaits(self._device):
+                    return compute(shape.inputs, shape.step(self._pool))
+            except WaitError as error:
+                self._refuse(str(error))
+        return compute(shape.inputs, shape.step(self._pool))
+
+    def _record(self, compute: Compute, shape: Shape) -> None:
+        if self.refusal is not None:
+            return
         try:
             # PyTorch records one graph at a time, and leaves its stream current if that fails.
-            with _recording, torch.cuda.device(self._device), _this_stream():
+            with _recording, _this_stream(self._device):
                 self._memory = self._memory or torch.cuda.graph_pool_handle()
                 shape.record(compute, self._pool, self._memory)
         except RuntimeError as error:
-            self._records = False
-            self._padded = _switch.always_padded
-            _say_once(self._name, f"recording failed: {error}")
+            self._refuse(f"recording failed: {error}")
+            return
+        self.captures += 1
+        self._recorded[shape.bucket] = self._met.pop(shape.bucket)
+        while len(self._recorded) > MAX_GRAPHS or self._output_bytes() > MAX_OUTPUT_BYTES:
+            del self._recorded[next(iter(self._recorded))]
+
+    def _output_bytes(self) -> int:
+        return sum(shape.nbytes for shape in self._recorded.values())
+
+    def _refuse(self, reason: str) -> None:
+        """Record nothing of the model any more, in later calls neither."""
+        self.refusal = reason
+        self.clear()
+        graph_store.refuse(self._model, reason)
+        _say_once(type(self._model).__name__, reason, logging.WARNING)
 
 
-class _Shape:
-    """One shape of steps: where its inputs stand, its graph, and where its outputs are."""
-
-    def __init__(
-        self,
-        tensors: Sequence[Tensor],
-        places: Tensor,
-        layout: RaggedLayout,
-        device: torch.device,
-    ):
-        self.uses = 0
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.outputs: list[Tensor] = []
-        self._device = device
-        hosted = [t for t in tensors if t.device.type == "cpu"]
-        self._block = Block([*hosted, places, *tensors_of(layout)], device)
-        standing = iter(self._block.tensors)
-        self.inputs = [
-            next(standing) if t.device.type == "cpu" else torch.zeros_like(_lengthened(t))
-            for t in tensors
-        ]
-        self._places = next(standing)
-        self._layout = with_tensors(layout, list(standing))
-
-    def fill(self, tensors: Sequence[Tensor], places: Tensor, layout: RaggedLayout) -> None:
-        """Put the inputs of a step where they are looked for."""
-        hosted = [t for t in tensors if t.device.type == "cpu"]
-        self._block.fill([*hosted, places, *tensors_of(layout)])
-        for mine, tensor in zip(self.inputs, tensors, strict=True):
-            if tensor.device.type != "cpu":
-                mine[: len(tensor)] = tensor
-
-    def step(self, pool: KVPool) -> PackedStep:
-        """The step as the attention function takes it."""
-        return PackedStep.of_layout(pool, self._layout, self._places, self._device)
-
-    def record(self, compute: Compute, pool: KVPool, memory: Any) -> None:
-        """Record what `compute` launches; nothing runs yet."""
-        graph = torch.cuda.CUDAGraph()
-        # Other threads of the process may go on using the GPU.
-        with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
-            self.outputs = compute(self.inputs, self.step(pool))
-        self.graph = graph
-
-
-def _key(tensors: Sequence[Tensor], layout: RaggedLayout) -> tuple[object, ...]:
-    """All that a graph holds fast."""
-    kinds = ((t.device, t.dtype, round_up(len(t)), t.shape[1:]) for t in tensors)
-    return len(layout.slot), layout.bits.shape[1], layout.max_queries, *kinds
-
-
-def _lengthened(tensor: Tensor) -> Tensor:
-    missing = round_up(len(tensor)) - len(tensor)
-    return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])
-
-
-def _this_stream() -> Any:
-    return torch.cuda.stream(torch.cuda.current_stream())
+@contextmanager
+def _this_stream(device: torch.device) -> Iterator[None]:
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream()):
+        yield
 
 
 def _is_of_transformers(hook: Callable[..., Any]) -> bool:
@@ -256,5 +306,5 @@ def _is_of_transformers(hook: Callable[..., Any]) -> bool:
 
 
 @cache
-def _say_once(name: str, reason: str) -> None:
-    logger.info("steps of %s run without CUDA graphs: %s", name, reason)
+def _say_once(name: str, reason: str, level: int) -> None:
+    logger.log(level, "steps of %s run without CUDA graphs: %s", name, reason)

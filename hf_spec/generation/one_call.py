@@ -83,8 +83,10 @@ def generate_with(  # noqa: PLR0913 - the signature that generate() calls
         streamer=streamer,
         keep_scores=as_dict and bool(generation_config.output_scores),
         keep_logits=as_dict and bool(generation_config.output_logits),
+        expected_length=stop.max_length or 0,
     )
     target = ModelRunner(model, num_rows, drafter.hidden_layers, drafter.virtual_tokens, batching)
+    target.expected_length = state.expected_length
     target.paddings = (~state.frame_mask).sum(dim=1).tolist()
     target.position_offsets = padding_of(model, attention_mask)
     cache = model_kwargs.get("past_key_values")
@@ -103,8 +105,8 @@ def generate_with(  # noqa: PLR0913 - the signature that generate() calls
         if wants_cache:
             _run_to_the_end(target, state)
             count_models(state.stats, target, drafter)
-    if cache is not None and wants_cache:
-        output.past_key_values = _export(target, state, cache)
+            # Afterwards the storage may be that of another call.
+            output.past_key_values = _export(target, state, cache)
     hand_in(state.stats)
     if as_dict and model.config.is_encoder_decoder:
         return SpecEncoderDecoderOutput.of(output)

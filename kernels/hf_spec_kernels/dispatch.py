@@ -14,6 +14,8 @@ from torch import Tensor
 
 IMPLEMENTATIONS = ("auto", "triton", "torch")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Older GPUs know no bfloat16 and have too little shared memory for heads of 256.
+MIN_CAPABILITY = (8, 0)
 
 # Op name -> launches of its main kernel in this process; a test of the wiring reads it.
 launches: Counter[str] = Counter()
@@ -42,14 +44,16 @@ def using(impl: str) -> Iterator[None]:
 def serves(tensor: Tensor, impl: str = "auto") -> bool:
     """Whether an op called with `impl` on tensors like this one runs its kernel.
 
-    Device and dtype decide; the kernels know float32, float16 and bfloat16. An unknown `impl`, or a
-    kernel asked for where none can run, is a ValueError.
+    Device and dtype decide; the kernels know float32, float16 and bfloat16, and GPUs of compute
+    capability 8.0 and above. An unknown `impl`, or a kernel asked for where none can run, is a
+    ValueError.
     """
     _check(impl)
     if impl == "auto":
         impl = _preferred
     if impl == "auto":
-        return tensor.is_cuda and has_triton() and tensor.dtype in DTYPES
+        known = tensor.is_cuda and has_triton() and tensor.dtype in DTYPES
+        return known and capability(tensor.device) >= MIN_CAPABILITY
     if impl == "torch":
         return False
     if not has_triton():
@@ -59,7 +63,23 @@ def serves(tensor: Tensor, impl: str = "auto") -> bool:
             f"impl='triton' on a tensor on {tensor.device}: move it to a GPU, use impl='torch', or "
             "start Python with TRITON_INTERPRET=1"
         )
+    if tensor.is_cuda and capability(tensor.device) < MIN_CAPABILITY:
+        raise ValueError(
+            f"impl='triton' on {tensor.device}, a GPU of compute capability "
+            f"{_dotted(capability(tensor.device))}: the kernels need "
+            f"{_dotted(MIN_CAPABILITY)}; use impl='torch'"
+        )
     return True
+
+
+@cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of a GPU; AMD's count otherwise, and all that Triton knows are newer."""
+    return torch.cuda.get_device_capability(device)
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
 
 
 def _check(impl: str) -> None:

@@ -11,6 +11,7 @@ from hf_spec.execution.attention import PackedStep
 from hf_spec.execution.kv_cache import KVPool
 from hf_spec.execution.packing import RowWork, pack
 from hf_spec.execution.ragged_layout import (
+    Sizes,
     padded,
     ragged_layout,
     round_up,
@@ -116,7 +117,11 @@ def test_a_step_makes_its_layout_once() -> None:
 def test_padding_sees_what_the_last_segment_starts_with() -> None:
     segments = pack(work(), DraftTree.from_rows(TREE)).segments
     layout = ragged_layout(segments)
-    wide = padded(layout, 16, 256)
+    sizes = Sizes.of(layout)
+    assert sizes == (12, 3, 1, 6)
+    sizes = sizes._replace(tokens=16, max_queries=8)
+    assert sizes.hold(layout)
+    wide = padded(layout, sizes, 256)
     assert wide.query_start.tolist() == [*layout.query_start.tolist()[:-1], 16]
     assert wide.position.tolist() == [*layout.position.tolist(), *[int(layout.position[-1])] * 5]
     assert wide.bits[:11].tolist() == layout.bits.tolist()
@@ -135,9 +140,21 @@ def test_steps_of_one_size_share_a_shape() -> None:
         tree = DraftTree.from_rows([(list(range(depth)), parents)])
         every = list(range(depth))
         segments = pack([RowWork(0, 40 + depth, [], every, every, depth)], tree).segments
-        wide = padded(ragged_layout(segments), 12, 256)
+        wide = padded(ragged_layout(segments), Sizes(12, 1, 1, 12), 256)
         shapes.add(tuple(tuple(t.shape) for t in tensors_of(wide)))
     assert len(shapes) == 1
+
+
+def test_a_shape_holds_what_can_be_padded_to_it() -> None:
+    """Padding goes to the last segment, which must not get more queries than the kernel is told."""
+    layout = ragged_layout(pack(work(), DraftTree.from_rows(TREE)).segments)
+    sizes = Sizes.of(layout)
+    assert sizes.hold(layout)
+    assert not sizes._replace(tokens=8).hold(layout)
+    assert not sizes._replace(segments=2).hold(layout)
+    assert not sizes._replace(num_bytes=0).hold(layout)
+    assert not sizes._replace(tokens=24).hold(layout), "13 more for the last row, which has 2"
+    assert sizes._replace(tokens=24, max_queries=16).hold(layout)
 
 
 def test_sizes() -> None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +17,10 @@ import torch
 from torch import Tensor
 
 import hf_spec
+from hf_spec.devices import graph_store
+from hf_spec.devices.waits import NoWaits
 from hf_spec.execution import step_graphs
+from hf_spec.execution.kv_cache import KVPool
 from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.step_graphs import (
     StepGraphs,
@@ -35,19 +40,22 @@ STRATEGIES = [name for name in tiny_models.STRATEGIES if name not in {"none", "s
 def shapes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Every shape that steps were padded to, as it was met first; emptied by nobody."""
     found: list[Any] = []
-    create = step_graphs._Shape.__init__
+    create = step_graphs.Shape.__init__
 
-    def remember(self: Any, tensors: Any, places: Tensor, *rest: Any) -> None:
-        found.append((type(self), places.shape[1]))
-        create(self, tensors, places, *rest)
+    def remember(self: Any, bucket: Any, inputs: Any, *rest: Any) -> None:
+        found.append((type(self), inputs.places.shape[1]))
+        create(self, bucket, inputs, *rest)
 
-    monkeypatch.setattr(step_graphs._Shape, "__init__", remember)
+    monkeypatch.setattr(step_graphs.Shape, "__init__", remember)
     return found
 
 
 @pytest.fixture(autouse=True)
-def fresh_log() -> None:
+def nothing_known() -> Iterator[None]:
     step_graphs._say_once.cache_clear()
+    graph_store.forget()
+    yield
+    graph_store.forget()
 
 
 def generate(name: str, kind: str, **options: Any) -> Any:
@@ -94,24 +102,35 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """
     replays: list[int] = []
 
-    def record(self: StepGraphs, compute: Any, shape: Any) -> None:
-        shape.outputs = [torch.full_like(t, torch.nan) for t in compute(*inputs_of(self, shape))]
+    def record(self: Any, compute: Any, pool: Any, memory: Any) -> None:
+        buffers = [*pool.keys.values(), *pool.values.values()]
+        self.outputs = [
+            torch.full_like(t, torch.nan) for t in compute(self.inputs, self.step(pool))
+        ]
 
         def replay() -> None:
-            for standing, new in zip(shape.outputs, compute(*inputs_of(self, shape)), strict=True):
-                standing.copy_(new)
+            standing = KVPool(pool.num_slots)
+            standing.capacity, standing.keys, standing.values = pool.capacity, *layers(buffers)
+            outputs = compute(self.inputs, self.step(standing))
+            for mine, new in zip(self.outputs, outputs, strict=True):
+                mine.copy_(new)
 
-        shape.graph = SimpleNamespace(replay=replay)
+        self.graph = SimpleNamespace(replay=replay)
 
-    def inputs_of(graphs: StepGraphs, shape: Any) -> tuple[Any, Any]:
-        return shape.inputs, shape.step(graphs._pool)
+    def layers(buffers: list[Tensor]) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        half = len(buffers) // 2
+        return dict(enumerate(buffers[:half])), dict(enumerate(buffers[half:]))
 
-    clear = StepGraphs.clear
+    close = StepGraphs.close
     monkeypatch.setattr(step_graphs, "obstacle", lambda _: None)
     monkeypatch.setattr(step_graphs, "serves", lambda _: True)
-    monkeypatch.setattr(StepGraphs, "_record", record)
+    # The references stand in for the kernels, and read values.
+    monkeypatch.setattr(step_graphs, "NoWaits", lambda _: nullcontext())
+    monkeypatch.setattr(step_graphs, "_this_stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    monkeypatch.setattr(step_graphs.Shape, "record", record)
     monkeypatch.setattr(
-        StepGraphs, "clear", lambda self: (replays.append(self.replays), clear(self))
+        StepGraphs, "close", lambda self: (replays.append(self.replays), close(self))
     )
     return replays
 
@@ -124,8 +143,12 @@ def test_replayed_steps_say_the_same(strategy: str, kind: str, recorded: list[in
         # Small enough that the target's steps are recorded too.
         options["spec_strategy"] = hf_spec.FalconConfig(tree="chain")
     replayed = generate("llama", kind, **options)
+    stats = replayed.spec_stats
     assert sum(recorded) > 0
-    assert len(recorded) == (1 if strategy == "lookup" else 2), "target, and draft model or head"
+    assert len(recorded) == (2 if strategy in {"draft", "tree"} else 1), "draft model, target"
+    assert stats.graph_replays == recorded[-1]
+    assert (stats.graph_captures > 0) == (stats.graph_replays > 0)
+    assert stats.graph_refusal is None
     assert torch.equal(replayed.sequences, generate("llama", kind).sequences)
 
 
@@ -142,12 +165,29 @@ def test_a_shape_is_recorded_when_it_is_met_for_the_third_time(recorded: list[in
     with runner.active():
         assert runner._graphs is not None
         replays = []
-        for nodes in (5, 6, 5, 5, 9, 5):
+        for nodes in (5, 6, 5, 5, 13, 5):
             logits = forward(runner, sequence, nodes)
             assert logits.shape[0] == nodes
             replays.append(runner._graphs.replays)
             sequence.append(8)
-    assert replays == [0, 0, 1, 2, 2, 3], "5 and 6 nodes are one shape, 9 another"
+    assert replays == [0, 0, 1, 2, 2, 3], "5 and 6 nodes are one shape, 13 another"
+
+
+def test_a_step_runs_in_the_smallest_shape_recorded_that_holds_it(recorded: list[int]) -> None:
+    runner, sequence = ModelRunner(tiny_models.build("llama"), 1), [7]
+    with runner.active():
+        assert runner._graphs is not None
+        replays = []
+        for nodes in (12, 12, 12, 6, 6, 8, 4, 24, 24, 24, 12):
+            logits = forward(runner, sequence, nodes)
+            plain = tiny_models.build("llama")(torch.tensor([sequence])).logits[0, -1]
+            torch.testing.assert_close(logits[0], plain, atol=2e-4, rtol=1e-4)
+            replays.append(runner._graphs.replays)
+            sequence.append(8)
+        assert runner._graphs.captures == 2
+        sizes = [bucket.sizes.tokens for bucket in runner._graphs._recorded]
+    assert replays == [0, 0, 1, 2, 3, 4, 4, 4, 4, 5, 6], "4 would be more than doubled"
+    assert sizes == [24, 12], "the one used last comes last"
 
 
 def test_when_the_storage_grows_recording_starts_again(recorded: list[int]) -> None:
@@ -165,17 +205,160 @@ def test_when_the_storage_grows_recording_starts_again(recorded: list[int]) -> N
     torch.testing.assert_close(grown, plain, atol=2e-4, rtol=1e-4)
 
 
-def test_long_steps_and_too_many_shapes_run_as_they_come(
-    shapes: list[Any], monkeypatch: pytest.MonkeyPatch
+def test_room_for_the_whole_call_is_made_at_the_start(
+    recorded: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step_graphs, "MAX_GRAPHS", 2)
+    capacities = []
+    for rows, most in ((1, 2**16), (4, 2**16), (4, 2**11)):
+        monkeypatch.setattr(step_graphs, "MAX_RESERVED", most)
+        runner = ModelRunner(tiny_models.build("llama"), rows)
+        runner.expected_length = 1000
+        with runner.active():
+            capacities.append(runner.pool.capacity)
+    assert capacities == [1024, 1024, 512], "but not for more tokens than is reasonable"
+
+
+def test_long_steps_run_as_they_come(shapes: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_graphs, "MAX_TOKENS", 20)
+    monkeypatch.setattr(step_graphs, "MAX_QUERIES", 5)
     runner, sequence = ModelRunner(tiny_models.build("llama"), 1), list(range(3, 40))
     with padded_steps(), runner.active():
         for nodes in (1, 2, 4, 8, 2):
             forward(runner, sequence, nodes)
             sequence.append(8)
-    assert [size for _, size in shapes] == [2, 4], "the prompt was too long"
+    # A token without a node is pending, beside those that run.
+    assert [size for _, size in shapes] == [2, 4], "the prompt was too long, and 8 nodes in one row"
+
+
+def test_few_shapes_are_recorded_and_those_used_last_stay(
+    recorded: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_graphs, "MAX_GRAPHS", 2)
+    runner, sequence = ModelRunner(tiny_models.build("llama"), 1), [7]
+    with runner.active():
+        graphs = runner._graphs
+        assert graphs is not None
+        # Steps of 1, 48 and 64 tokens are met once and take no place.
+        for nodes in (4, 4, 4, 1, 48, 64, 12, 12, 12, 4, 30, 30, 30):
+            forward(runner, sequence, nodes)
+            sequence.append(8)
+        assert [bucket.sizes.tokens for bucket in graphs._recorded] == [4, 32]
+        assert len(graphs._met) <= 2
+        monkeypatch.setattr(step_graphs, "MAX_OUTPUT_BYTES", graphs._output_bytes() - 1)
+        for _ in range(3):
+            forward(runner, sequence, 12)
+            sequence.append(8)
+        assert [bucket.sizes.tokens for bucket in graphs._recorded] == [12]
+        before = graphs.replays
+        monkeypatch.setattr(step_graphs, "MAX_OUTPUT_BYTES", 1)
+        for _ in range(4):
+            forward(runner, sequence, 60)
+            sequence.append(8)
+        assert graphs.replays == before, "its outputs alone are too many"
+
+
+class TestLaterCalls:
+    """What a call has recorded serves the next one."""
+
+    @staticmethod
+    def counts(kind: str = "one", model: Any = None, **options: Any) -> tuple[int, int]:
+        model = model or tiny_models.build("llama")
+        call = {**tiny_models.prompts("llama", kind), "max_new_tokens": 12, "do_sample": False}
+        options = options or {"spec_strategy": "lookup"}
+        output = model.generate(**call, **options, return_dict_in_generate=True)
+        assert torch.equal(output.sequences, model.generate(**call))
+        return output.spec_stats.graph_captures, output.spec_stats.graph_replays
+
+    def test_nothing_is_recorded_twice(self, recorded: list[int]) -> None:
+        first, one = self.counts()
+        _, batch = self.counts("ragged")
+        again, more = self.counts()
+        assert first > 0
+        assert again == 0
+        assert more > one
+        assert self.counts("ragged")[1] > batch
+
+    def test_a_draft_model_keeps_its_own(self, recorded: list[int]) -> None:
+        options = tiny_models.speculation("llama", "draft")
+        self.counts(**options)
+        before = list(recorded)
+        self.counts(**options)
+        assert all(later > first for first, later in zip(before, recorded[2:], strict=True))
+
+    def test_a_model_that_has_changed_is_recorded_again(self, recorded: list[int]) -> None:
+        model = copy.deepcopy(tiny_models.build("llama"))
+        self.counts(model=model)
+        assert self.counts(model=model)[0] == 0
+        with torch.no_grad():
+            model.lm_head.weight.mul_(-1.0)
+        assert self.counts(model=model)[0] == 0, "graphs read the weights where they stand"
+        model.lm_head.weight = torch.nn.Parameter(-model.lm_head.weight.detach())
+        assert self.counts(model=model)[0] > 0
+
+    def test_after_an_exception(self, recorded: list[int]) -> None:
+        def fail(ids: Tensor, scores: Tensor) -> Tensor:
+            if ids.shape[1] % 9 == 0:
+                raise ZeroDivisionError
+            return scores
+
+        first, _ = self.counts()
+        call = {**tiny_models.prompts("llama", "one"), "spec_strategy": "lookup"}
+        with pytest.raises(ZeroDivisionError):
+            tiny_models.build("llama").generate(**call, logits_processor=[fail])
+        assert first > 0
+        assert self.counts()[0] == 0
+
+    def test_what_is_kept_can_be_given_back(self, recorded: list[int]) -> None:
+        first, _ = self.counts()
+        with cuda_graphs("auto"):
+            assert self.counts()[0] == 0
+        set_cuda_graphs("auto")
+        assert self.counts()[0] == first
+
+    def test_a_batch_whose_rows_follow_one_another_keeps_its_storage(
+        self, recorded: list[int]
+    ) -> None:
+        model = tiny_models.build("llama")
+        prompts = [tiny_models.settled_prompt("llama")[0].tolist()] * 3
+        for _ in range(2):
+            outputs = model.generate_batch(
+                prompts, spec_strategy="lookup", max_new_tokens=6, do_sample=False
+            )
+            assert len(outputs) == 3
+        assert len(graph_store._kept) == 0
+
+
+def test_a_forward_that_waits_is_found_before_it_is_recorded(
+    recorded: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Here the references do, which stand in for the kernels."""
+    monkeypatch.setattr(step_graphs, "NoWaits", NoWaits)
+    with caplog.at_level(logging.INFO, logger="hf_spec"):
+        for _ in range(2):
+            stats = generate("llama", "one", spec_strategy="lookup").spec_stats
+            assert (stats.graph_captures, stats.graph_replays) == (0, 0)
+            assert "makes the host wait for the cpu" in stats.graph_refusal
+            monkeypatch.setattr(step_graphs, "NoWaits", None)
+    lines = [r for r in caplog.records if "CUDA graphs" in r.getMessage()]
+    assert [line.levelname for line in lines] == ["WARNING"]
+
+
+def test_a_recording_that_fails_is_not_tried_again(
+    recorded: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+
+    def fail(*_: Any) -> None:
+        tried.append(1)
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(step_graphs.Shape, "record", fail)
+    plain = generate("llama", "one")
+    for _ in range(2):
+        output = generate("llama", "one", spec_strategy="lookup")
+        assert torch.equal(output.sequences, plain.sequences)
+        assert output.spec_stats.graph_refusal == "recording failed: no"
+    assert tried == [1]
 
 
 class TestObstacles:
@@ -221,9 +404,9 @@ def test_recorded_steps_say_the_same_on_a_gpu(
     strategy: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replays: list[int] = []
-    clear = StepGraphs.clear
+    close = StepGraphs.close
     monkeypatch.setattr(
-        StepGraphs, "clear", lambda self: (replays.append(self.replays), clear(self))
+        StepGraphs, "close", lambda self: (replays.append(self.replays), close(self))
     )
     options = tiny_models.speculation("llama", strategy)
     if "assistant" in options:
@@ -246,7 +429,7 @@ def test_a_forward_that_waits_is_run_as_it_comes(caplog: pytest.LogCaptureFixtur
     plain = on_cuda("one", model)
     with caplog.at_level(logging.INFO, logger="hf_spec"):
         assert torch.equal(on_cuda("one", model, spec_strategy="lookup"), plain)
-    assert sum("recording failed" in r.getMessage() for r in caplog.records) == 1
+    assert sum("makes the host wait" in r.getMessage() for r in caplog.records) == 1
 
 
 def on_cuda(kind: str, model: Any = None, **options: Any) -> Tensor:

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# What every kernel has to fit in with its default tile sizes, in bytes: GPUs of capability 7.5.
-SHARED_MEMORY = 64 * 1024
+# Bytes of shared memory that a program may have.
+SHARED_MEMORY = {
+    "cuda:80": 163 * 1024,
+    "cuda:89": 99 * 1024,
+    "cuda:90": 227 * 1024,
+    "cuda:100": 227 * 1024,
+    "hip:gfx942": 64 * 1024,
+}
+# Bytes per thread: some registers more than there are.
+SPILLED = 128
 KERNELS = {
     "ragged_tree_attention_kernel",
     "add_splits_kernel",
@@ -23,18 +33,22 @@ KERNELS = {
     "forward_kernel",
     "backward_kernel",
 }
+# What moves keys and values does so as widely as a GPU can.
+WIDE = {"ragged_tree_attention_kernel", "kv_write_kernel", "kv_keep_kernel"}
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is made for Linux only")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Triton is made for Linux only")
-def test_every_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:
+def compiled(target: str, cases: str, folder: Path) -> list[SimpleNamespace]:
+    """Every kernel of the cases for a target, as `Compiled` says; none may be wrong anywhere."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "kernels"))),
-        "TRITON_CACHE_DIR": str(tmp_path),
+        "TRITON_CACHE_DIR": str(folder),
     }
     environment.pop("TRITON_INTERPRET", None)
     finished = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.compile_offline", "80"],
+        [sys.executable, "-m", "tests.kernels.compile_offline", target, cases],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -42,6 +56,28 @@ def test_every_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:
         check=False,
     )
     assert finished.returncode == 0, finished.stderr
-    lines = [line.split() for line in finished.stdout.splitlines()]
-    assert {name for name, _ in lines} == KERNELS
-    assert max(int(shared) for _, shared in lines) <= SHARED_MEMORY
+    found = [SimpleNamespace(**json.loads(line)) for line in finished.stdout.splitlines()]
+    assert [one for one in found if one.shared > SHARED_MEMORY[target]] == []
+    assert [one for one in found if one.spilled > SPILLED] == []
+    assert [one for one in found if one.tf32] == [], "products of float32 were rounded"
+    return found
+
+
+def test_every_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:
+    found = compiled("cuda:80", "kernels", tmp_path)
+    assert {one.kernel for one in found} == KERNELS
+    assert {one.widest for one in found if one.kernel in WIDE} == {16}
+
+
+def test_products_of_float32_stay_what_they_are(tmp_path: Path) -> None:
+    """On these GPUs tiles of 64 rows go to units that know float32 by its first bits only."""
+    assert compiled("cuda:100", "float32", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cases", ["kernels", "configs"])
+@pytest.mark.parametrize("target", SHARED_MEMORY)
+def test_every_configuration_compiles_for_every_gpu(
+    target: str, cases: str, tmp_path: Path
+) -> None:
+    assert compiled(target, cases, tmp_path)

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -92,6 +94,19 @@ def test_a_kernel_that_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(dispatch, "has_triton", lambda: False)
     with pytest.raises(ValueError, match="pip install triton"):
         serves(torch.zeros(1), "triton")
+
+
+def test_old_gpus_run_the_references(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), dtype=torch.float16)
+    for version, served in (((7, 5), False), ((8, 0), True), ((9, 4), True)):
+        monkeypatch.setattr(dispatch, "capability", lambda _, version=version: version)
+        assert serves(tensor) == served
+    monkeypatch.setattr(dispatch, "capability", lambda _: (7, 5))
+    assert not serves(tensor, "torch")
+    with pytest.raises(
+        ValueError, match=r"capability 7\.5: the kernels need 8\.0; use impl='torch'"
+    ):
+        serves(tensor, "triton")
 
 
 def test_new_memory_is_full_of_nan() -> None:

@@ -109,6 +109,16 @@ def test_strides_are_free(device: torch.device) -> None:
     assert all(torch.equal(*pair) for pair in zip(buffers, expected, strict=True))
 
 
+@pytest.mark.parametrize("skipped", [1, 8])
+def test_buffers_may_begin_anywhere(skipped: int, device: torch.device) -> None:
+    memory = torch.randn(3 * 2 * 16 * 8 + skipped, device=device)
+    buffers = [memory[skipped:].view(3, 2, 16, 8)]
+    assert (buffers[0].data_ptr() % 16 == 0) == (skipped == 8)
+    expected = moved(buffers, MOVES["gaps"])
+    kv_keep(buffers, moves_of(MOVES["gaps"], device), impl="triton")
+    assert torch.equal(buffers[0], expected[0])
+
+
 @pytest.mark.parametrize(
     ("change", "error", "match"),
     [

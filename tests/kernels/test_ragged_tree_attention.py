@@ -177,6 +177,33 @@ def test_a_query_that_sees_nothing_gets_zeros(device: torch.device) -> None:
     assert torch.equal(out[1], ragged_tree_attention(*case.tensors, impl="torch")[1])
 
 
+@pytest.mark.parametrize(
+    ("broken", "name", "num_splits"),
+    [(math.nan, "plain", 2), (math.nan, "window", 1), (math.inf, "everything", 2)],
+)
+def test_what_is_not_finite_reaches_nobody_who_does_not_see_it(
+    broken: float, name: str, num_splits: int, device: torch.device
+) -> None:
+    """In row 1 place 41 is node 4, a leaf; windows begin after the other, in the same tile."""
+    from hf_spec_kernels.ragged_tree_attention import launch
+
+    case, how = make_case(device=device), scoring(name, device)
+    whole = ragged_tree_attention(*case.tensors, how, impl="torch")
+    for place in {41} if how.window is None else {37 - how.window, 41}:
+        # One number of one head in the slot of row 1.
+        case.values[4, 0, place, 5] = broken
+        case.keys[4, 1, place, 5] = math.nan
+    with trying("ragged_tree_attention", TILE):
+        outputs = [launch.ragged_tree_attention(*case.tensors, how, num_splits)]
+    outputs.append(ragged_tree_attention(*case.tensors, how, impl="torch"))
+    for out in outputs:
+        torch.testing.assert_close(out, outputs[-1], atol=5e-6, rtol=0, equal_nan=True)
+        bad = out.isnan().flatten(1).any(dim=1)
+        assert bad.nonzero().flatten().tolist() == [3 + 4], "which sees itself"
+        assert out[7].isnan().all()
+        torch.testing.assert_close(out[~bad], whole[~bad], atol=5e-6, rtol=0)
+
+
 def test_one_bit_more_changes_one_query(device: torch.device) -> None:
     """The bits are what is read: node 2 of row 1 is shown its sibling 1."""
     case = make_case(device=device)

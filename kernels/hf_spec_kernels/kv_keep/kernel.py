@@ -23,6 +23,8 @@ from hf_spec_kernels.kv_keep.reference import Moves
 OP = "kv_keep"
 # Elements that a program holds at a time, and so the longest move.
 TILE = 4096
+# Bytes that a thread loads at once, if buffers begin at multiples of that.
+VECTOR = 16
 
 
 @triton.jit(
@@ -31,7 +33,7 @@ TILE = 4096
 def kv_keep_kernel(
     buffers_ptr, slot_ptr, target_ptr, source_ptr, source_start_ptr,
     stride_s, stride_h, stride_c, head_size,
-    ELEMENT: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
+    ELEMENT: tl.constexpr, VECTOR: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Grid: (moves * parts of a head, heads, buffers)."""
     parts = tl.cdiv(head_size, BLOCK_D)
@@ -43,7 +45,8 @@ def kv_keep_kernel(
     mask_p = step < tl.load(source_start_ptr + move + 1) - first
     source = tl.load(source_ptr + first + step, mask=mask_p, other=0).to(tl.int64)
     target = tl.load(target_ptr + move).to(tl.int64) + step
-    base = address.to(tl.pointer_type(ELEMENT))
+    # An address out of memory is nothing the compiler knows to be a multiple of anything.
+    base = tl.multiple_of(address.to(tl.pointer_type(ELEMENT)), VECTOR)
     base += tl.load(slot_ptr + move).to(tl.int64) * stride_s
     base += tl.program_id(1).to(tl.int64) * stride_h
     mask = mask_p[:, None] & (offs_d < head_size)[None, :]
@@ -71,6 +74,9 @@ def kv_keep(buffers: Sequence[Tensor], moves: Moves) -> None:
     for (dtype, shape, strides), addresses in alike.items():
         block_d = min(triton.next_power_of_2(shape[3]), max(1, TILE // block_p))
         grid = (num_moves * triton.cdiv(shape[3], block_d), shape[1], len(addresses))
+        aligned = all(address % VECTOR == 0 for address in addresses)
+        # No thread without a load of its own.
+        threads = block_p * block_d * dtype.itemsize // VECTOR
         launches[OP] += 1
         kv_keep_kernel[grid](
             _table(tuple(addresses), device),
@@ -82,8 +88,10 @@ def kv_keep(buffers: Sequence[Tensor], moves: Moves) -> None:
             shape[3],
             # Only bits are moved.
             ELEMENT=tl.int32 if dtype.itemsize == 4 else tl.int16,
+            VECTOR=VECTOR if aligned else dtype.itemsize,
             BLOCK_P=block_p,
             BLOCK_D=block_d,
+            num_warps=min(4, triton.next_power_of_2(max(1, threads // 32))),
         )
 
 

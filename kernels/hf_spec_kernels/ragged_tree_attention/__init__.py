@@ -37,7 +37,8 @@ def ragged_tree_attention(
         impl: see the package.
 
     Returns:
-        (T, H, Dv) in the dtype of `query`, sums in float32; zeros for a query that sees nothing.
+        (T, H, Dv) in the dtype of `query`, sums in float32; zeros for a query that sees nothing,
+        NaN for one that sees Inf or NaN, which reach nobody else.
     """
     scoring = scoring or Scoring()
     if not serves(query, impl):

@@ -4,6 +4,9 @@ One program takes a tile of rows, a row being a query of one head out of those t
 head, and a stretch of the slot's keys. With one stretch it writes the result. With several, for few
 queries on a long context, it writes what it found of its stretch and the logarithm of its weight,
 and a second kernel adds the stretches up (as in Flash-Decoding; Dao et al. 2023).
+
+A key of another branch, or before the window, may hold Inf or NaN, and 0 * NaN is NaN. Values that
+are not finite are therefore left out of the product, and whoever sees one gets NaN for it.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # ruff: noqa: C901, N803, PLR0912, PLR0913, PLR0915 - names and branches of compile time; one program
@@ -145,6 +148,12 @@ def ragged_tree_attention_kernel(
                 mask=mask_n[:, None] & (offs_v[None, :] < VALUE_HEAD),
                 other=0.0,
             )
+            if tail or HAS_WINDOW:
+                finite = tl.abs(value.to(tl.float32)) < float("inf")
+                broken = tl.max(tl.where(finite, 0, 1), axis=1)[None, :] != 0
+                value = tl.where(finite, value, 0.0).to(value.dtype)
+                worst = tl.max(tl.where(visible & broken, 1, 0), axis=1)
+                total = tl.where(worst != 0, float("nan"), total)
             acc = acc * shrink[:, None]
             acc += tl.dot(weights.to(value.dtype), value, input_precision="ieee")
             top = new_top

@@ -27,9 +27,16 @@ def ragged_tree_attention_ref(
         if scoring.sinks is not None:
             sinks = scoring.sinks.to(wide)[:, None, None].expand(-1, scores.shape[1], 1)
             scores = torch.cat([scores, sinks], dim=-1)
+        seen = scores[..., :num_keys] != float("-inf")
         # A query that sees nothing would divide zero by zero.
-        weights = scores.softmax(dim=-1).nan_to_num_(0.0)[..., :num_keys]
-        out[rows] = (weights @ value).transpose(0, 1).to(query.dtype)
+        weights = scores.softmax(dim=-1)[..., :num_keys]
+        weights = weights.masked_fill(~seen.any(dim=-1, keepdim=True), 0.0)
+        # 0 * NaN is NaN: what a query does not see must not reach it.
+        finite = value.isfinite()
+        broken = ~finite.all(dim=-1, keepdim=True)
+        mixed = weights @ value.where(finite, 0.0)
+        mixed = mixed.masked_fill(seen.to(wide) @ broken.to(wide) > 0, float("nan"))
+        out[rows] = mixed.transpose(0, 1).to(query.dtype)
     return out
 
 

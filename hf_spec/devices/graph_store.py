@@ -1,0 +1,161 @@
+"""What recorded steps leave for the next call on the same model.
+
+Graphs are bound to where the keys and values of a pool lie, so both are kept together, for as long
+as the model lives and everything in it is as it was when they were recorded.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+# Pools of one model that are kept, such as those of two batch sizes.
+MAX_KEPT = 2
+
+_lock = threading.Lock()
+_kept: WeakKeyDictionary[nn.Module, list[Kept]] = WeakKeyDictionary()
+_refusals: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+
+
+@dataclass
+class Kept:
+    """Graphs and the pool that they write to.
+
+    Attributes:
+        key: whose they are, such as the batch size.
+        state: of the model while they were recorded, see `state_of`.
+        capacity: of the pool, in tokens per slot.
+        buffers: keys and values of the pool by layer.
+        recorded: the graphs.
+        memory: the pool of memory that they share.
+    """
+
+    key: Hashable
+    state: object
+    capacity: int
+    buffers: tuple[dict[int, Tensor], dict[int, Tensor]]
+    recorded: Any
+    memory: Any
+
+
+def take(model: nn.Module, key: Hashable, state: object, length: int) -> Kept | None:
+    """What was kept by `key`, with room for `length` tokens, or None; nobody else gets it."""
+    with _lock:
+        mine = _kept.get(model, [])
+        # Those of a model that has changed are of no use to anybody.
+        mine[:] = [one for one in mine if one.state == state]
+        for one in reversed(mine):
+            if one.key == key:
+                mine.remove(one)
+                return one if one.capacity >= length else None
+    return None
+
+
+def give(model: nn.Module, kept: Kept) -> None:
+    """Keep these for a later call; those that were kept first go where there are too many."""
+    with _lock:
+        mine = _kept.setdefault(model, [])
+        mine.append(kept)
+        del mine[:-MAX_KEPT]
+
+
+def refuse(model: nn.Module, reason: str) -> None:
+    """Remember that the steps of `model` cannot be recorded."""
+    _refusals[model] = reason
+
+
+def refusal(model: nn.Module) -> str | None:
+    """Why recording failed before, if it did."""
+    return _refusals.get(model)
+
+
+def forget() -> None:
+    """Give back all that is kept, and try again what failed."""
+    with _lock:
+        _kept.clear()
+        _refusals.clear()
+
+
+def state_of(model: nn.Module) -> object:
+    """All that a forward of `model` reads in Python or by address; equal as long as it is the same.
+
+    A graph goes on computing with the weights, numbers and branches that it was recorded with.
+    """
+    frozen = _Frozen()
+    modules = [(name, type(m).forward, frozen(vars(m))) for name, m in model.named_modules()]
+    return modules, _settings()
+
+
+def _settings() -> tuple[object, ...]:
+    """Of PyTorch, by which the same call may launch other kernels."""
+    matmul = torch.backends.cuda.matmul
+    return (
+        torch.is_inference_mode_enabled(),
+        torch.get_float32_matmul_precision(),
+        matmul.allow_fp16_reduced_precision_reduction,
+        matmul.allow_bf16_reduced_precision_reduction,
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_autocast_enabled("cuda"),
+        torch.get_autocast_dtype("cuda"),
+    )
+
+
+class _Frozen:
+    """Values to compare later; an object counts as the same while it is that object."""
+
+    def __init__(self) -> None:
+        self._configs: dict[int, object] = {}
+
+    def __call__(self, value: Any) -> object:
+        if isinstance(value, Tensor):
+            return value.data_ptr(), value.dtype, value.shape, value.stride()
+        if isinstance(value, dict):
+            return tuple((key, self(one)) for key, one in value.items())
+        if isinstance(value, (list, tuple)):
+            return type(value), self._all(value)
+        if isinstance(value, (set, frozenset)):
+            return self._all(sorted(value, key=repr))
+        if isinstance(value, PreTrainedConfig):
+            if id(value) not in self._configs:
+                # In case it leads back to itself.
+                self._configs[id(value)] = None
+                self._configs[id(value)] = self(vars(value))
+            return self._configs[id(value)]
+        return value if isinstance(value, _PLAIN) else _Same(value)
+
+    def _all(self, values: Iterable[Any]) -> tuple[object, ...]:
+        return tuple(map(self, values))
+
+
+_PLAIN = (int, float, str, bytes, type(None), torch.dtype, torch.device, type)
+
+
+class _Same:
+    """Equal to another of the same object; keeps nothing alive."""
+
+    def __init__(self, value: Any):
+        # Bound methods are made whenever they are asked for.
+        parts = (value.__self__, value.__func__) if hasattr(value, "__func__") else (value,)
+        self._parts = list(map(_reference, parts))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Same):
+            return False
+        return list(map(id, self._parts)) == list(map(id, other._parts))
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _reference(value: Any) -> object:
+    try:
+        return ref(value)
+    except TypeError:
+        # Nothing else is equal to it.
+        return object()
