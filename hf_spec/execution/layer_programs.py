@@ -22,12 +22,15 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedConfig
 
 from hf_spec.execution.attention import NOT_SAID, PackedStep, TracedStep, tree_attention
 
 # Weights and inputs of a layer -> what its forward returns.
 Program = Callable[[Sequence[Tensor]], Any]
 PLAIN = (bool, int, float, str, type(None))
+# Beside these a module has what its class computes with, and where it is in the model.
+_OF_EVERY_MODULE = {*vars(nn.Module()), "layer_idx", "forward"}
 
 
 class LayerCall:
@@ -213,9 +216,13 @@ def compile_layer(layer: nn.Module, weights: Mapping[str, Tensor], call: LayerCa
 
 
 def _lower(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
-    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor import config
 
-    compiled: Callable[..., Any] = compile_fx(graph, inputs)  # type: ignore[assignment]
+    # No pool of processes that stay: a program has a handful of kernels.
+    with config.patch(compile_threads=1):
+        from torch._inductor.compile_fx import compile_fx
+
+        compiled: Callable[..., Any] = compile_fx(graph, inputs)  # type: ignore[assignment]
     return compiled
 
 
@@ -242,13 +249,24 @@ def tensors_of(layer: nn.Module) -> dict[str, Tensor]:
 def kind_of(layer: nn.Module) -> object:
     """Equal for layers that compute the same with other weights, as far as can be seen."""
 
-    def values(module: nn.Module) -> list[tuple[str, Any]]:
-        named = vars(module).items()
-        return sorted((n, v) for n, v in named if isinstance(v, PLAIN) and n != "layer_idx")
+    def attributes(module: nn.Module) -> list[tuple[str, Any]]:
+        own = sorted(set(vars(module)) - _OF_EVERY_MODULE)
+        return [(name, _content(vars(module)[name])) for name in own]
 
-    modules = [(name, type(m), tuple(values(m))) for name, m in layer.named_modules()]
+    modules = [(name, type(m), tuple(attributes(m))) for name, m in layer.named_modules()]
     tensors = tensors_of(layer).items()
     return tuple(modules), tuple((n, t.dtype, t.shape, t.stride()) for n, t in tensors)
+
+
+def _content(value: Any) -> Any:
+    """What a layer may compute with, such as scales and names of adapters; else the type."""
+    if isinstance(value, PreTrainedConfig):
+        return _content(vars(value))
+    if isinstance(value, dict):
+        return tuple((key, _content(one)) for key, one in value.items() if key != "layer_idx")
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_content, value))
+    return _value(value)
 
 
 def as_tuple(result: Any) -> tuple[Any, ...]:

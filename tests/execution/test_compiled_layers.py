@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from torch import nn
 
 import hf_spec
@@ -117,6 +118,28 @@ def test_what_cannot_be_traced_runs_as_it_is(name: str) -> None:
     assert len(report.refused) == 3
     found = generate(target, name, spec_strategy="lookup")
     assert torch.equal(found, generate(target, name))
+
+
+def test_an_adapter_that_is_chosen_later_counts(runs: list[Any]) -> None:
+    """Names and scales of adapters are constants of a program."""
+    target = model("llama")
+    for number, name in enumerate(("first", "second")):
+        config = LoraConfig(r=4, lora_alpha=8 + 24 * number, target_modules=["down_proj"])
+        target.add_adapter(config, name)
+        torch.manual_seed(number)
+        for part, weight in target.named_parameters():
+            if "lora" in part and name in part:
+                nn.init.normal_(weight)
+    found = []
+    for name in ("first", "second", "first"):
+        target.set_adapter(name)
+        target.eval()
+        assert hf_spec.compile(target).layers == 3
+        before = len(runs)
+        found.append(generate(target, "llama", spec_strategy="lookup"))
+        assert torch.equal(found[-1], generate(target, "llama"))
+        assert len(runs) > before
+    assert not torch.equal(found[0], found[1])
 
 
 def test_hooks_and_training_are_obstacles() -> None:
