@@ -12,6 +12,7 @@ from hf_spec.execution.cpu_linear import clear_cpu_packing, cpu_packing_bytes, s
 from hf_spec.execution.runner import ForwardOutput, ModelRunner
 from hf_spec.execution.step_graphs import set_cuda_graphs
 from hf_spec.execution.tree import DraftTree, Verdict
+from hf_spec.generation.compiling import CompileReport, compile  # noqa: A004 - as torch's
 from hf_spec.generation.custom_generate import custom_generate
 from hf_spec.generation.hook import disable, enable
 from hf_spec.models.truncated import truncated_draft
@@ -31,6 +32,7 @@ __all__ = [
     "AssistantError",
     "BatchStreamer",
     "BatchTextStreamer",
+    "CompileReport",
     "DraftTree",
     "Drafter",
     "ForwardOutput",
@@ -52,6 +54,7 @@ __all__ = [
     "Verdict",
     "clear_cpu_packing",
     "collect_stats",
+    "compile",
     "cpu_packing_bytes",
     "custom_generate",
     "disable",

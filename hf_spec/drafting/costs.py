@@ -19,6 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_spec.devices.placement import execution_device
+from hf_spec.execution.compiled_layers import CompiledLayers
 from hf_spec.execution.cpu_linear import cpu_packing_bytes
 from hf_spec.execution.per_model import made_once
 
@@ -161,4 +162,5 @@ def machine_of(target: PreTrainedModel) -> tuple[Hashable, ...]:
     """What the times of forwards depend on besides the model and its inputs."""
     packed = cpu_packing_bytes() > 0
     device = execution_device(target.get_input_embeddings())
-    return device, target.dtype, torch.get_num_threads(), packed
+    compiled = CompiledLayers.of(target).wanted
+    return device, target.dtype, torch.get_num_threads(), packed, compiled

@@ -12,7 +12,7 @@ since other threads may read it, and so may a logits processor that calls the mo
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -55,13 +55,13 @@ class PackedStep:
         writes: per row (slot, start, end, places): packed tokens [start, end) go to `places`.
         segments: what each stretch of tokens attends to; none where the step is told by its layout
             alone (see `of_layout`).
-        written: layers that have stored their keys and values in this step.
+        written: layers that have stored their keys and values in this step, and their attention.
     """
 
     pool: KVPool
     writes: Sequence[tuple[int, int, int, slice | Tensor]]
     segments: Sequence[Segment]
-    written: set[int] = field(default_factory=set)
+    written: dict[int, nn.Module] = field(default_factory=dict)
     _layouts: dict[torch.device, tuple[RaggedLayout, Tensor]] = field(default_factory=dict)
 
     @classmethod
@@ -109,6 +109,21 @@ class PackedStep:
             )
 
 
+# Of layers that leave their window to the mask.
+NOT_SAID = -1
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """Stands for a step while a layer is traced, where attention is an operation of its own.
+
+    `attend` is called with queries, keys, values, sinks, scaling, softcap and window as
+    `tree_attention` is, the window `NOT_SAID` where the layer does not name it.
+    """
+
+    attend: Callable[..., Tensor]
+
+
 def tree_attention(  # noqa: PLR0913 - the signature that transformers calls
     module: nn.Module,
     query: Tensor,
@@ -117,7 +132,7 @@ def tree_attention(  # noqa: PLR0913 - the signature that transformers calls
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    spec_step: PackedStep | None = None,
+    spec_step: PackedStep | TracedStep | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **kwargs: Any,
@@ -141,21 +156,25 @@ def tree_attention(  # noqa: PLR0913 - the signature that transformers calls
             "model does not hand it on to its layers, or was set to it by hand; generate without "
             "spec_strategy, or choose another attn_implementation"
         )
+    if isinstance(spec_step, TracedStep):
+        window = kwargs.get("sliding_window", NOT_SAID)
+        return spec_step.attend(query, key, value, s_aux, scaling, softcap, window), None
     layer_index: Any = module.layer_idx
     if layer_index in spec_step.written:
         raise UnsupportedError(
             f"{type(module).__name__} {layer_index} attends twice in one forward, so a tree would "
             "overwrite its own keys and values; generate without spec_strategy"
         )
-    spec_step.written.add(layer_index)
+    spec_step.written[layer_index] = module
     storage = _storage_layer(module)
     keys, values = spec_step.pool.layer(storage, key, value)
+    form = _form(spec_step, query, values)
     if storage == layer_index:
-        _store(spec_step, query, (key, value), (keys, values))
+        _store(spec_step, form, (key, value), (keys, values))
     window = kwargs["sliding_window"] if "sliding_window" in kwargs else _mask_window(module)
     sinks = None if s_aux is None else s_aux.float()
     scoring = Scoring(scaling, window, softcap, sinks=sinks, chunk=_chunk(module))
-    return attend_stored(spec_step, query, keys, values, scoring), None
+    return _attend(spec_step, form, query, (keys, values), scoring), None
 
 
 def attend_stored(
@@ -168,7 +187,17 @@ def attend_stored(
     Returns:
         (1, T, H, D).
     """
-    impl, flat = _form(step, query, values)
+    return _attend(step, _form(step, query, values), query, (keys, values), scoring)
+
+
+def _attend(
+    step: PackedStep,
+    form: tuple[str, bool],
+    query: Tensor,
+    buffers: tuple[Tensor, Tensor],
+    scoring: Scoring,
+) -> Tensor:
+    (impl, flat), (keys, values) = form, buffers
     if flat:
         layout, _ = step.layout(query.device)
         rows = query[0].transpose(0, 1)
@@ -184,12 +213,15 @@ def _form(step: PackedStep, query: Tensor, values: Tensor) -> tuple[str, bool]:
 
 
 def _store(
-    step: PackedStep, query: Tensor, new: tuple[Tensor, Tensor], buffers: tuple[Tensor, Tensor]
+    step: PackedStep,
+    form: tuple[str, bool],
+    new: tuple[Tensor, Tensor],
+    buffers: tuple[Tensor, Tensor],
 ) -> None:
     """Write (1, H_kv, T, D) keys and values into the buffers of their layer."""
     (key, value), (keys, values) = new, buffers
-    if _form(step, query, values)[1]:
-        _, where = step.layout(query.device)
+    if form[1]:
+        _, where = step.layout(key.device)
         kv_write(key[0].transpose(0, 1), value[0].transpose(0, 1), keys, values, where)
         return
     for states, buffer in ((key, keys), (value, values)):

@@ -77,7 +77,7 @@ def attend(
     """Attention of (1, H, T, D) queries to what they see of a layer's buffers, as (1, T, H, Dv)."""
     num_heads, kv_heads, width = query.shape[1], keys.shape[1], values.shape[-1]
     folded = num_heads // kv_heads
-    out = query.new_empty(query.shape[2], num_heads, width)
+    found: list[Tensor] = []
     for alike in groups:
         view = alike.view
         length, seen = view.end - view.start, slice(view.num_keys)
@@ -92,7 +92,13 @@ def attend(
         )
         by_head = attended.reshape(-1, num_heads, length, width)
         # Under autocast layers may hand over states of another dtype than their buffers have.
-        out[alike.tokens] = by_head.transpose(1, 2).flatten(0, 1).to(out.dtype)
+        found.append(by_head.transpose(1, 2).flatten(0, 1).to(query.dtype))
+    if len(found) == 1:
+        # Contiguous, since models call `view` on what attention returns.
+        return found[0].contiguous()[None]
+    out = query.new_empty(query.shape[2], num_heads, width)
+    for alike, states in zip(groups, found, strict=True):
+        out[alike.tokens] = states
     return out[None]
 
 

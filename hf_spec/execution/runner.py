@@ -24,6 +24,7 @@ from hf_spec.devices.placement import execution_device
 from hf_spec.execution import own_positions
 from hf_spec.execution.alibi import tree_alibi
 from hf_spec.execution.attention import PackedAttention, PackedStep, takes_packed
+from hf_spec.execution.compiled_layers import CompiledLayers
 from hf_spec.execution.cpu_linear import fast_cpu_linears, fast_products
 from hf_spec.execution.cross_attention import (
     CrossAttention,
@@ -137,6 +138,7 @@ class ModelRunner(RowStorage):
         self._vocab_size = vocab_size or self._own_size
         self._attention: PackedAttention | None = None
         self._graphs: StepGraphs | None = None
+        self._compiled = CompiledLayers.of(model)
         config = model.config.get_text_config()
         self._cache = PoolCache(self.pool, num_layers(model))
         self._cross_attention: CrossAttention | None = None
@@ -174,6 +176,7 @@ class ModelRunner(RowStorage):
                 stack.callback(self._graphs.close)
             for part in decoding_parts(self.model):
                 stack.enter_context(fast_cpu_linears(part))
+            stack.enter_context(self._compiled.active())
             stack.enter_context(own_positions.active(self.model))
             if self._virtual_tokens is not None:
                 stack.enter_context(self._virtual_tokens.active(self.model))
@@ -359,6 +362,7 @@ class ModelRunner(RowStorage):
             **options,
         )
         step.check(self.model, self._attending)
+        self._compiled.learn(self.model, step.written)
         logits = result.logits[0] if self._keeps_logits else result.logits[0, kept]
         return [logits, *self._hidden(result)]
 

@@ -15,6 +15,7 @@ from hf_spec.drafting.costs import (
     RoundTimes,
     known_times,
 )
+from hf_spec.execution.compiled_layers import CompiledLayers
 from tests.tiny_models import build
 
 
@@ -125,6 +126,10 @@ def test_times_are_kept_by_situation() -> None:
     assert known_times(model, "a", 2) is not first
     assert known_times(model, "b", 1) is not first
     assert known_times(build("qwen3"), "a", 1) is not first
+    compiled = CompiledLayers.of(model)
+    compiled.wanted = True
+    assert known_times(model, "a", 1) is not first
+    compiled.wanted = False
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(threads + 1)

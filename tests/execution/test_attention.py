@@ -114,7 +114,7 @@ def make_case(key_heads: int, seed: int = 0) -> Case:
 def attend(case: Case, **options: Any) -> Tensor:
     """(1, N, H, D) from the function, in a step of its own."""
     key_heads = case.key.shape[1]
-    step = dataclasses.replace(case.step, written=set())
+    step = dataclasses.replace(case.step, written={})
     query, key, value = case.query, case.key, case.value
     out, weights = tree_attention(
         Layer(key_heads), query, key, value, None, spec_step=step, **options

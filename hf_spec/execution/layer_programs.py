@@ -1,0 +1,296 @@
+"""A decoder layer as a program: traced on tensors without contents, compiled by inductor.
+
+Inductor, the compiler of PyTorch, joins what lies between products: norms, rotations, sums.
+Products and attention are operations that it does not know, which run what they run outside:
+packed weights, and `tree_attention` on the rows' storage. Weights are inputs, so that layers of one
+kind share a program. The tools are private ones of PyTorch, as they are wherever code is traced
+that is not compiled as a whole; whatever they raise is a reason to run a layer as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedConfig
+
+from hf_spec.execution.attention import NOT_SAID, PackedStep, TracedStep, tree_attention
+
+# Weights and inputs of a layer -> what its forward returns.
+Program = Callable[[Sequence[Tensor]], Any]
+PLAIN = (bool, int, float, str, type(None))
+# Beside these a module has what its class computes with, and where it is in the model.
+_OF_EVERY_MODULE = {*vars(nn.Module()), "layer_idx", "forward"}
+
+
+class LayerCall:
+    """What a layer is called with: values, tensors, pairs of them, and a `spec_step`."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
+        self.args = args
+        self.kwargs = kwargs
+        self._leaves: list[Any] = []
+        for value in (*args, *kwargs.values()):
+            if type(value) is tuple:
+                self._leaves += value
+            elif type(value) is not PackedStep:
+                self._leaves.append(value)
+
+    @property
+    def looks(self) -> tuple[object, ...]:
+        """Equal for calls that differ in the contents of their tensors alone."""
+        leaves = self._leaves
+        return (*self.kwargs, *(x.shape if isinstance(x, Tensor) else _value(x) for x in leaves))
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Its tensors, contiguous as programs expect them."""
+        found = (leaf for leaf in self._leaves if isinstance(leaf, Tensor))
+        return [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in found]
+
+    @property
+    def num_tokens(self) -> int:
+        """T of the hidden states (1, T, width), which come first."""
+        return self.tensors[0].shape[-2]
+
+    def kind(self) -> tuple[object, ...] | None:
+        """Equal for calls of one program; None if there is more than tensors and values in it."""
+        length, found = self.num_tokens, list[object](self.kwargs)
+        for leaf in self._leaves:
+            if isinstance(leaf, Tensor):
+                place = _place(leaf, length)
+                shape = (None if axis == place else size for axis, size in enumerate(leaf.shape))
+                found.append((leaf.dtype, leaf.device, *shape))
+            elif isinstance(leaf, PLAIN):
+                found.append(leaf)
+            else:
+                return None
+        return length > 1, *found
+
+    def with_tensors(
+        self, tensors: Iterator[Tensor], step: TracedStep
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments with other tensors and another step in the same places."""
+
+        def other(value: Any) -> Any:
+            if type(value) is tuple:
+                return tuple(map(other, value))
+            return next(tensors) if isinstance(value, Tensor) else value
+
+        args = tuple(map(other, self.args))
+        return args, {
+            name: step if name == "spec_step" else other(value)
+            for name, value in self.kwargs.items()
+        }
+
+
+class _Outside(threading.local):
+    """What the layer that this thread runs as a program computes outside of it."""
+
+    step: PackedStep | None = None
+    attention: nn.Module | None = None
+    products: Mapping[int, nn.Module] = MappingProxyType({})
+
+
+_outside = _Outside()
+
+
+@contextmanager
+def outside(
+    step: PackedStep, attention: nn.Module, products: Mapping[int, nn.Module]
+) -> Iterator[None]:
+    """Programs attend by `attention` in a step; products are those of modules, by id of weight."""
+    here = _outside
+    here.step, here.attention, here.products = step, attention, products
+    try:
+        yield
+    finally:
+        here.step, here.attention, here.products = None, None, _Outside.products
+
+
+def _attend(  # noqa: PLR0913 - what attention is told
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+    window: int | None,
+) -> Tensor:
+    assert _outside.attention is not None, "programs run inside `outside`"
+    said: dict[str, Any] = {} if window == NOT_SAID else {"sliding_window": window}
+    said |= {"scaling": scaling, "softcap": softcap, "s_aux": sinks, "spec_step": _outside.step}
+    return tree_attention(_outside.attention, query, key, value, None, **said)[0].contiguous()
+
+
+def _multiply(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    module: Any = _outside.products.get(id(weight))
+    return F.linear(states, weight, bias) if module is None else module.forward(states)
+
+
+@cache
+def _operations() -> torch.library.Library:
+    """Define the operations at first use."""
+    library = torch.library.Library("hf_spec", "DEF")
+    library.define(
+        "attend(Tensor query, Tensor key, Tensor value, Tensor? sinks, float? scaling, "
+        "float? softcap, int? window) -> Tensor"
+    )
+    library.define("multiply(Tensor states, Tensor weight, Tensor? bias=None) -> Tensor")
+    library.impl("attend", _attend, "CPU")
+    library.impl("multiply", _multiply, "CPU")
+
+    def attended(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
+        return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
+
+    def multiplied(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return states.new_empty(*states.shape[:-1], weight.shape[0])
+
+    torch.library.register_fake("hf_spec::attend", attended, lib=library)
+    torch.library.register_fake("hf_spec::multiply", multiplied, lib=library)
+    return library
+
+
+class _OwnProducts(TorchFunctionMode):
+    """Traces products as the operation."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return (torch.ops.hf_spec.multiply if func is F.linear else func)(*args, **(kwargs or {}))
+
+
+def compile_layer(layer: nn.Module, weights: Mapping[str, Tensor], call: LayerCall) -> Program:
+    """The program of calls of one kind, for any layer of this kind.
+
+    Raises:
+        Exception: whatever the tools of PyTorch raise where they cannot trace or compile it.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    _operations()
+    copied = _copy(layer)
+    returned: list[Any] = []
+
+    def run(*tensors: Tensor) -> list[Tensor]:
+        step = TracedStep(torch.ops.hf_spec.attend)
+        args, kwargs = call.with_tensors(iter(tensors[len(weights) :]), step)
+        with _OwnProducts():
+            named = dict(zip(weights, tensors, strict=False))
+            returned[:] = [functional_call(copied, named, args, kwargs)]
+        return [one for one in as_tuple(returned[0]) if isinstance(one, Tensor)]
+
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    given, length = [*weights.values(), *call.tensors], call.num_tokens
+    places = [None] * len(weights) + [_place(tensor, length) for tensor in call.tensors]
+    inputs = [
+        _without_contents(mode, n, *pair) for n, pair in enumerate(zip(given, places, strict=True))
+    ]
+    with mode:
+        graph = make_fx(run)(*inputs)
+    if any(node.op == "get_attr" for node in graph.graph.nodes):
+        raise RuntimeError("it computes with tensors that are neither parameters nor buffers")
+    compiled = _lower(graph, inputs)
+    result = as_tuple(returned[0])
+    one = not isinstance(returned[0], tuple)
+    is_tensor = [isinstance(part, Tensor) for part in result]
+
+    def program(tensors: Sequence[Tensor]) -> Any:
+        found = iter(compiled(*tensors))
+        parts = tuple(next(found) if tensor else None for tensor in is_tensor)
+        return parts[0] if one else parts
+
+    return program
+
+
+def _lower(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
+    from torch._inductor import config
+
+    # No pool of processes that stay: a program has a handful of kernels.
+    with config.patch(compile_threads=1):
+        from torch._inductor.compile_fx import compile_fx
+
+        compiled: Callable[..., Any] = compile_fx(graph, inputs)  # type: ignore[assignment]
+    return compiled
+
+
+def _without_contents(mode: Any, number: int, tensor: Tensor, place: int | None) -> Tensor:
+    """A tensor that is a shape only, any number standing at `place`."""
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+
+    sizes = [DimDynamic.DYNAMIC if a == place else DimDynamic.STATIC for a in range(tensor.ndim)]
+    fake: Tensor = mode.from_tensor(
+        tensor,
+        static_shapes=place is None,
+        source=ConstantSource(f"input{number}"),
+        symbolic_context=None if place is None else StatelessSymbolicContext(sizes),
+    )
+    return fake
+
+
+def tensors_of(layer: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name."""
+    return {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
+
+
+def kind_of(layer: nn.Module) -> object:
+    """Equal for layers that compute the same with other weights, as far as can be seen."""
+
+    def attributes(module: nn.Module) -> list[tuple[str, Any]]:
+        own = sorted(set(vars(module)) - _OF_EVERY_MODULE)
+        return [(name, _content(vars(module)[name])) for name in own]
+
+    modules = [(name, type(m), tuple(attributes(m))) for name, m in layer.named_modules()]
+    tensors = tensors_of(layer).items()
+    return tuple(modules), tuple((n, t.dtype, t.shape, t.stride()) for n, t in tensors)
+
+
+def _content(value: Any) -> Any:
+    """What a layer may compute with, such as scales and names of adapters; else the type."""
+    if isinstance(value, PreTrainedConfig):
+        return _content(vars(value))
+    if isinstance(value, dict):
+        return tuple((key, _content(one)) for key, one in value.items() if key != "layer_idx")
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_content, value))
+    return _value(value)
+
+
+def as_tuple(result: Any) -> tuple[Any, ...]:
+    """What a layer returns, alone or not."""
+    return result if isinstance(result, tuple) else (result,)
+
+
+def _copy(layer: nn.Module) -> nn.Module:
+    """The same layer without forwards and hooks that it was given; other threads may run it."""
+    kept: list[Any] = [*tensors_of(layer).values()]
+    for module in layer.modules():
+        kept += [vars(module)[name] for name in ("config", "forward") if name in vars(module)]
+    copied = copy.deepcopy(layer, {id(one): one for one in kept})
+    for module in copied.modules():
+        module.__dict__.pop("forward", None)
+    copied._forward_hooks.clear()
+    copied._forward_pre_hooks.clear()
+    return copied
+
+
+def _place(tensor: Tensor, tokens: int) -> int | None:
+    """Which axis of an input counts tokens; None if none does, or there is one token."""
+    return next((axis for axis, size in enumerate(tensor.shape) if size == tokens > 1), None)
+
+
+def _value(leaf: Any) -> Any:
+    return leaf if isinstance(leaf, PLAIN) else type(leaf)

@@ -1,0 +1,185 @@
+"""Layers that run as programs: the same tokens, and a model as it was found."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch import nn
+
+import hf_spec
+from hf_spec.execution import compiled_layers, layer_programs
+from hf_spec.execution.compiled_layers import CompiledLayer, CompiledLayers
+from tests import tiny_models
+
+# Windows in some layers, a cap, positions in an embedding, norms elsewhere, biases.
+MODELS = ["llama", "gemma2", "gemma3", "gpt2", "opt", "gpt_neox", "qwen2_sliding", "olmo2"]
+
+
+@pytest.fixture(autouse=True)
+def traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs are traced and run as they come: compiling is most of the time they take."""
+    monkeypatch.setattr(layer_programs, "_lower", lambda graph, inputs: graph)
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The layers that ran as programs."""
+    found: list[Any] = []
+    run = CompiledLayer._run
+
+    def note(self: CompiledLayer, *rest: Any) -> Any:
+        found.append(self)
+        return run(self, *rest)
+
+    monkeypatch.setattr(CompiledLayer, "_run", note)
+    return found
+
+
+def model(name: str) -> Any:
+    return copy.deepcopy(tiny_models.build(name))
+
+
+def generate(target: Any, name: str, kind: str = "one", **options: Any) -> torch.Tensor:
+    prompts = tiny_models.prompts(name, kind)
+    sequences: torch.Tensor = target.generate(
+        **prompts, max_new_tokens=10, do_sample=False, **options
+    )
+    return sequences
+
+
+def forwards(target: nn.Module) -> list[str]:
+    return [name for name, module in target.named_modules() if "forward" in module.__dict__]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_programs_give_the_tokens_of_plain_generate(name: str, runs: list[Any]) -> None:
+    target = model(name)
+    report = hf_spec.compile(target)
+    assert (report.layers, report.refused) == (3, {})
+    for kind, strategy in (("one", "lookup"), ("ragged", "tree"), ("ragged", "none")):
+        before = len(runs)
+        options = tiny_models.speculation(name, strategy)
+        found = generate(target, name, kind, **options)
+        assert torch.equal(found, generate(target, name, kind))
+        assert len(runs) > before, "every strategy runs programs"
+    assert not forwards(target)
+
+
+@pytest.mark.parametrize(("name", "programs"), [("llama", 2), ("gemma3", 4)])
+def test_layers_of_a_kind_share_programs(name: str, programs: int) -> None:
+    """One for a single token and one for more; layers with and without a window differ."""
+    assert hf_spec.compile(model(name)).programs == programs
+
+
+def test_new_weights_are_used(runs: list[Any]) -> None:
+    target = model("llama")
+    hf_spec.compile(target)
+    with torch.no_grad():
+        for layer in target.model.layers:
+            layer.mlp.down_proj.weight.mul_(-2)
+            layer.input_layernorm.weight = nn.Parameter(layer.input_layernorm.weight * 0.5)
+    expected = generate(target, "llama")
+    assert not torch.equal(expected, generate(model("llama"), "llama"))
+    assert torch.equal(generate(target, "llama", spec_strategy="lookup"), expected)
+    assert runs
+
+
+def test_a_program_that_computes_something_else_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, runs: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(graph: Callable[..., Any], inputs: Sequence[Any]) -> Callable[..., Any]:
+        return lambda *tensors: [1.01 * one for one in graph(*tensors)]
+
+    monkeypatch.setattr(layer_programs, "_lower", broken)
+    target = model("llama")
+    with caplog.at_level(logging.WARNING):
+        report = hf_spec.compile(target)
+    assert report.layers == 0
+    assert set(report.refused.values()) == {"its program computes something else"}
+    assert sum("something else" in line for line in caplog.messages) == 1
+    tried = len(runs)
+    found = generate(target, "llama", spec_strategy="lookup")
+    assert torch.equal(found, generate(target, "llama"))
+    assert len(runs) == tried
+
+
+@pytest.mark.parametrize("name", ["llama4", "gpt_oss"])
+def test_what_cannot_be_traced_runs_as_it_is(name: str) -> None:
+    """Objects that layers are handed; experts that no shape can be foreseen of."""
+    target = model(name)
+    report = hf_spec.compile(target)
+    assert report.layers == 0
+    assert len(report.refused) == 3
+    found = generate(target, name, spec_strategy="lookup")
+    assert torch.equal(found, generate(target, name))
+
+
+def test_an_adapter_that_is_chosen_later_counts(runs: list[Any]) -> None:
+    """Names and scales of adapters are constants of a program."""
+    target = model("llama")
+    for number, name in enumerate(("first", "second")):
+        config = LoraConfig(r=4, lora_alpha=8 + 24 * number, target_modules=["down_proj"])
+        target.add_adapter(config, name)
+        torch.manual_seed(number)
+        for part, weight in target.named_parameters():
+            if "lora" in part and name in part:
+                nn.init.normal_(weight)
+    found = []
+    for name in ("first", "second", "first"):
+        target.set_adapter(name)
+        target.eval()
+        assert hf_spec.compile(target).layers == 3
+        before = len(runs)
+        found.append(generate(target, "llama", spec_strategy="lookup"))
+        assert torch.equal(found[-1], generate(target, "llama"))
+        assert len(runs) > before
+    assert not torch.equal(found[0], found[1])
+
+
+def test_hooks_and_training_are_obstacles() -> None:
+    target = model("llama")
+    seen: list[Any] = []
+    first, second, _ = target.model.layers
+    hook = first.mlp.register_forward_hook(lambda *given: seen.append(given))
+    second.train()
+    refused = hf_spec.compile(target).refused
+    assert refused == {
+        "model.layers.0": "it has hooks or a forward of its own",
+        "model.layers.1": "it is in training mode",
+    }
+    seen.clear()
+    generate(target, "llama", spec_strategy="lookup")
+    assert seen, "the hook is called"
+    hook.remove()
+    second.eval()
+    assert hf_spec.compile(target).layers == 3
+
+
+def test_an_error_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = model("llama")
+    hf_spec.compile(target)
+    expected = generate(target, "llama")
+
+    def fail(*given: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as broken:
+        broken.setattr(compiled_layers.CompiledLayer, "_run", fail)
+        with pytest.raises(KeyboardInterrupt):
+            generate(target, "llama", spec_strategy="lookup")
+    assert not forwards(target)
+    assert torch.equal(generate(target, "llama"), expected)
+    assert torch.equal(generate(target, "llama", spec_strategy="lookup"), expected)
+
+
+def test_what_is_not_asked_for_is_not_compiled(runs: list[Any]) -> None:
+    target = model("llama")
+    generate(target, "llama", spec_strategy="lookup")
+    assert not runs
+    assert not CompiledLayers.of(target).layers

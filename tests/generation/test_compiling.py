@@ -1,0 +1,63 @@
+"""`hf_spec.compile`: what it reports, a machine without a compiler, and how it is turned off."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import hf_spec
+from hf_spec.execution import layer_programs
+from hf_spec.execution.compiled_layers import CompiledLayers
+from tests import tiny_models
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_programs, "_lower", lambda graph, inputs: graph)
+
+
+def model(name: str = "llama") -> Any:
+    return copy.deepcopy(tiny_models.build(name))
+
+
+def test_a_second_call_has_nothing_to_compile(traced: None) -> None:
+    target = model()
+    first, second = hf_spec.compile(target), hf_spec.compile(target)
+    assert first.seconds > 0 == second.seconds
+    assert (second.layers, second.programs) == (first.layers, first.programs) == (3, 2)
+
+
+def test_off_lets_the_layers_run_as_they_are(traced: None) -> None:
+    target = model()
+    hf_spec.compile(target)
+    assert hf_spec.compile(target, "off").layers == 0
+    with CompiledLayers.of(target).active():
+        assert not [m for m in target.modules() if "forward" in m.__dict__]
+    assert hf_spec.compile(target).layers == 3
+
+
+def test_a_machine_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("No working C++ compiler found\n\ndetails")
+
+    monkeypatch.setattr(layer_programs, "_lower", missing)
+    target = model()
+    report = hf_spec.compile(target)
+    assert (report.layers, report.programs) == (0, 0)
+    assert set(report.refused.values()) == {"No working C++ compiler found"}
+    given = {**tiny_models.prompts("llama", "one"), "max_new_tokens": 8, "do_sample": False}
+    assert torch.equal(target.generate(**given, spec_strategy="lookup"), target.generate(**given))
+
+
+def test_models_that_take_no_attention_function_are_told_so() -> None:
+    report = hf_spec.compile(model("falcon_gqa"))
+    assert report.layers == 0
+    assert list(report.refused.values()) == ["it takes no attention function"]
+
+
+def test_a_mode_that_does_not_exist() -> None:
+    with pytest.raises(hf_spec.OptionError, match="mode='auto'"):
+        hf_spec.compile(model(), "auto")

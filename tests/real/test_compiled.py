@@ -1,0 +1,57 @@
+"""SmolLM2-135M-Instruct with compiled layers: plain `generate()`'s tokens, up to ties."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import hf_spec
+from hf_spec.data.prompts import load_prompts
+
+pytestmark = [pytest.mark.real, pytest.mark.slow]
+
+ADAPTERS = Path(__file__).parents[2] / "examples" / "adapters"
+PROMPTS = load_prompts(per_task=2)
+# Two logits of about 20 that are closer than this may change places by rounding.
+TIE = 1e-3
+
+
+@pytest.fixture(scope="module")
+def compiled(smollm2: Any) -> Iterator[Any]:
+    model, tokenizer = smollm2
+    report = hf_spec.compile(model)
+    assert (report.layers, report.programs, report.refused) == (30, 2, {})
+    yield model, tokenizer
+    hf_spec.compile(model, "off")
+
+
+@torch.no_grad()
+def is_tie(model: Any, one: Tensor, other: Tensor) -> bool:
+    """Whether two sequences part where the two best tokens are equally good."""
+    place = int((one != other).nonzero()[0])
+    best = model(one[None, :place]).logits[0, -1].topk(2)
+    return {int(one[place]), int(other[place])} == set(best.indices.tolist()) and bool(
+        best.values[0] - best.values[1] < TIE
+    )
+
+
+@pytest.mark.parametrize("strategy", ["none", "lookup", "falcon"])
+def test_tokens(compiled: Any, strategy: str) -> None:
+    model, tokenizer = compiled
+    options: dict[str, Any] = {"spec_strategy": strategy}
+    if strategy == "falcon":
+        options["assistant"] = ADAPTERS / "smollm2-135m-falcon"
+    equal = 0
+    for prompt in PROMPTS:
+        ids = prompt.encode(tokenizer)
+        given = {"input_ids": ids, "max_new_tokens": 32, "do_sample": False}
+        plain, found = model.generate(**given)[0], model.generate(**given, **options)[0]
+        same = torch.equal(plain, found)
+        equal += same
+        assert same or is_tie(model, plain, found), prompt.id
+    assert equal >= len(PROMPTS) - 1, "ties are rare"

@@ -1,0 +1,28 @@
+"""The cost of a step with compiled layers: every form is timed, the record says what was done."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.studies.compiled_layers.step_cost import COUNTS, main
+from hf_spec.execution import layer_programs
+
+
+def test_command(
+    folder: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layer_programs, "_lower", lambda graph, inputs: graph)
+    out = tmp_path / "cost.json"
+    given = ["--model", str(folder), "--context", "20", "--repeats", "1", "--out", str(out)]
+    main(given)
+    assert "| nodes | 1 | 4 | 16 |" in capsys.readouterr().out
+    written = json.loads(out.read_text())
+    assert written["compile"]["layers"] > 0
+    assert list(written["seconds"]) == ["products", "transformers", "packed", "compiled"]
+    for by_count in written["seconds"].values():
+        assert by_count.keys() == {str(count) for count in COUNTS}
+        assert all(min(seconds) > 0 for seconds in by_count.values())
