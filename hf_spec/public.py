@@ -24,7 +24,7 @@ from hf_spec.outputs import (
     collect_stats,
 )
 from hf_spec.strategies import *  # noqa: F403 - the configs
-from hf_spec.strategies.known_drafters import KnownDrafter
+from hf_spec.strategies.known_drafters import KnownDrafter, heads_for
 from hf_spec.strategies.registry import known_strategies, register
 
 __all__ = [
@@ -56,6 +56,7 @@ __all__ = [
     "custom_generate",
     "disable",
     "enable",
+    "heads_for",
     "known_strategies",
     "register",
     "set_cpu_packing",

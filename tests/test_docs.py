@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 import hf_spec
 from hf_spec.cli.app import COMMANDS, load_command
 from hf_spec.strategies import registry
-from tests import support_matrix, tiny_models
+from tests import papers_page, support_matrix, tiny_models
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -127,7 +127,7 @@ def test_commands_and_options_exist(page: Path) -> None:
 
 def test_an_unknown_command_is_seen() -> None:
     assert unknown_words(["fly"]) == ["fly"]
-    assert unknown_words(["train", "eagle"]) == ["eagle"]
+    assert unknown_words(["train", "swimming"]) == ["swimming"]
     assert unknown_words(["train", "falcon", "--out", "x", "--speed", "9"]) == ["--speed"]
 
 
@@ -272,6 +272,12 @@ def test_the_support_matrix_is_current() -> None:
         pytest.skip(f"the page is made with transformers {tested_with[1]}")
     assert support_matrix.PAGE.read_text("utf-8") == support_matrix.page(), (
         "run: python -m tests.support_matrix"
+    )
+
+
+def test_the_papers_page_is_current() -> None:
+    assert papers_page.PAGE.read_text("utf-8") == papers_page.page(), (
+        "run: python -m tests.papers_page"
     )
 
 

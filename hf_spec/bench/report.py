@@ -41,6 +41,7 @@ DRAFTS: dict[str, Callable[[Summary], str]] = {
     f"acceptance at position 1 to {SHOWN_POSITIONS}": lambda row: " ".join(
         f"{share:.2f}" for share in row["acceptance_by_position"][:SHOWN_POSITIONS]
     ),
+    "alpha": lambda row: _number(row.get("alpha"), 2),
     "drafted": lambda row: f"{row['drafted_tokens']:.1f}",
     "drafted, not sent included": lambda row: f"{row['draft_nodes']:.1f}",
     "draft forwards": lambda row: f"{row['draft_forwards']:.1f}",

@@ -127,6 +127,7 @@ def _drafting(stats: Sequence[SpecStats], seconds: float) -> Summary:
     reached = zip(together.accepted_by_position, together.drafted_by_position, strict=False)
     return {
         "tau": fmean(one.tau for one in stats),
+        "alpha": together.accepted_tokens / max(together.new_tokens, 1),
         "acceptance_by_position": [accepted / drafted for accepted, drafted in reached],
         "drafted_tokens": together.drafted_tokens / count,
         "draft_nodes": fmean(one.counters.get("draft_nodes", one.drafted_tokens) for one in stats),

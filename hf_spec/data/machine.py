@@ -14,6 +14,9 @@ from typing import Any
 import torch
 import transformers
 
+# What Linux calls the instructions, x86 and ARM.
+BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+
 
 def environment(device: torch.device | None = None) -> dict[str, Any]:
     """Device, processor, threads, versions, and the commit if the package is in a git checkout.
@@ -42,6 +45,14 @@ def _processor() -> str:
     file = Path("/proc/cpuinfo")
     named = re.search(r"model name\s*: (.+)", file.read_text()) if file.exists() else None
     return named[1] if named else platform.processor() or platform.machine()
+
+
+@cache
+def has_bfloat16() -> bool:
+    """Whether the processor multiplies bfloat16 numbers itself; assumed where nothing says so."""
+    file = Path("/proc/cpuinfo")
+    known = re.search(r"(?:flags|Features)\s*: (.+)", file.read_text()) if file.exists() else None
+    return known is None or not BFLOAT16.isdisjoint(known[1].split())
 
 
 @cache

@@ -33,11 +33,14 @@ class BeamConfig(LevelConfig):
     def __post_init__(self) -> None:
         if self.tree not in TREES:
             raise OptionError(f"tree={self.tree!r} is none; {choices(self.tree, TREES)}")
-        if self.sample_drafts is None:
-            object.__setattr__(self, "sample_drafts", self.tree == "chain")
         super().__post_init__()
         self.check("width", 1)
         self.check("max_nodes", 1)
+
+    @property
+    def draws(self) -> bool:
+        """Said, or so for chains."""
+        return self.tree == "chain" if self.sample_drafts is None else self.sample_drafts
 
     @property
     def shape(self) -> TreeShape:

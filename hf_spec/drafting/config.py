@@ -66,10 +66,11 @@ class StrategyConfig:
         return {"strategy": self.strategy, **dataclasses.asdict(self)}
 
     def check_flags(self, *names: str) -> None:
-        """Refuse options that are neither True nor False (`OptionError`)."""
+        """Refuse options that are neither True nor False nor left out (`OptionError`)."""
         for name in names:
-            if not isinstance(getattr(self, name), bool):
-                raise OptionError(f"{name}={getattr(self, name)!r} must be True or False")
+            value = getattr(self, name)
+            if not isinstance(value, bool) and value is not getattr(type(self), name):
+                raise OptionError(f"{name}={value!r} must be True or False")
 
     def check(self, name: str, low: float, high: float = math.inf) -> None:
         """Refuse a number outside [low, high] or of another type than declared (`OptionError`).

@@ -49,7 +49,8 @@ class TokenGraph:
         tokens: per node.
         parents, depth: per node the one it was drafted under, -1 for the root; along parents.
         probs, reach: per node its draft probability given the path to its parent, and that of the
-            path along parents, 1 for the root.
+            path along parents, 1 for the root. Whoever opens a node by a likelier edge may raise
+            the latter.
         edges: per node (node, probability) in order of rank; merge edges included.
         num_merges: how many merge edges there are.
     """

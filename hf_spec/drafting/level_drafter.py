@@ -21,6 +21,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import compress
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -37,6 +38,10 @@ from hf_spec.drafting.length_policy import DraftedToken, LengthPolicy
 from hf_spec.drafting.rank_tree import Path, RankTree
 from hf_spec.execution.runner import ForwardOutput
 from hf_spec.execution.tree import DraftTree, Verdict
+
+# Of a level: the graph of every row that grows, and its newest nodes, (row, node) each.
+Graphs: TypeAlias = Mapping[int, TokenGraph]
+Owners: TypeAlias = Sequence[tuple[int, int]]
 
 COUNTERS = ("draft_nodes", "merges", "rounds", "rounds_with_merged_accepted")
 
@@ -73,6 +78,11 @@ class LevelConfig(PolicyConfig):
         self.check_flags("sample_drafts")
 
     @property
+    def draws(self) -> bool:
+        """Whether drafts are drawn at random when the target samples."""
+        return self.sample_drafts
+
+    @property
     def shape(self) -> TreeShape:
         """The configured one."""
         given = {option.name: getattr(self, option.name, None) for option in fields(TreeShape)}
@@ -93,7 +103,8 @@ class _Growth:
     """A draft under construction: the graph and the nodes to expand next.
 
     Of nodes with children: the distribution that those were drawn from, where they were, and what
-    the length policy made of it. Of the nodes of a tree of ranks: the ranks that lead to them.
+    the length policy made of it. Of the nodes of a tree of ranks: the ranks that lead to them. Of
+    nodes likelier by a merge edge than by their own: the edge's parent and probability.
     """
 
     graph: TokenGraph
@@ -101,6 +112,22 @@ class _Growth:
     distributions: dict[int, Tensor] = field(default_factory=dict)
     scores: dict[int, float] = field(default_factory=dict)
     paths: dict[int, Path] = field(default_factory=lambda: {0: ()})
+    merged: dict[int, tuple[int, float]] = field(default_factory=dict)
+
+    def open(self, parent: int, child: int, chance: float) -> None:
+        """Expand a likely child of `parent` on the next level, unless it has been expanded.
+
+        It may be a leaf that a likely token was merged into: unlikely where it was drafted, likely
+        here, so it grows on.
+        """
+        if child in self.scores:
+            return
+        reach = self.graph.reach
+        if reach[parent] * chance > reach[child]:
+            reach[child] = reach[parent] * chance
+            self.merged[child] = parent, chance
+        if child not in self.frontier:
+            self.frontier.append(child)
 
 
 class LevelDrafter(Drafter):
@@ -127,12 +154,7 @@ class LevelDrafter(Drafter):
         self.graphs: dict[int, TokenGraph] = {}
 
     @abstractmethod
-    def probabilities(
-        self,
-        state: GenerationState,
-        graphs: Mapping[int, TokenGraph],
-        owners: Sequence[tuple[int, int]],
-    ) -> Tensor:
+    def probabilities(self, state: GenerationState, graphs: Graphs, owners: Owners) -> Tensor:
         """(nodes, R) float32: what may follow each (row, node) of the newest level.
 
         `graphs` are those of the rows that grow. Where drafts are drawn at random, R is V.
@@ -155,8 +177,8 @@ class LevelDrafter(Drafter):
     def processed(
         self,
         state: GenerationState,
-        graphs: Mapping[int, TokenGraph],
-        owners: Sequence[tuple[int, int]],
+        graphs: Graphs,
+        owners: Owners,
         logits: Tensor,
     ) -> Tensor:
         """(nodes, V) float32: the distributions of logits after the call's processors."""
@@ -171,7 +193,7 @@ class LevelDrafter(Drafter):
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.policy.start(state.num_rows)
         # Ranks are of likelihood, not of chance.
-        self.samples = state.do_sample and self.config.sample_drafts and self.shape.tree is None
+        self.samples = state.do_sample and self.config.draws and self.shape.tree is None
         self.rule = self.config.sampling_rule if state.do_sample else None
         self.processors = NodeProcessors(state.processors, state.num_rows, stateless_only=True)
 
@@ -184,20 +206,21 @@ class LevelDrafter(Drafter):
         growths = {
             row: _Growth(TokenGraph(state.tokens[row], self.shape.merge_length)) for row in limits
         }
-        limits = {row: min(self.policy.limit(row), limit) for row, limit in limits.items()}
+        levels = {row: min(self.policy.limit(row), limit) for row, limit in limits.items()}
         level = 0
-        growing = [row for row in growths if limits[row] > 0]
-        if (chains := self.chains(state, {row: limits[row] for row in growing})) is not None:
+        growing = [row for row in growths if levels[row] > 0]
+        if (chains := self.chains(state, {row: levels[row] for row in growing})) is not None:
             for row, chain in chains.items():
                 self._hang_chain(state, growths[row], chain)
             growing = []
         while growing:
             self._grow(state, growths, growing)
             level += 1
-            growing = [r for r in growing if level < limits[r] and growths[r].frontier]
+            growing = [r for r in growing if level < levels[r] and growths[r].frontier]
             if level >= self.config.min_draft_tokens:
                 newest = [self._newest(state, row, growths[row]) for row in growing]
                 growing = list(compress(growing, self.policy.goes_on(newest)))
+        # Paths over merge edges may be deeper than what was drafted: this is what merging is for.
         self._sent = {
             row: growth.graph.spell_out()
             if self.samples
@@ -239,12 +262,12 @@ class LevelDrafter(Drafter):
     def _newest(state: GenerationState, row: int, growth: _Growth) -> DraftedToken:
         graph = growth.graph
         best = max(growth.frontier, key=lambda node: graph.reach[node])
-        parent = graph.parents[best]
+        parent, chance = growth.merged.get(best, (graph.parents[best], graph.probs[best]))
         return DraftedToken(
             row,
             graph.tokens[best],
             state.generated[row] + graph.depth[parent],
-            graph.probs[best],
+            chance,
             growth.scores.get(parent, 0.0),
             min(1.0, sum(graph.reach[node] for node in growth.frontier)),
         )
@@ -271,6 +294,7 @@ class LevelDrafter(Drafter):
             growths[row].frontier = []
         for index, (row, node) in enumerate(owners):
             growths[row].scores[node] = scores[0][index] if scores else 0.0
+        for index, (row, node) in enumerate(owners):
             if self.samples:
                 growths[row].distributions[node] = probs[index]
             self._hang(growths[row], node, tokens[index], chances[index])
@@ -311,9 +335,9 @@ class LevelDrafter(Drafter):
             pruned = chance < self.shape.min_sibling_ratio * chances[0] and not self.samples
             if chance <= 0 or pruned or len(growth.graph) > self.shape.max_draft_nodes:
                 continue
-            child = growth.graph.add(node, token, chance)
-            if child is not None and chance >= self.shape.min_probability:
-                growth.frontier.append(child)
+            growth.graph.add(node, token, chance)
+            if chance >= self.shape.min_probability:
+                growth.open(node, growth.graph.edges[node][-1][0], chance)
 
 
 def _hang_ranks(

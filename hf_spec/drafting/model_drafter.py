@@ -7,8 +7,9 @@ model never sees a token twice.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -17,12 +18,12 @@ from transformers import PreTrainedModel
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.token_sampling import distribution, draw
 from hf_spec.devices.transfer import fetch_all, send
-from hf_spec.drafting.graph import TokenGraph
 from hf_spec.drafting.length_policy import LengthPolicy, make_policy
-from hf_spec.drafting.level_drafter import Drafted, LevelConfig, LevelDrafter
+from hf_spec.drafting.level_drafter import Drafted, Graphs, LevelConfig, LevelDrafter, Owners
 from hf_spec.errors import OptionError, choices
 from hf_spec.execution.runner import ForwardOutput, ModelRunner
 from hf_spec.execution.tree import DraftTree, Verdict
+from hf_spec.execution.vocabulary import num_embeddings
 
 # How drafts of a model with another tokenizer become the target's tokens.
 TRANSLATIONS = ("shared", "text")
@@ -50,6 +51,16 @@ class DraftModelConfig(LevelConfig):
             )
 
 
+class OwnTokens(Protocol):
+    """The head of a draft model that knows some of the tokens."""
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Let forwards of this thread end in the logits of these alone."""
+
+    def tokens(self, places: Tensor) -> Tensor:
+        """Token ids of places among them."""
+
+
 class DraftModelDrafter(LevelDrafter):
     """Grows a chain, a tree or a graph per row with a draft model of the target's vocabulary.
 
@@ -59,6 +70,7 @@ class DraftModelDrafter(LevelDrafter):
 
     # From `start` on.
     _runner: ModelRunner
+    _own_tokens: OwnTokens | None
 
     # Whether its own tokens are those that the draft model reads next.
     runs_ahead: ClassVar[bool] = True
@@ -84,7 +96,16 @@ class DraftModelDrafter(LevelDrafter):
         """Empty keys and values for every row."""
         super().start(state)
         self._runner = self._make_runner(state.num_rows)
-        self._runner.expected_length = state.expected_length
+        self._own_tokens = None if self._reads_all else own_tokens(self.model)
+        # Whether those alone are asked for is no property of the model, so no graph can tell.
+        if own_tokens(self.model) is None:
+            self._runner.expected_length = state.expected_length
+
+    @property
+    def _reads_all(self) -> bool:
+        """Whether distributions are over V, so that processors or the verifier can read them."""
+        padded = self.vocab_size not in (None, num_embeddings(self.model))
+        return padded or self.samples or len(self.processors) > 0
 
     def _make_runner(self, num_rows: int) -> ModelRunner:
         batching, size = self.config.batching, self.vocab_size
@@ -125,7 +146,8 @@ class DraftModelDrafter(LevelDrafter):
             probs = self._level(state, rows, level, given)
             drawn = draw(probs) if self.samples else probs.argmax(dim=-1, keepdim=True)
             likely = probs.gather(-1, drawn)
-            levels.append((rows, drawn, likely, probs if self.samples else likely))
+            kept_probs = probs if self.samples else likely
+            levels.append((rows, self.token_ids(drawn), likely, kept_probs))
         found = iter(fetch_all([tensor for _, *pair, _ in levels for tensor in pair]))
         chains: dict[int, list[Drafted]] = {row: [] for row in limits}
         for grown, *_, probs in levels:
@@ -137,30 +159,40 @@ class DraftModelDrafter(LevelDrafter):
     def _level(
         self, state: GenerationState, rows: Sequence[int], level: int, given: Tensor | None
     ) -> Tensor:
-        """(A, V) float32: what may follow each chain after `level` drafted tokens."""
+        """(A, R) float32: what may follow each chain after `level` drafted tokens."""
         # Only the device knows the tokens; their places are all that is asked of the tree.
         drafts = {row: ([state.tokens[row][-1]] * (level + 1), range(-1, level)) for row in rows}
         tree = DraftTree.from_drafts(drafts, state.num_rows)
         nodes = [tree.row_start[row] + level for row in rows]
-        if given is None:
-            output = self._runner.forward(tree, state.tokens, nodes)
-        else:
-            given = given.to(self._runner.device)
-            output = self._runner.forward_given(tree, state.tokens, nodes, given)
+        with nullcontext() if self._own_tokens is None else self._own_tokens.alone():
+            if given is None:
+                output = self._runner.forward(tree, state.tokens, nodes)
+            else:
+                given = given.to(self._runner.device)
+                output = self._runner.forward_given(tree, state.tokens, nodes, given)
         logits = output.logits.to(state.device, torch.float32)
         return distribution(self.processors(rows, None, logits))
 
-    def probabilities(
-        self,
-        state: GenerationState,
-        graphs: Mapping[int, TokenGraph],
-        owners: Sequence[tuple[int, int]],
-    ) -> Tensor:
-        """(nodes, V) float32: the draft model's distribution after each (row, node)."""
+    def probabilities(self, state: GenerationState, graphs: Graphs, owners: Owners) -> Tensor:
+        """(nodes, R) float32: the draft model's distribution after each (row, node).
+
+        R are the tokens that it knows where nobody reads the others, which have no probability.
+        """
         drafts = {row: (graph.tokens, graph.parents) for row, graph in graphs.items()}
         tree = DraftTree.from_drafts(drafts, state.num_rows)
         starts = tree.row_start
         nodes = [starts[row] + node for row, node in owners]
-        output = self._runner.forward(tree, state.tokens, nodes)
+        with nullcontext() if self._own_tokens is None else self._own_tokens.alone():
+            output = self._runner.forward(tree, state.tokens, nodes)
         logits = output.logits.to(state.device, torch.float32)
         return self.processed(state, graphs, owners, logits)
+
+    def token_ids(self, places: Tensor) -> Tensor:
+        """Those of the draft model's own tokens, where it was asked for these alone."""
+        return places if self._own_tokens is None else self._own_tokens.tokens(places)
+
+
+def own_tokens(model: PreTrainedModel) -> OwnTokens | None:
+    """The head of a draft model that does not know all tokens; None if it does."""
+    head: Any = model.get_output_embeddings()
+    return None if getattr(head, "vocabulary", None) is None else head

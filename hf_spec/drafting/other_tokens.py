@@ -161,6 +161,11 @@ class SharedDrafter(TranslatingDrafter):
                 tokens = [self._sent[row].tokens[node] for node in path]
                 self._ran[row] = self.ids[row] + [self.common.to_draft(t) for t in tokens]
 
+    @property
+    def _reads_all(self) -> bool:
+        """Always: its tokens become the target's."""
+        return True
+
     def _make_runner(self, num_rows: int) -> ModelRunner:
         return SharedRunner(self.model, num_rows, self.config.batching, self.common)
 

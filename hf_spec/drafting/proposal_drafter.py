@@ -17,9 +17,8 @@ from torch import Tensor
 
 from hf_spec.decoding.state import GenerationState
 from hf_spec.devices.transfer import send
-from hf_spec.drafting.graph import TokenGraph
 from hf_spec.drafting.length_policy import HeadPolicy, LengthPolicy
-from hf_spec.drafting.level_drafter import LevelConfig, LevelDrafter
+from hf_spec.drafting.level_drafter import Graphs, LevelConfig, LevelDrafter, Owners
 from hf_spec.execution.cpu_linear import fast_products
 from hf_spec.execution.runner import ForwardOutput
 from hf_spec.execution.tree import DraftTree, Verdict
@@ -192,12 +191,7 @@ class ProposalDrafter(LevelDrafter):
         return super().scores(probs, positions)
 
     @fast_products()
-    def probabilities(
-        self,
-        state: GenerationState,
-        graphs: Mapping[int, TokenGraph],
-        owners: Sequence[tuple[int, int]],
-    ) -> Tensor:
+    def probabilities(self, state: GenerationState, graphs: Graphs, owners: Owners) -> Tensor:
         """(nodes, V) float32: what the head proposes after each (row, node), processed."""
         if owners[0][1] == 0:
             roots = {row: graph.tokens[0] for row, graph in graphs.items()}

@@ -8,7 +8,6 @@ entropy of the whole distribution.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import hf_spec_kernels
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from hf_spec.adapters.adapter import AdapterMethod, BaseModel, register_method
 from hf_spec.adapters.folder import SpecAdapter
 from hf_spec.adapters.reading import check_tensors, whole_number
-from hf_spec.errors import AssistantError, OptionError
+from hf_spec.errors import AssistantError
 from hf_spec.models.shapes import FEATURES, TOP
 
 METHOD = "disco"
@@ -44,8 +43,7 @@ def draft_features(draft_probs: Tensor, positions: Tensor) -> Tensor:
 class DiscoClassifier(nn.Module):
     """Features of a draft distribution -> logit of the probability that its token is accepted.
 
-    There are `hidden_size` places between the two layers. `features` are the groups of `FEATURES`
-    it looks at, at least one; the others are hidden from it.
+    There are `hidden_size` places between the two layers.
 
     Attributes:
         mean, std: (12,) float32, of the features in the training set.
@@ -53,26 +51,18 @@ class DiscoClassifier(nn.Module):
 
     mean: Tensor
     std: Tensor
-    seen: Tensor
 
-    def __init__(self, hidden_size: int = 32, features: Sequence[str] = tuple(FEATURES)):
+    def __init__(self, hidden_size: int = 32):
         super().__init__()
-        if not features or not set(features) <= set(FEATURES):
-            raise OptionError(f"features={list(features)!r}; choose among {', '.join(FEATURES)}")
-        self.hidden_size, self.features = hidden_size, tuple(features)
+        self.hidden_size = hidden_size
         self.register_buffer("mean", torch.zeros(NUM_FEATURES))
         self.register_buffer("std", torch.ones(NUM_FEATURES))
-        seen = torch.zeros(NUM_FEATURES)
-        for group in features:
-            seen[FEATURES[group]] = 1
-        self.register_buffer("seen", seen, persistent=False)
         self.inner = nn.Linear(NUM_FEATURES, hidden_size)
         self.outer = nn.Linear(hidden_size, 1)
 
     def forward(self, features: Tensor) -> Tensor:
         """(M, 12) float32 features as they are, not yet standardised -> (M,) acceptance logits."""
-        scaled = (features - self.mean) / self.std * self.seen
-        return self.outer(self.inner(scaled).relu())[:, 0]
+        return self.outer(self.inner((features - self.mean) / self.std).relu())[:, 0]
 
     def fit_scaler(self, features: Tensor) -> None:
         """Take mean and standard deviation from (M, 12) features."""
@@ -87,21 +77,21 @@ class DiscoClassifier(nn.Module):
         `options` go with it as JSON values: `threshold`, `max_draft_tokens`, `draft` (Hub id,
         folder relative to the adapter's, or {"truncated": layers}) and measured numbers.
         """
-        shape = {"hidden_size": self.hidden_size, "features": list(self.features)}
-        return SpecAdapter(METHOD, base, {**shape, **options}, dict(self.state_dict()))
+        options = {"hidden_size": self.hidden_size, **options}
+        return SpecAdapter(METHOD, base, options, dict(self.state_dict()))
 
     @classmethod
     def from_adapter(cls, adapter: SpecAdapter) -> DiscoClassifier:
         """The classifier of an adapter, ready for use; an `AssistantError` if it makes none."""
         what, options = "the DISCO adapter", adapter.options
         hidden_size = whole_number(what, options, "hidden_size", 1, adapter.largest)
-        try:
-            classifier = cls(hidden_size, options["features"])
-        except (KeyError, TypeError, OptionError) as error:
+        # Adapters once said which groups of features they look at.
+        if options.get("features", [*FEATURES]) != [*FEATURES]:
             raise AssistantError(
-                f"{adapter.folder or 'the adapter'} holds no DISCO classifier ({error}); train it "
-                "again: hf-spec train disco"
-            ) from error
+                f"{adapter.folder or 'the adapter'} looks at some features only "
+                f"({options['features']!r}); train it again: hf-spec train disco"
+            )
+        classifier = cls(hidden_size)
         shapes = {name: tensor.shape for name, tensor in classifier.state_dict().items()}
         check_tensors(what, adapter.tensors, shapes)
         if not bool((adapter.tensors["std"] > 0).all()):

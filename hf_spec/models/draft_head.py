@@ -11,8 +11,10 @@ the same and is much faster; the target still chooses among all tokens (as in FR
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +23,15 @@ from transformers import PreTrainedModel
 
 from hf_spec.devices.placement import weight_rows
 from hf_spec.errors import UnsupportedError
+
+
+class _Alone(threading.local):
+    """The heads that give this thread the logits of their own tokens alone."""
+
+    heads: tuple[nn.Module, ...] = ()
+
+
+_alone = _Alone()
 
 
 class FewTokensHead(nn.Module):
@@ -71,9 +82,19 @@ class FewTokensHead(nn.Module):
         places[self.vocabulary.cpu()] = torch.arange(self.size)
         return places
 
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Let this thread's forwards of the whole model end in the (..., R) of `known`."""
+        before, _alone.heads = _alone.heads, (*_alone.heads, self)
+        try:
+            yield
+        finally:
+            _alone.heads = before
+
     def forward(self, hidden: Tensor) -> Tensor:
         """(..., hidden size) -> (..., V)."""
-        return self.among_all(self.known(hidden))
+        few = self.known(hidden)
+        return few if any(head is self for head in _alone.heads) else self.among_all(few)
 
     def among_all(self, few: Tensor) -> Tensor:
         """(..., R) logits of the vocabulary -> (..., V)."""

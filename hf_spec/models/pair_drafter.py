@@ -19,7 +19,7 @@ from hf_spec.decoding.token_sampling import distribution
 from hf_spec.devices.transfer import send
 from hf_spec.drafting.graph import TokenGraph
 from hf_spec.drafting.length_policy import LengthPolicy
-from hf_spec.drafting.level_drafter import LevelConfig, LevelDrafter
+from hf_spec.drafting.level_drafter import Graphs, LevelConfig, LevelDrafter, Owners
 from hf_spec.execution.runner import ForwardOutput
 from hf_spec.execution.tree import DraftTree, Verdict
 from hf_spec.models.pair_rows import PairRows
@@ -103,12 +103,7 @@ class PairDrafter(LevelDrafter):
             lambda choose: self.head.fuse([choose(output.hidden[layer]) for layer in layers]),
         )
 
-    def probabilities(
-        self,
-        state: GenerationState,
-        graphs: Mapping[int, TokenGraph],
-        owners: Sequence[tuple[int, int]],
-    ) -> Tensor:
+    def probabilities(self, state: GenerationState, graphs: Graphs, owners: Owners) -> Tensor:
         """(nodes, R) float32: what the head says of each (row, node); R is V where it must be."""
         if owners[0][1] == 0:
             rows = [self._pairs.rows[row] for row in graphs]
@@ -129,7 +124,7 @@ class PairDrafter(LevelDrafter):
         """Whether distributions are over V, so that processors or the verifier can read them."""
         return self.samples or len(self.processors) > 0
 
-    def _place(self, graphs: Mapping[int, TokenGraph], row: int, node: int) -> int:
+    def _place(self, graphs: Graphs, row: int, node: int) -> int:
         """Which output says what follows a node."""
         if self._ahead is None:
             return self._places[row, node]
@@ -140,9 +135,7 @@ class PairDrafter(LevelDrafter):
         (index,) = send([torch.tensor(places)], self._outputs.device)
         return self._outputs[index]
 
-    def _grow_level(
-        self, graphs: Mapping[int, TokenGraph], owners: Sequence[tuple[int, int]]
-    ) -> None:
+    def _grow_level(self, graphs: Graphs, owners: Owners) -> None:
         """Run the newest nodes, each on what its parent's output predicts."""
         features = self._gathered([self._places[r, graphs[r].parents[n]] for r, n in owners])
         tokens = torch.tensor([graphs[row].tokens[node] for row, node in owners])
@@ -158,8 +151,8 @@ class PairDrafter(LevelDrafter):
     def _read(
         self,
         state: GenerationState,
-        graphs: Mapping[int, TokenGraph],
-        owners: Sequence[tuple[int, int]],
+        graphs: Graphs,
+        owners: Owners,
         outputs: Tensor,
     ) -> Tensor:
         reader = self.head.head

@@ -78,8 +78,7 @@ class EagleConfig(BeamConfig):
             raise OptionError(
                 f"embedding={self.embedding!r} is none; {choices(self.embedding, EMBEDDINGS)}"
             )
-        given = [n for n in ("norm_before_residual", "norm_output") if getattr(self, n) is not None]
-        self.check_flags(*given)
+        self.check_flags("norm_before_residual", "norm_output")
         layers = self.aux_layers
         whole = isinstance(layers, (list, tuple)) and all(type(one) is int for one in layers)
         if layers is not None and not (whole and layers):

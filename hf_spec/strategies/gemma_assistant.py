@@ -7,7 +7,7 @@ a tree is one pass, however wide, and there is nothing to be fed after a round.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -20,9 +20,8 @@ from transformers import PreTrainedModel
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.state import GenerationState
 from hf_spec.drafting.beam_config import BeamConfig
-from hf_spec.drafting.graph import TokenGraph
 from hf_spec.drafting.length_policy import LengthPolicy
-from hf_spec.drafting.level_drafter import LevelDrafter
+from hf_spec.drafting.level_drafter import Graphs, LevelDrafter, Owners
 from hf_spec.drafting.measured import with_policy
 from hf_spec.execution.runner import ForwardOutput
 from hf_spec.execution.tree import DraftTree, Verdict
@@ -106,12 +105,7 @@ class GemmaAssistantDrafter(LevelDrafter):
         super().observe(verdict, output)
         self._runner.learn(verdict, output)
 
-    def probabilities(
-        self,
-        state: GenerationState,
-        graphs: Mapping[int, TokenGraph],
-        owners: Sequence[tuple[int, int]],
-    ) -> Tensor:
+    def probabilities(self, state: GenerationState, graphs: Graphs, owners: Owners) -> Tensor:
         """(nodes, V) float32: what the assistant says of each (row, node)."""
         nodes = [
             (row, node, graphs[row].parents[node], graphs[row].tokens[node]) for row, node in owners

@@ -22,11 +22,16 @@ from hf_spec.strategies.registry import register
 @register("gsd", make_drafter)
 @dataclass(frozen=True)
 class GsdConfig(TreeConfig):
-    """Options of a drafted graph; those of `TreeConfig` with the paper's values, and three more.
+    """Options of a drafted graph; those of `TreeConfig` with other defaults, and three more.
+
+    The paper's for its largest target are ten levels, four children, the two thresholds and
+    `merge_length`; its code sends about 100 nodes, which pays on a GPU (`max_nodes=100`).
 
     Attributes:
+        max_draft_tokens: most levels drafted; paths over merge edges may be longer.
         expanded_per_level: more than a level can have, as in the paper: every node that is not a
-            leaf by `min_probability` is expanded.
+            leaf by `min_probability` is expanded. A leaf that a likely token is merged into is one
+            no longer.
         min_sibling_ratio: as in `TreeConfig`; children far below their best sibling are dropped,
             as in the released code, where the paper's formula would keep them as leaves.
         merge_length: tokens before a node that must agree for a merge, 0 to merge equal tokens

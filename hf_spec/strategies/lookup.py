@@ -1,7 +1,8 @@
 """Drafts copied from the text itself: earlier occurrences of the last few tokens (LLMA / PLD).
 
 The continuation of a repeated n-gram is often repeated too. The index covers the prompt and the
-output and grows with it; several occurrences become one tree, the longest and most recent first.
+output and grows with it, or the prompt alone; several occurrences become one tree, the longest and
+most recent first.
 Sources: Yang et al. 2023, arXiv 2304.04487 (LLMA: match 2, copy 7); Saxena 2023 (prompt lookup).
 
 With a store, drafts are copied from earlier answers, too (`hf_spec.drafting.lookup_store`). Which
@@ -50,6 +51,11 @@ def _make(config: LookupConfig, target: PreTrainedModel, assistant: object) -> D
             f"spec_strategy='lookup' takes no assistant, got {type(assistant).__name__}; drop "
             "assistant=, pass a hf_spec.LookupStore, or choose 'draft' or 'tree'"
         )
+    if config.prompt_only and assistant is not None:
+        raise OptionError(
+            "LookupConfig(prompt_only=True) copies from no LookupStore; drop assistant=, or leave "
+            "prompt_only out"
+        )
     store = find_store(config.across_answers, target, assistant)
     if config.leaves_sizes_open and can_measure(target):
         sources = lookup_sources(config, LONGEST, store)
@@ -88,6 +94,7 @@ class LookupConfig(StrategyConfig):
         max_matches: how many occurrences may become branches of the tree.
         max_draft_tokens: most nodes of the tree, root excluded; 15 where only `copy_length` is
             given.
+        prompt_only: copy from the prompt alone, as LLMA does, and not from the output so far.
         across_answers: copy from the answers of earlier calls, too, of which each model keeps the
             newest 65,536 tokens. With `assistant=hf_spec.LookupStore(...)` it is that store.
     """
@@ -100,10 +107,16 @@ class LookupConfig(StrategyConfig):
     max_matches: int = 2
     max_draft_tokens: int | None = None
     across_answers: bool = False
+    prompt_only: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_flags("across_answers")
+        self.check_flags("across_answers", "prompt_only")
+        if self.prompt_only and self.across_answers:
+            raise OptionError(
+                "LookupConfig(prompt_only=True, across_answers=True): answers are no prompt; leave "
+                "one of the two out"
+            )
         # An index is kept per length, and a branch per match.
         for name in ("match_length", "min_match_length", "max_matches"):
             self.check(name, 1, 64)
@@ -141,16 +154,20 @@ class LookupDrafter(Drafter):
         """One trie of continuations per unfinished row."""
         drafts = {}
         for row, limit in limits.items():
-            sequence = state.tokens[row]
-            self._indexes[row].extend(sequence)
-            drafts[row] = self._propose(row, sequence, limit)
+            sequence = text = state.tokens[row]
+            if self.config.prompt_only:
+                text = sequence[: len(sequence) - state.generated[row]]
+            self._indexes[row].extend(text)
+            drafts[row] = self._propose(row, sequence, text, limit)
         return DraftTree.from_drafts(drafts, state.num_rows)
 
     def _new_index(self) -> _NgramIndex:
         return _NgramIndex(range(self.config.min_match_length, self.config.match_length + 1))
 
-    def _propose(self, row: int, sequence: list[int], limit: int) -> tuple[list[int], list[int]]:
-        """Tokens and parents of one row's trie."""
+    def _propose(
+        self, row: int, sequence: list[int], text: list[int], limit: int
+    ) -> tuple[list[int], list[int]]:
+        """Tokens and parents of one row's trie, copied from the `text` that is indexed."""
         tokens, parents = [sequence[-1]], [-1]
         children: dict[tuple[int, int], int] = {}
         copied = min(self._copy_length, limit)
@@ -161,7 +178,7 @@ class LookupDrafter(Drafter):
             if branches == self.config.max_matches:
                 break
             size, node = len(tokens), 0
-            for token in sequence[end : end + copied]:
+            for token in text[end : end + copied]:
                 below = children.get((node, token))
                 if below is None:
                     if len(tokens) > self._max_nodes:
@@ -181,14 +198,16 @@ class BetterLookupDrafter(KeepsAnswers, LookupDrafter):
         super().__init__(config)
         self.store = store
 
-    def _propose(self, row: int, sequence: list[int], limit: int) -> tuple[list[int], list[int]]:
+    def _propose(
+        self, row: int, sequence: list[int], text: list[int], limit: int
+    ) -> tuple[list[int], list[int]]:
         last = sequence[-LONGEST_MATCH:]
         bounds = self._max_nodes, min(self._copy_length, limit), self.config.min_match_length
         own = suggest(np.asarray([*sequence, BETWEEN], dtype=np.int32), last, *bounds)
         earlier = suggest(self.store.text, last, *bounds)
         if earlier.score > own.score:
             return [sequence[-1], *earlier.tokens], [-1, *earlier.parents]
-        return super()._propose(row, sequence, limit)
+        return super()._propose(row, sequence, text, limit)
 
 
 def lookup_sources(

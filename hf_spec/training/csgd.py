@@ -11,13 +11,16 @@ With pair i = (t_{i+1}, h_i), replacing i puts pair i + k in its place: feature 
 Paper and released code differ; each choice is a named option, the paper's the default:
 
 - lambda, with epoch e of E counted in whole epochs from 0: "paper" 0.4 (E - e) / E, "released"
-  0.35 (E - e) / E + 0.10.
+  0.35 (E - e) / E + 0.10. Within few epochs neither falls far, so "steps", ours, is 0.4 times the
+  share of the steps to come.
 - the token put in: the paper's is the target's ("teacher", its first choice), the code's that of
   the data ("data"). Under greedy answers they are the same.
 - noise on the input features: "paper" U(-0.1, 0.1), "released" that times 512 / length. Both are
   meant for features of size one, so both are scaled by the root mean square of the target's own.
 - the hard label: "token", the one in the data, or "gumbel", one drawn from the target.
 - the soft label: the paper's divergence (temperature 1), the code's with the head's scores at 0.95.
+- whether places that were replaced are learned from, as in both; `learn_replaced=False` leaves
+  them out, for they were given their own answers.
 - the weights: 1 for features, 0.1 * 0.9 for the soft label, 0.1 * 0.1 for the hard one.
 
 Ours, and off by default: `own_features`, a share of the blocks whose input features are what the
@@ -45,6 +48,7 @@ from transformers import PreTrainedModel
 
 from hf_spec.models.falcon_head import FalconHead
 from hf_spec.training.features import LAST, Text, text_features
+from hf_spec.training.precision import mixed_precision
 from hf_spec.training.responses import Response
 from hf_spec.training.settings import CsgdSettings
 from hf_spec.training.trainer import MicroBatch
@@ -143,16 +147,17 @@ class GlancingLoss:
         self.place_of = head.head.places().to(target.device)
 
     def __call__(self, batch: MicroBatch[Text]) -> tuple[Tensor, int]:
-        """The loss summed over the learned places, and their number."""
+        """The loss summed over the places it is taken of, and their number."""
         torch.manual_seed(batch.seed)
         k = self.head.shape.block_size
         grid = int(torch.randint(k, ()))
         pairs = read_pairs(self.target, batch.items, k, self.max_context)
         truth = pairs.features[pairs.rows, pairs.places + k]
         with torch.no_grad(), self._autocast():
-            scores = self.head.head.known(truth).float()
+            scores = self.head.head.known(truth.to(self.target.dtype)).float()
         tokens, features = pairs.tokens, self._noisy(pairs)
-        share = self.settings.share(batch.epoch, self.num_epochs)
+        share = self.settings.share(batch.epoch, self.num_epochs, batch.done)
+        learned = torch.ones_like(pairs.places, dtype=torch.bool)
         glances = share > 0 and k > 1
         if glances or self.settings.own_features:
             with torch.no_grad(), self._autocast():
@@ -164,11 +169,14 @@ class GlancingLoss:
             wrong = logits.argmax(dim=-1) != scores.argmax(dim=-1)
             chosen = self._choose(wrong, pairs, share, grid)
             tokens, features = self._replace(tokens, features, pairs, chosen, scores)
+            if not self.settings.learn_replaced:
+                learned = ~chosen
         with self._autocast():
             second = self.head(tokens, features, grid)
         predicted, logits = self._read(second, pairs)
         answers = pairs.tokens[pairs.rows, pairs.places + k]
-        return self._distance(predicted, truth, logits, scores, answers), len(answers)
+        parts = [part[learned] for part in (predicted, truth, logits, scores, answers)]
+        return self._distance(*parts), len(parts[-1])
 
     def _read(self, outputs: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
         """(M, H) features and (M, R) logits at the learned places."""
@@ -178,7 +186,7 @@ class GlancingLoss:
 
     def _autocast(self) -> torch.autocast:
         # One region a pass: casts of weights made without gradient must not serve the second.
-        return torch.autocast(self.target.device.type, torch.bfloat16)
+        return mixed_precision(self.target)
 
     def _noisy(self, pairs: Pairs) -> Tensor:
         """Input features with noise, each text's own if it depends on the length."""

@@ -157,7 +157,7 @@ def fit(
     generator = torch.Generator().manual_seed(settings.seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
-        classifier = DiscoClassifier(settings.hidden_size, settings.features)
+        classifier = DiscoClassifier(settings.hidden_size)
     classifier.fit_scaler(features)
     optimizer = torch.optim.AdamW(
         classifier.parameters(), settings.learning_rate, weight_decay=settings.weight_decay

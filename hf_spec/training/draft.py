@@ -22,6 +22,7 @@ from hf_spec.models.trained_draft import TrainableDraft
 from hf_spec.models.truncated import without_head
 from hf_spec.training.answers import Example
 from hf_spec.training.held_back import learned_and_held, tau
+from hf_spec.training.precision import mixed_precision
 from hf_spec.training.responses import Response, answer_vocabulary
 from hf_spec.training.settings import DRAFT_RUN, DraftTrainSettings, TrainSettings
 from hf_spec.training.trainer import MicroBatch, micro_batches, save_trained, train
@@ -103,7 +104,7 @@ class _Distillation:
         rows = [row for row, one in enumerate(batch) for _ in one.response]
         places = [len(one.prompt) - 1 + i for one in batch for i in range(len(one.response))]
         device = self.model.device
-        with torch.autocast(device.type, torch.bfloat16):
+        with mixed_precision(self.model):
             hidden = without_head(self.model)(input_ids=ids.to(device), use_cache=False)[0]
             logits = self.head.known(hidden[rows, places])
         return logits, self._places[[token for one in batch for token in one.response]]

@@ -22,6 +22,7 @@ from hf_spec.models.falcon_head import FalconHead
 from hf_spec.training.csgd import GlancingLoss, cut_prompt, read_pairs
 from hf_spec.training.features import Text, num_features, text_features
 from hf_spec.training.held_back import acceptance, learned_and_held
+from hf_spec.training.precision import mixed_precision
 from hf_spec.training.responses import answer_vocabulary
 from hf_spec.training.settings import FALCON_RUN, FalconTrainSettings, TrainSettings
 from hf_spec.training.trainer import micro_batches, save_trained, train
@@ -125,7 +126,7 @@ def first_choices(head: FalconHead, model: PreTrainedModel, texts: Sequence[Text
     place_of = head.head.places().to(model.device)
     answers = place_of[pairs.tokens[pairs.rows, pairs.places + k]]
     for grid in range(k):
-        with torch.autocast(model.device.type, torch.bfloat16):
+        with mixed_precision(model):
             predicted = head(pairs.tokens, pairs.features, grid)[pairs.rows, pairs.places]
             choice = head.head.known(predicted).argmax(dim=-1)
         slot = (pairs.places - grid) % k

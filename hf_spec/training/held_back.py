@@ -109,8 +109,11 @@ def acceptance(matches: Sequence[Tensor]) -> dict[str, float]:
 
     Returns:
         "slot_j", the share of drafts whose token j is right; "slot_j_given", among those whose
-        tokens before it are; "tau", accepted tokens a round of greedy chains of that length.
+        tokens before it are; "tau", accepted tokens a round of greedy chains of that length;
+        "alpha", the share of all tokens that were drafted (Gao et al. 2024, arXiv 2412.12639).
     """
     figures = by_slot([row for match in matches for row in match.tolist()])
     figures["tau"] = tau([match.long().cumprod(dim=1).sum(dim=1).tolist() for match in matches])
+    # A round has one token of the target's own.
+    figures["alpha"] = figures["tau"] / (figures["tau"] + 1)
     return figures

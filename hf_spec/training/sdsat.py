@@ -39,6 +39,7 @@ from hf_spec.models.truncated import without_head
 from hf_spec.training.answers import Example
 from hf_spec.training.held_back import learned_and_held
 from hf_spec.training.infilling import Infilling
+from hf_spec.training.precision import mixed_precision
 from hf_spec.training.sdsat_chains import Text, Windows, agreement, draw_windows, run_chains
 from hf_spec.training.settings import SDSAT_RUN, SdsatTrainSettings, TrainSettings
 from hf_spec.training.trainer import Loss, MicroBatch, micro_batches, processes, save_trained, train
@@ -185,7 +186,7 @@ class Student:
             # Answers of a token or two have no place for a window.
             nothing = torch.stack([parameter.sum() for parameter in self.parameters.values()])
             return 0 * nothing.sum(), 0
-        with torch.autocast(self.model.device.type, torch.bfloat16):
+        with mixed_precision(self.model):
             logits, places = run_chains(self.model, self.tokens, texts, chains)
         return self._cross_entropy(logits, texts, places), len(places)
 
@@ -221,7 +222,7 @@ class Student:
         ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)
         chosen = torch.tensor(places, dtype=torch.long).reshape(-1, 2).T
         device = self.model.device
-        with torch.autocast(device.type, torch.bfloat16), self.tokens.active(self.model):
+        with mixed_precision(self.model), self.tokens.active(self.model):
             if self.settings.mode == "full":
                 hidden = without_head(self.model)(input_ids=ids.to(device), use_cache=False)[0]
             else:

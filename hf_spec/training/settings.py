@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from hf_spec.errors import OptionError
-from hf_spec.models.shapes import FEATURES, FalconShape, Mode
+from hf_spec.models.shapes import FalconShape, Mode
 from hf_spec.settings import Count, Internal, Named, Settings, Share, Weight, Within
 
 FROZEN_BASE = ("gated", "embeddings")
@@ -55,7 +55,7 @@ class TrainSettings(Settings):
     batch_tokens: Count = 2048
     accumulate: Count = 1
     learning_rate: Weight = 1e-3
-    warm_up: Internal[Share] = 0.03
+    warm_up: Share = 0.03
     weight_decay: Internal[Weight] = 0.0
     clip: Internal[Weight] = 1.0
     seed: int = 0
@@ -75,7 +75,8 @@ class TrainSettings(Settings):
 DRAFT_RUN = TrainSettings(learning_rate=2e-3)
 EAGLE_RUN = TrainSettings(epochs=4)
 FALCON_RUN = TrainSettings(epochs=8, learning_rate=2e-3)
-SDSAT_RUN = TrainSettings()
+# 400 of 2,000 steps in the paper (section 3.2).
+SDSAT_RUN = TrainSettings(warm_up=0.2)
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,8 @@ class CsgdSettings(Settings):
     """What a Falcon head is taught; `hf_spec.training.csgd` explains the choices.
 
     Attributes:
-        schedule: of the share of glanced inputs; off replaces none. See hf_spec.training.csgd.
+        schedule: of the share of glanced inputs; steps lets it fall to 0 within any number of
+            epochs, off replaces none. See hf_spec.training.csgd.
         noise: on the input features; see hf_spec.training.csgd.
         hard_label: the token in the data, or one drawn from the target.
         replaced_token: put in by glancing: the target's first choice, or the token in the data.
@@ -113,9 +115,10 @@ class CsgdSettings(Settings):
         own_features: share of the blocks fed with features that the head itself predicted.
         feature_scale: features are compared as they are (raw), or each dimension in units of its
             root mean square.
+        learn_replaced: learn from replaced places, too, which were given their own answers.
     """
 
-    schedule: Annotated[Literal["paper", "released", "off"], Named("csgd")] = "paper"
+    schedule: Annotated[Literal["paper", "released", "steps", "off"], Named("csgd")] = "paper"
     noise: Literal["paper", "released", "off"] = "paper"
     hard_label: Literal["token", "gumbel"] = "token"
     replaced_token: Literal["teacher", "data"] = "teacher"
@@ -125,16 +128,19 @@ class CsgdSettings(Settings):
     soft_temperature: Weight = 1.0
     own_features: Share = 0.0
     feature_scale: Literal["raw", "dimension"] = "raw"
+    learn_replaced: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.soft_temperature == 0:
             raise OptionError(f"soft_temperature={self.soft_temperature!r} must be positive")
 
-    def share(self, epoch: int, num_epochs: int) -> float:
-        """Lambda in an epoch counted from 0."""
+    def share(self, epoch: int, num_epochs: int, done: float = 0.0) -> float:
+        """Lambda in an epoch counted from 0, of a run that has done such a share of its steps."""
         left = (num_epochs - epoch) / num_epochs
-        return {"paper": 0.4 * left, "released": 0.35 * left + 0.1, "off": 0.0}[self.schedule]
+        by_step = 0.4 * (1 - done)
+        shares = {"paper": 0.4 * left, "released": 0.35 * left + 0.1, "steps": by_step, "off": 0.0}
+        return shares[self.schedule]
 
 
 @dataclass(frozen=True)
@@ -261,7 +267,6 @@ class DiscoTrainSettings(Settings):
 
     Attributes:
         labels: whether the tokens agree (hard), or the probability of acceptance (soft).
-        features: groups of `hf_spec.models.shapes.FEATURES` the classifier sees.
         hidden_size: of the classifier.
         class_weights: weigh accepted tokens so that both classes count the same.
         validation_share: share of the prompts held back, drawn with `seed`.
@@ -274,7 +279,6 @@ class DiscoTrainSettings(Settings):
     """
 
     labels: Literal["hard", "soft"] = "hard"
-    features: Internal[tuple[str, ...]] = tuple(FEATURES)
     hidden_size: Internal[Count] = 32
     class_weights: Internal[bool] = True
     validation_share: Internal[Share] = 0.15

@@ -41,7 +41,7 @@ Loss = tuple[Tensor, int]
 
 @dataclass(frozen=True)
 class MicroBatch(Generic[Item]):
-    """Items of a pass, in an `epoch` counted from 0.
+    """Items of a pass, in an `epoch` counted from 0, with the share of the run `done` before them.
 
     `seed` is that of every random number that they meet, so it does not matter who runs them.
     """
@@ -49,6 +49,7 @@ class MicroBatch(Generic[Item]):
     items: Sequence[Item]
     epoch: int = 0
     seed: int = 0
+    done: float = 0.0
 
 
 def train(  # noqa: PLR0913 - what learns, from what, how, and what is told
@@ -212,7 +213,12 @@ def micro_batches(
         batches = shuffled_batches(lengths, settings.batch_tokens, settings.seed, epoch)
         first = (settings.seed * 1009 + epoch) * 1_000_003
         return [
-            MicroBatch([items[index] for index in batch], epoch, first + place)
+            MicroBatch(
+                [items[index] for index in batch],
+                epoch,
+                first + place,
+                (epoch + place / len(batches)) / settings.epochs,
+            )
             for place, batch in enumerate(batches)
         ]
 

@@ -50,7 +50,7 @@ def test_markdown_of_what_was_drafted() -> None:
     assert overall.splitlines()[3].endswith(" | 1.00 | 3.00 | 3 | 1 of 1 |")
     assert len(drafts.splitlines()) == 3
     assert drafts.splitlines()[2] == (
-        "| gsd | 0.38 0.25 | 12.0 | 20.0 | 5.0 | 25.0% | 12 / 75 / 12 % |"
+        "| gsd | 0.38 0.25 | 0.33 | 12.0 | 20.0 | 5.0 | 25.0% | 12 / 75 / 12 % |"
     )
 
 

@@ -95,6 +95,8 @@ class TestSummary:
         ]
         row = summary(records)[-1]
         assert row["tau"] == 1.5
+        # 4 and 8 of 12 tokens each were drafted.
+        assert row["alpha"] == 0.5
         assert row["outside_forward"] == pytest.approx(0.3)
         assert row["draft_share"] == pytest.approx(0.1)
         assert (row["drafted_tokens"], row["draft_nodes"], row["draft_forwards"]) == (12, 12, 5)

@@ -25,7 +25,7 @@ from tests.cli.test_app import LEAVES
 def test_every_command_with_a_model_has_both_options(name: str) -> None:
     parameters = {one.name: one for one in LEAVES[name].params}
     if "model" not in parameters:
-        assert name in {"push", "demo"}
+        assert name in {"push", "demo", "import-head"}
         return
     assert parameters["dtype"].default == "auto"
     assert parameters["device"].default is None

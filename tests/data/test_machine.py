@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from pathlib import Path
 
+import pytest
 import torch
 
-from hf_spec.data.machine import environment
+from hf_spec.data import machine
+from hf_spec.data.machine import environment, has_bfloat16
 
 
 def test_environment() -> None:
@@ -17,3 +21,32 @@ def test_environment() -> None:
     assert environment(torch.device("cpu"))["device"] == found["cpu"]
     # Without a checkout neither is there.
     assert ("commit" in found) == ("commit_changed" in found)
+
+
+@pytest.fixture
+def asked_again() -> Iterator[None]:
+    has_bfloat16.cache_clear()
+    yield
+    has_bfloat16.cache_clear()
+
+
+@pytest.mark.usefixtures("asked_again")
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("flags\t\t: fpu avx512f avx512_bf16", True),
+        ("flags\t\t: fpu avx512f", False),
+        ("Features\t: fp asimd bf16", True),
+        ("Features\t: fp asimd", False),
+        ("cpu MHz\t: 2800", True),
+        (None, True),
+    ],
+)
+def test_whether_it_multiplies_bfloat16(
+    said: str | None, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "cpuinfo"
+    if said is not None:
+        file.write_text(f"model name : x\n{said}\n")
+    monkeypatch.setattr(machine, "Path", lambda _: file)
+    assert has_bfloat16() is expected

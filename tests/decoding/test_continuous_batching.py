@@ -100,7 +100,8 @@ def test_memory_is_that_of_the_slots(strategy: str) -> None:
         rows = (state.frames.shape, len(state.tokens), len(state.scores))
         runner = getattr(drafter, "_runner", None)
         kept = 0 if runner is None else runner.pool.nbytes()
-        per_row = [len(getattr(drafter, name, ())) for name in ("_indexes", "_pairs")]
+        pairs = getattr(drafter, "_pairs", None)
+        per_row = [len(getattr(drafter, "_indexes", ())), len(pairs.rows) if pairs else 0]
         return sizes, rows, (kept, per_row)
 
     few, many = measure(6), measure(20)

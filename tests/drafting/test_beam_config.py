@@ -11,9 +11,9 @@ from hf_spec.drafting.beam_config import BeamConfig
 
 
 def test_chains_are_drawn_at_random_and_trees_are_not() -> None:
-    assert BeamConfig().sample_drafts
-    assert not BeamConfig(tree="dynamic").sample_drafts
-    assert BeamConfig(tree="dynamic", sample_drafts=True).sample_drafts
+    assert BeamConfig().draws
+    assert not BeamConfig(tree="dynamic").draws
+    assert BeamConfig(tree="dynamic", sample_drafts=True).draws
 
 
 def test_shapes() -> None:

@@ -5,19 +5,17 @@ Trees, policies, samples and merges in full are in `test_model_drafter.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_spec.drafting.graph import TokenGraph
-from hf_spec.drafting.length_policy import LengthPolicy
-from hf_spec.drafting.level_drafter import LevelConfig, LevelDrafter, TreeShape
+from hf_spec.drafting.length_policy import ConfidencePolicy, LengthPolicy
+from hf_spec.drafting.level_drafter import Graphs, LevelConfig, LevelDrafter, Owners, TreeShape
 from hf_spec.drafting.rank_tree import RankTree
 from hf_spec.execution.runner import ForwardOutput
 from hf_spec.execution.tree import DraftTree, Verdict
-from hf_spec.strategies import TreeConfig
+from hf_spec.strategies import GsdConfig, TreeConfig
 from tests.drafting.test_model_drafter import start
 from tests.tiny_models import ragged_batch
 
@@ -31,9 +29,7 @@ class OfTable(LevelDrafter):
         super().__init__(config, LengthPolicy(depth))
         self.asked: list[list[tuple[int, int]]] = []
 
-    def probabilities(
-        self, state: Any, graphs: Mapping[int, TokenGraph], owners: Sequence[tuple[int, int]]
-    ) -> Tensor:
+    def probabilities(self, state: Any, graphs: Graphs, owners: Owners) -> Tensor:
         self.asked.append(list(owners))
         return CHANCES.repeat(len(owners), 1)
 
@@ -78,6 +74,80 @@ def test_a_tree_of_ranks() -> None:
     assert found == {10: tree.tokens[root], 30: tree.tokens[root], 20: 30, 40: 30}
     assert [len(owners) for owners in drafter.asked] == [2, 2]
     assert not drafter.samples
+
+
+class OfBigrams(OfTable):
+    """After 10 comes 20, after that 30, then 40 and 10; at the root 10 is likelier than 20."""
+
+    heights: list[int]
+
+    AFTER = (
+        (0.05, 0.8, 0.1, 0.05),
+        (0.0, 0.1, 0.8, 0.1),
+        (0.0, 0.1, 0.1, 0.8),
+        (0.8, 0.1, 0.1, 0.0),
+    )
+
+    def probabilities(self, state: Any, graphs: Graphs, owners: Owners) -> Tensor:
+        self.asked.append(list(owners))
+        places = [graphs[row].tokens[node] // 10 - 1 for row, node in owners]
+        at_root = (0.7, 0.3, 0.0, 0.0)
+        lines = [
+            self.AFTER[place] if node else at_root
+            for place, (_, node) in zip(places, owners, strict=True)
+        ]
+        return torch.tensor(lines)
+
+
+def grown(
+    merge_length: int | None,
+    depth: int,
+    min_probability: float = 0.5,
+    threshold: float = 0.0,
+    room: int = 20,
+) -> OfBigrams:
+    config = GsdConfig(
+        min_probability=min_probability,
+        min_sibling_ratio=0.2,
+        merge_length=merge_length,
+        max_nodes=50,
+    )
+    state = start(ragged_batch((5, 3)))
+    drafter = OfBigrams(config, depth)
+    drafter.policy = ConfidencePolicy(depth, threshold)
+    with drafter.active(state):
+        tree = drafter.draft(state, dict.fromkeys(state.draft_limits, room))
+    drafter.heights = [tree.height(row) for row in (0, 1)]
+    return drafter
+
+
+def test_a_leaf_that_a_likely_token_is_merged_into_grows_on() -> None:
+    drafter = grown(0, depth=3)
+    # The root, 10, and then 20, which is no child of 10 but the leaf beside it.
+    assert [node for row, node in drafter.asked[2] if row == 0] == [2]
+    graph = drafter.graphs[0]
+    assert graph.tokens[1:] == [10, 20, 30]
+    assert graph.edges[1] == [(2, torch.tensor(0.8).item())]
+    # It counts as likely as the way that opened it.
+    torch.testing.assert_close(graph.reach[2], 0.7 * 0.8)
+    torch.testing.assert_close(graph.reach[3], 0.7 * 0.8 * 0.8)
+    # Without merging 20 is drafted again, below 10.
+    assert [node for row, node in grown(None, depth=3).asked[2] if row == 0] == [3]
+
+
+def test_a_policy_judges_a_leaf_by_the_edge_that_opened_it() -> None:
+    drafter = grown(0, depth=5, threshold=0.5)
+    assert len(drafter.asked) == 5
+
+
+def test_paths_over_merge_edges_may_be_deeper_than_what_was_drafted() -> None:
+    # Levels: 10 and 20; then 30 below 20. The edge 10 -> 20 makes it three tokens in a row.
+    drafter = grown(0, depth=2, min_probability=0.25)
+    assert len(drafter.asked) == 2
+    assert max(drafter.graphs[0].depth) == 2
+    assert drafter.heights[0] == 3
+    # But never deeper than there is room for.
+    assert grown(0, depth=2, min_probability=0.25, room=2).heights[0] == 2
 
 
 def test_a_policy_learns_from_a_tree_that_others_are_part_of() -> None:

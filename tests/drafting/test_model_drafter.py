@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,11 +14,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from hf_spec import DraftConfig, TreeConfig
+from hf_spec import DraftConfig, GsdConfig, TreeConfig
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.stopping import StopRules
 from hf_spec.drafting.model_drafter import DraftModelDrafter
 from hf_spec.execution.tree import DraftTree
+from hf_spec.models.disco_classifier import draft_features
+from hf_spec.models.draft_head import DraftHead
 from tests.model_watch import count_forwards
 from tests.tiny_models import VOCAB, build, draft_model, prompts, ragged_batch, repetitive_prompt
 
@@ -429,3 +432,82 @@ def watch_rounds() -> Iterator[list[list[tuple[int, int]]]]:
         yield rounds
     finally:
         DraftModelDrafter.observe = observe  # type: ignore[method-assign]
+
+
+class TestOwnTokens:
+    """Draft models that know some of the tokens: the others are not looked at."""
+
+    KNOWN = torch.arange(3, VOCAB, 4)
+
+    @pytest.fixture
+    def draft(self) -> PreTrainedModel:
+        model = copy.deepcopy(draft_model("llama"))
+        model.set_output_embeddings(DraftHead(model.get_output_embeddings(), self.KNOWN))
+        return model
+
+    @pytest.fixture
+    def widths(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+        """Over how many tokens each distribution is."""
+        seen: list[int] = []
+        probabilities = DraftModelDrafter.probabilities
+
+        def watch(*given: Any) -> Tensor:
+            probs = probabilities(*given)
+            seen.append(probs.shape[-1])
+            return probs
+
+        monkeypatch.setattr(DraftModelDrafter, "probabilities", watch)
+        return seen
+
+    @pytest.mark.parametrize("config", [DraftConfig(), TreeConfig(), GsdConfig(merge_length=0)])
+    def test_the_draft_is_that_among_all_tokens(
+        self,
+        config: DraftConfig,
+        draft: PreTrainedModel,
+        widths: list[int],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        config = replace(config, max_draft_tokens=3)
+        few = draft_once(config, start(ragged_batch()), draft)[0]
+        assert set(widths) == {len(self.KNOWN)}
+        monkeypatch.setattr(DraftModelDrafter, "_reads_all", True)
+        widths.clear()
+        among_all = draft_once(config, start(ragged_batch()), draft)[0]
+        assert set(widths) == {VOCAB}
+        assert few.tokens == among_all.tokens
+        assert few.parent == among_all.parent
+        assert {*few.tokens[1:]} - {few.tokens[n] for n in few.row_start[:-1]} <= {
+            *self.KNOWN.tolist()
+        }
+        # Sums over fewer numbers round in another order; nothing else differs.
+        assert few.node_probs == pytest.approx(among_all.node_probs, rel=1e-6)
+
+    def test_what_a_classifier_sees_is_the_same(self, draft: PreTrainedModel) -> None:
+        logits = draft(PROMPT).logits[0].float()
+        positions = torch.arange(len(logits))
+        among_all = draft_features(logits.softmax(dim=-1), positions)
+        few = draft_features(logits[:, self.KNOWN].softmax(dim=-1), positions)
+        torch.testing.assert_close(few, among_all, rtol=1e-6, atol=1e-6)
+
+    def test_whoever_reads_all_tokens_is_given_all(
+        self, draft: PreTrainedModel, widths: list[int]
+    ) -> None:
+        model = build("llama")
+        options: dict[str, Any] = {"max_new_tokens": 6, "assistant": draft}
+        for asked in (
+            {"do_sample": True, "spec_strategy": DraftConfig(max_draft_tokens=2)},
+            {"repetition_penalty": 1.3, "spec_strategy": TreeConfig(max_draft_tokens=2)},
+        ):
+            widths.clear()
+            model.generate(PROMPT, **options, **asked)
+            assert set(widths) == {VOCAB}
+
+    def test_greedy_is_identical(self, draft: PreTrainedModel, widths: list[int]) -> None:
+        model = build("llama")
+        options: dict[str, Any] = {**ragged_batch(), "max_new_tokens": 12, "do_sample": False}
+        expected = model.generate(**options)
+        got = model.generate(
+            **options, spec_strategy=TreeConfig(max_draft_tokens=3), assistant=draft
+        )
+        assert torch.equal(got, expected)
+        assert set(widths) == {len(self.KNOWN)}

@@ -172,7 +172,7 @@ class TestVocabulary:
         ],
     )
     def test_refused(self, offsets: Tensor | None, said: str, monkeypatch: Any) -> None:
-        monkeypatch.setattr("hf_spec.heads.eagle_head.PADDED_ROWS", 4)
+        monkeypatch.setattr("hf_spec.heads.published_weights.PADDED_ROWS", 4)
         head, tensors = changed()
         del tensors["d2t"]
         if offsets is not None:
@@ -269,6 +269,7 @@ def test_half_precision() -> None:
 def test_the_target_is_not_changed() -> None:
     model = build("llama")
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    model.requires_grad_(True)
     build_head(published("eagle"), model)
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
     assert all(weight.requires_grad for weight in model.parameters())

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_spec.adapters.folder import BaseModel, load_adapter, save_adapter
-from hf_spec.errors import AssistantError, OptionError
+from hf_spec.errors import AssistantError
 from hf_spec.models.disco_classifier import (
     FEATURES,
     NUM_FEATURES,
@@ -75,30 +75,15 @@ class TestClassifier:
         torch.testing.assert_close(scaled.mean(dim=0), torch.zeros(NUM_FEATURES))
         assert scaled[:, 4].abs().max() < 1e-6
 
-    @pytest.mark.parametrize("group", list(FEATURES))
-    def test_features_that_are_switched_off_change_nothing(self, group: str) -> None:
-        others = [name for name in FEATURES if name != group]
-        made, features = classifier(features=others), torch.rand(5, NUM_FEATURES)
-        changed = features.clone()
-        changed[:, FEATURES[group]] += 1
-        torch.testing.assert_close(made(changed), made(features))
-        changed[:, FEATURES[others[0]]] += 1
-        assert not torch.allclose(made(changed), made(features))
-
-    @pytest.mark.parametrize("groups", [(), ("entropy", "colour")])
-    def test_unknown_features(self, groups: tuple[str, ...]) -> None:
-        with pytest.raises(OptionError, match="top_probs, entropy, position"):
-            DiscoClassifier(features=groups)
-
 
 class TestAdapter:
     def test_round_trip(self, tmp_path: Path) -> None:
-        model, made = build("llama"), classifier(hidden_size=5, features=["top_probs", "entropy"])
+        model, made = build("llama"), classifier(hidden_size=5)
         save_adapter(tmp_path, made.to_adapter(BaseModel.of(model), threshold=0.3, draft="x/y"))
         adapter = load_adapter(tmp_path, "disco")
         loaded, features = DiscoClassifier.from_adapter(adapter), torch.rand(6, NUM_FEATURES)
         assert torch.equal(loaded(features), made(features))
-        assert (loaded.hidden_size, loaded.features) == (5, ("top_probs", "entropy"))
+        assert loaded.hidden_size == 5
         assert adapter.options["threshold"] == 0.3
         assert adapter.options["draft"] == "x/y"
         assert not any(p.requires_grad for p in loaded.parameters())
@@ -107,7 +92,7 @@ class TestAdapter:
         adapter = classifier().to_adapter(BaseModel.of(build("llama")))
         for options, message in (
             ({"hidden_size": 3}, r"inner.bias is \(32,\), not \(3,\)"),
-            ({"features": ["taste"]}, "no DISCO classifier"),
+            ({"features": ["entropy"]}, r"some features only \(\['entropy'\]\)"),
             ({"hidden_size": "wide"}, "hidden_size='wide'"),
         ):
             with pytest.raises(AssistantError, match=message):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import nn
@@ -44,6 +46,24 @@ def test_the_bridge_comes_first() -> None:
         head.bridge.weight.mul_(2)
     hidden = torch.randn(3, 8)
     torch.testing.assert_close(head(hidden), full(2 * hidden))
+
+
+def test_alone_gives_this_thread_the_logits_of_its_own_tokens() -> None:
+    vocabulary = torch.tensor([1, 4, 19])
+    full = nn.Linear(8, 20)
+    head, other = DraftHead(full, vocabulary), DraftHead(full, vocabulary)
+    hidden = torch.randn(2, 8)
+    whole = head(hidden)
+    with ThreadPoolExecutor(1) as pool, head.alone():
+        assert torch.equal(head(hidden), whole[:, vocabulary])
+        assert torch.equal(other(hidden), whole)
+        assert torch.equal(pool.submit(head, hidden).result(), whole)
+        with other.alone():
+            assert head(hidden).shape == other(hidden).shape == (2, 3)
+        with pytest.raises(RuntimeError), other.alone():
+            other(hidden[:, :1])
+        assert torch.equal(other(hidden), whole)
+    assert torch.equal(head(hidden), whole)
 
 
 class TestFrequentTokens:

@@ -76,6 +76,28 @@ class TestLeakage:
         used = torch.autograd.grad(output, features)[0][0].abs().sum(dim=-1) > 0
         assert used.tolist() == [j > 13 - 8 for j in range(14)]
 
+    @pytest.mark.parametrize("recurrent", [False, True])
+    @pytest.mark.parametrize(("size", "grid"), [(1, 0), (2, 0), (2, 1), (3, 2)])
+    def test_one_masked_pass_is_a_pass_per_block(
+        self, size: int, grid: int, recurrent: bool
+    ) -> None:
+        """Outputs and gradients of whole texts, against blocks drafted one after the other."""
+        head = random_head("llama", size, recurrent=recurrent)
+        tokens, features = pairs(length=11)
+        parameters = [weight.requires_grad_() for weight in head.trained().values()]
+        whole = head(tokens, features, grid)
+        found = torch.autograd.grad(whole.square().sum(), parameters)
+        ends = sorted({*range(grid or size, 11, size), 11})
+        last = [
+            head(tokens[:, :end], features[:, :end], grid)[:, start:]
+            for start, end in zip([0, *ends], ends, strict=False)
+        ]
+        apart = torch.cat(last, dim=1)
+        torch.testing.assert_close(apart, whole, atol=1e-5, rtol=1e-4)
+        expected = torch.autograd.grad(apart.square().sum(), parameters)
+        for mine, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, other, atol=1e-3, rtol=1e-3)
+
     def test_block_mask(self) -> None:
         assert block_mask(5, 2, 1).int().tolist() == [
             [1, 0, 0, 0, 0],

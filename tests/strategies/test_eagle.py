@@ -184,9 +184,9 @@ def test_options(options: dict[str, Any], said: str) -> None:
 
 
 def test_chains_alone_are_drawn_at_random() -> None:
-    assert EagleConfig(tree="chain").sample_drafts is True
-    assert EagleConfig().sample_drafts is False
-    assert EagleConfig(sample_drafts=True).sample_drafts is True
+    assert EagleConfig(tree="chain").draws is True
+    assert EagleConfig().draws is False
+    assert EagleConfig(sample_drafts=True).draws is True
     stored = EagleConfig(aux_layers=[2, 4, 5], tree="chain").to_dict()
     stored.pop("strategy")
     assert EagleConfig(**stored) == EagleConfig(aux_layers=[2, 4, 5], tree="chain")

@@ -185,8 +185,10 @@ def drafted_by_hand(
     prompt = repetitive_prompt()[0].tolist()
     root = Drafted(())
     nodes, merges, expanded, level = [], 0, 0, [root]
+    tried: set[Drafted] = set()
     for _ in range(config.max_draft_tokens):
         below: list[Drafted] = []
+        tried.update(level)
         for parent in level:
             expanded += 1
             logits = model(torch.tensor([[*prompt, *parent.path]])).logits[0, -1]
@@ -208,11 +210,15 @@ def drafted_by_hand(
                         None,
                     )
                 merges += first is not None
+                # A leaf is one no longer once a likely token is merged into it.
+                if first is not None and not new.leaf and first not in tried:
+                    first.leaf = False
+                    below.append(first)
                 parent.targets = (*parent.targets, first or new)
                 if first is None:
                     nodes.append(new)
                     below.append(new)
-        level = [node for node in below if not node.leaf]
+        level = [node for node in nodes if node in below and not node.leaf]
     return nodes, merges, expanded
 
 
@@ -282,9 +288,11 @@ class TestGraph:
         assert tree.height(0) == drafter.forwards == 1
 
     def test_no_level_below_the_last(self) -> None:
-        config = hf_spec.GsdConfig(**{**WIDE, "max_draft_tokens": 2}, merge_length=0)
-        tree, drafter = draft_once(config, start())
-        assert tree.height(0) == drafter.forwards == 2
+        for merge_length in (None, 0):
+            config = hf_spec.GsdConfig(**{**WIDE, "max_draft_tokens": 2}, merge_length=merge_length)
+            tree, drafter = draft_once(config, start())
+            assert drafter.forwards == 2
+            assert tree.height(0) == 2 or merge_length is not None
 
     def test_every_node_of_a_level_is_expanded_by_default(self) -> None:
         config = hf_spec.GsdConfig(

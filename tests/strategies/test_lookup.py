@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
-from hf_spec import AssistantError, LookupConfig, OptionError
+from hf_spec import AssistantError, LookupConfig, LookupStore, OptionError
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.stopping import StopRules
 from hf_spec.execution.tree import DraftTree
@@ -134,6 +134,55 @@ class TestIndex:
         state.finished[0] = True
         tree = draft(state, copy_length=1)
         assert [len(tree.nodes(row)) for row in range(2)] == [0, 2]
+
+
+class TestPromptOnly:
+    """What was generated is looked for, but not copied."""
+
+    def test_matches_and_copies_end_with_the_prompt(self) -> None:
+        state = start((5, 6, 7, 8, 9), new_tokens=30)
+        drafter, whole = (
+            LookupDrafter(LookupConfig(copy_length=6, prompt_only=only)) for only in (True, False)
+        )
+        for drafted in (drafter, whole):
+            assert draft(state, drafted).tokens == [9]
+        # The output repeats the prompt, and then itself.
+        for token in (1, 2, 3, 1, 2, 6):
+            state.append(0, token)
+        assert draft(state, drafter).tokens == [6, 7, 8, 9]
+        assert draft(state, whole).tokens == [6, 7, 8, 9, 1, 2, 3]
+        state.append(0, 1)
+        assert draft(state, drafter).tokens == [1]
+        assert len(draft(state, whole).tokens) > 1
+
+    @pytest.mark.parametrize("sizes", [{}, {"copy_length": 5}])
+    def test_greedy_is_identical_and_copies_less(self, sizes: dict[str, int]) -> None:
+        model = tiny_models.build("llama")
+        options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False}
+        inputs = tiny_models.ragged_batch()
+        expected = model.generate(**inputs, **options)
+        drafted = []
+        for only in (True, False):
+            output = model.generate(
+                **inputs,
+                **options,
+                spec_strategy=LookupConfig(prompt_only=only, **sizes),
+                return_dict_in_generate=True,
+            )
+            assert torch.equal(output.sequences, expected)
+            drafted.append(output.spec_stats.drafted_tokens)
+        assert drafted[0] < drafted[1] or not sizes
+
+    def test_answers_are_no_prompt(self) -> None:
+        with pytest.raises(OptionError, match="answers are no prompt"):
+            LookupConfig(prompt_only=True, across_answers=True)
+        with pytest.raises(OptionError, match="copies from no LookupStore"):
+            tiny_models.build("llama").generate(
+                torch.tensor([[5, 6, 5]]),
+                max_new_tokens=2,
+                spec_strategy=LookupConfig(prompt_only=True),
+                assistant=LookupStore(),
+            )
 
 
 class TestGenerate:

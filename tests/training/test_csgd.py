@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -196,6 +197,54 @@ class TestGlancing:
         paper = self.fed(model, other, replace(PLAIN, schedule="paper"), 2)
         data = self.fed(model, other, replace(PLAIN, schedule="paper", replaced_token="data"), 2)
         assert not torch.equal(paper.fed[1][0], data.fed[1][0])
+
+    @pytest.mark.parametrize("k", [2, 3])
+    def test_replaced_places_may_be_left_out_of_the_loss(
+        self, model: PreTrainedModel, texts: list[Text], k: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        settings = replace(PLAIN, schedule="paper")
+        learning = make_loss(model, settings, k)
+        leaving = GlancingLoss(
+            learning.head, model, replace(settings, learn_replaced=False), 4, learning.sizes
+        )
+        batch, seen = MicroBatch(texts, seed=5), []
+        distance = GlancingLoss._distance
+
+        def watch(self: GlancingLoss, *parts: Tensor) -> Tensor:
+            seen.append(parts)
+            return distance(self, *parts)
+
+        monkeypatch.setattr(GlancingLoss, "_distance", watch)
+        chosen: list[Tensor] = []
+        choose = GlancingLoss._choose
+        monkeypatch.setattr(
+            GlancingLoss,
+            "_choose",
+            lambda self, *given: chosen.append(choose(self, *given)) or chosen[-1],
+        )
+        (_, all_places), (_, kept) = learning(batch), leaving(batch)
+        assert torch.equal(*chosen)
+        replaced = int(chosen[0].sum())
+        assert replaced > 3
+        assert kept == all_places - replaced
+        for part, whole in zip(seen[1], seen[0], strict=True):
+            assert torch.equal(part, whole[~chosen[0]])
+
+    def test_the_share_falls_with_the_steps(
+        self, model: PreTrainedModel, texts: list[Text], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        loss = make_loss(model, replace(PLAIN, schedule="steps"), 2)
+        found = []
+        replaced = GlancingLoss._replace
+
+        def watch(self: GlancingLoss, *given: Any) -> Any:
+            found.append(int(given[3].sum()))
+            return replaced(self, *given)
+
+        monkeypatch.setattr(GlancingLoss, "_replace", watch)
+        for done in (0.0, 0.5, 0.99):
+            loss(MicroBatch(texts, seed=5, done=done))
+        assert found[0] > found[1] > found[2] == 0
 
     @pytest.mark.parametrize(("schedule", "k"), [("off", 2), ("paper", 1)])
     def test_one_pass_where_nothing_is_glanced_at(

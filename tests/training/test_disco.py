@@ -293,7 +293,7 @@ class TestTrain:
     def test_tasks_choose_what_is_learned_from(
         self, responses: list[Response], tmp_path: Path
     ) -> None:
-        settings = replace(SETTINGS, labels="soft", features=("top_probs", "entropy"))
+        settings = replace(SETTINGS, labels="soft")
         adapter = train_disco(
             build("llama"), {"truncated": 1}, responses, tmp_path, settings, tasks=["code"]
         )
@@ -301,9 +301,8 @@ class TestTrain:
         assert training_facts["tasks"] == ["code"]
         assert training_facts["prompts"] + len(adapter.options["validation_prompts"]) == 8
         assert training_facts["labels"] == "soft"
-        assert adapter.options["features"] == ["top_probs", "entropy"]
         config = json.loads((tmp_path / "adapter_config.json").read_text())
-        assert config["options"]["training"]["features"] == ["top_probs", "entropy"]
+        assert config["options"]["training"]["labels"] == "soft"
 
     def test_too_little_to_learn_from(self, responses: list[Response], tmp_path: Path) -> None:
         with pytest.raises(OptionError, match="0 prompts with an answer are too few"):

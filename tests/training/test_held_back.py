@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from hf_spec import OptionError
 from hf_spec.training.features import Text
-from hf_spec.training.held_back import by_slot, learned_and_held, split_by_hash, split_by_seed, tau
+from hf_spec.training.held_back import (
+    acceptance,
+    by_slot,
+    learned_and_held,
+    split_by_hash,
+    split_by_seed,
+    tau,
+)
 from hf_spec.training.responses import Response
 
 IDS = [f"p{n}" for n in range(20)]
@@ -93,3 +101,10 @@ def test_tau_of_rounds_counted_by_hand() -> None:
     # Rounds begin at 0, 3 and at 0, 1; they keep 2, 2 and 0, 1.
     assert tau([[2, 1, 0, 2, 1, 0], [0, 1]]) == 5 / 4
     assert tau([]) == 0
+
+
+def test_alpha_is_the_share_of_tokens_that_were_drafted() -> None:
+    # A round keeps two of the draft, one none: two of four tokens are drafted.
+    figures = acceptance([torch.tensor([[1, 1], [1, 0], [0, 0], [0, 0]]).bool()])
+    assert (figures["tau"], figures["alpha"]) == (1.0, 0.5)
+    assert acceptance([])["alpha"] == 0

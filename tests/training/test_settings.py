@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from hf_spec import OptionError
-from hf_spec.models.shapes import FEATURES
 from hf_spec.settings import described
 from hf_spec.training.settings import (
     DRAFT_RUN,
@@ -76,7 +75,9 @@ def test_what_users_have_by_default() -> None:
     assert runs == [(3, 2e-3), (8, 2e-3), (3, 1e-3)]
     assert {run.batch_tokens for run in (DRAFT_RUN, FALCON_RUN, SDSAT_RUN)} == {2048}
     assert (FalconTrainSettings().vocabulary_size, FalconTrainSettings().max_context) == (8192, 64)
-    assert DiscoTrainSettings().features == tuple(FEATURES)
+    assert DiscoTrainSettings().labels == "hard"
+    # As in the paper of SDSAT.
+    assert (SDSAT_RUN.warm_up, SdsatTrainSettings().start_share) == (0.2, 0.1)
 
 
 def test_the_share_of_glanced_inputs_by_epoch() -> None:
@@ -84,6 +85,8 @@ def test_the_share_of_glanced_inputs_by_epoch() -> None:
     assert [paper.share(e, 4) for e in range(4)] == pytest.approx([0.4, 0.3, 0.2, 0.1])
     assert [released.share(e, 7) for e in (0, 6)] == pytest.approx([0.45, 0.15])
     assert CsgdSettings(schedule="off").share(0, 4) == 0
+    steps = CsgdSettings(schedule="steps")
+    assert [steps.share(0, 1, done) for done in (0, 0.5, 1)] == pytest.approx([0.4, 0.2, 0])
 
 
 def test_the_rate_rises_and_falls() -> None:

@@ -214,6 +214,10 @@ class TestBatches:
         second = [batch for batch in found if batch.epoch == 1]
         assert sorted(name for batch in second for name in batch.items) == sorted(names)
         assert epochs(1) == second
+        done = [batch.done for batch in found]
+        assert done == sorted(done)
+        assert (done[0], len(set(done))) == (0, len(done))
+        assert second[0].done == 1 / SETTINGS.epochs
         assert epochs(0) != second
 
     def test_a_text_longer_than_the_limit_stands_alone(self) -> None:

@@ -24,7 +24,9 @@ def test_every_strategy_that_has_an_adapter_is_measured(tmp_path: Path) -> None:
     for method in ("draft", "disco", "falcon", "sdsat"):
         (tmp_path / f"smollm2-135m-{method}").mkdir()
     found = strategies("smollm2", tmp_path)
-    assert sorted(found) == known_strategies()
+    # Of published heads there is none for a model that every machine has.
+    published = {"block", "eagle", "gemma_assistant", "heads", "mtp", "pard"}
+    assert set(known_strategies()) - set(found) == published
     draft, falcon = (str(tmp_path / f"smollm2-135m-{method}") for method in ("draft", "falcon"))
     assert found["tree"] == found["gsd"] == found["draft"] == draft
     assert found["auto"] == [falcon, draft]

@@ -1,0 +1,220 @@
+"""What thresholds, merging and the number of nodes sent are worth to a graph, counted (GSD).
+
+Every setting answers every prompt greedily: how many draft tokens are accepted per forward of the
+target, how many nodes are drafted and sent, and how often an accepted path runs over a merge edge.
+Times are not taken, so any machine gives the same figures; what the nodes cost is in
+`examples/studies/full_table/smollm2_step_cost.json`. The record is written after every answer, and
+a command that is given again goes on where it was. Run as
+`python -m examples.studies.gsd.sweep --help` says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_spec.bench.tables import Table
+from hf_spec.data.machine import environment
+from hf_spec.data.prompts import Prompt, load_prompts
+from hf_spec.files import write_json
+from hf_spec.strategies import GsdConfig
+from hf_spec.strategies.assistants import resolve_draft_model
+
+# The paper's for its small targets and its large one, then what lets a small draft model branch.
+THRESHOLDS = ((0.4, 0.1), (0.2, 0.3), (0.1, 0.2), (0.05, 0.1), (0.02, 0.05))
+MERGE_LENGTHS = (None, 0, 1, 2)
+MAX_NODES = (15, 100)
+
+
+class Pair(NamedTuple):
+    """Target and draft model, and the tokenizer of both."""
+
+    model: Any
+    draft: Any
+    tokenizer: Any
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is varied, by the names of `GsdConfig`."""
+
+    min_probability: float
+    min_sibling_ratio: float
+    merge_length: int | None
+    max_nodes: int
+
+    @property
+    def config(self) -> GsdConfig:
+        """Ten levels in every round, as in the paper."""
+        return GsdConfig(length_policy="static", **vars(self))
+
+
+def settings(
+    thresholds: Sequence[tuple[float, float]],
+    merge_lengths: Sequence[int | None],
+    max_nodes: Sequence[int],
+) -> Iterator[Setting]:
+    """All combinations."""
+    for pair, merge_length, most in product(thresholds, merge_lengths, max_nodes):
+        yield Setting(*pair, merge_length, most)
+
+
+def answered(pair: Pair, ids: torch.Tensor, new_tokens: int, setting: Setting) -> dict[str, Any]:
+    """The counts of one greedy answer, and its tokens."""
+    output = pair.model.generate(
+        ids,
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        spec_strategy=setting.config,
+        assistant=pair.draft,
+        return_dict_in_generate=True,
+    )
+    stats = output.spec_stats
+    return {
+        "tokens": output.sequences[0, ids.shape[1] :].tolist(),
+        "target_forwards": stats.target_forwards,
+        "draft_forwards": stats.draft_forwards,
+        "sent": stats.drafted_tokens,
+        "accepted": stats.accepted_tokens,
+        **stats.counters,
+    }
+
+
+def sweep(
+    pair: Pair,
+    prompts: Sequence[Prompt],
+    new_tokens: int,
+    wanted: Sequence[Setting],
+    known: list[dict[str, Any]],
+) -> Iterator[list[dict[str, Any]]]:
+    """Answer what is not in `known` yet; all records so far after every answer.
+
+    Records say whether an answer is the same as plain `generate()`'s.
+    """
+    done = {(record["prompt"], Setting(**record["setting"])) for record in known}
+    for prompt in tqdm(prompts, desc="prompts", disable=None):
+        missing = [setting for setting in wanted if (prompt.id, setting) not in done]
+        if not missing:
+            continue
+        ids = prompt.encode(pair.tokenizer)
+        plain = pair.model.generate(ids, max_new_tokens=new_tokens, do_sample=False)
+        right = plain[0, ids.shape[1] :].tolist()
+        for setting in missing:
+            counts = answered(pair, ids, new_tokens, setting)
+            identical = counts.pop("tokens") == right
+            facts = {"prompt": prompt.id, "task": prompt.task, "setting": vars(setting)}
+            known.append({**facts, "identical": identical, **counts})
+            yield known
+
+
+def summary(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row per setting: sums over prompts and what follows from them."""
+    groups: dict[Setting, list[dict[str, Any]]] = {}
+    for record in records:
+        groups.setdefault(Setting(**record["setting"]), []).append(record)
+    rows = []
+    for setting, found in groups.items():
+        total = {name: sum(one[name] for one in found) for name in found[0] if name in SUMMED}
+        rounds = total["rounds"]
+        rows.append(
+            {
+                **vars(setting),
+                "prompts": len(found),
+                "identical": sum(one["identical"] for one in found),
+                "tau": total["accepted"] / total["target_forwards"],
+                "sent": total["sent"] / rounds,
+                "drafted": total["draft_nodes"] / rounds,
+                "draft_forwards": total["draft_forwards"] / rounds,
+                "merges": total["merges"] / rounds,
+                "merged_accepted": total["rounds_with_merged_accepted"] / rounds,
+            }
+        )
+    order = list(Setting.__dataclass_fields__)
+    return sorted(rows, key=lambda row: [-1 if row[n] is None else row[n] for n in order])
+
+
+SUMMED = (
+    "target_forwards",
+    "draft_forwards",
+    "sent",
+    "accepted",
+    "draft_nodes",
+    "merges",
+    "rounds",
+    "rounds_with_merged_accepted",
+)
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Markdown of a summary."""
+    columns = {
+        "thresholds": lambda row: f"{row['min_probability']:g} / {row['min_sibling_ratio']:g}",
+        "`merge_length`": lambda row: str(row["merge_length"]),
+        "`max_nodes`": lambda row: str(row["max_nodes"]),
+        "tau": lambda row: f"{row['tau']:.2f}",
+        "sent a round": lambda row: f"{row['sent']:.1f}",
+        "drafted a round": lambda row: f"{row['drafted']:.1f}",
+        "draft forwards a round": lambda row: f"{row['draft_forwards']:.1f}",
+        "rounds with a merged token accepted": lambda row: f"{row['merged_accepted']:.1%}",
+        "identical": lambda row: f"{row['identical']} of {row['prompts']}",
+    }
+    return Table.of(columns, rows).markdown()
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Command line; prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True, help="folder or Hub id of the target")
+    parser.add_argument("--assistant", required=True, help="folder or Hub id of a draft model")
+    parser.add_argument("--per-task", type=int, help="prompts of each task; all by default")
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--thresholds", type=float, nargs=2, action="append", help="again for more")
+    parser.add_argument("--merge-length", type=int, action="append", help="-1 for none")
+    parser.add_argument("--max-nodes", type=int, action="append")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file, gone on with if there")
+    options = parser.parse_args(argv)
+    lengths = options.merge_length and [None if r < 0 else r for r in options.merge_length]
+    thresholds = [(low, ratio) for low, ratio in options.thresholds or THRESHOLDS]
+    wanted = list(settings(thresholds, lengths or MERGE_LENGTHS, options.max_nodes or MAX_NODES))
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
+    draft = resolve_draft_model("gsd", options.assistant, model)
+    pair = Pair(model, draft, AutoTokenizer.from_pretrained(options.model))
+    facts = {
+        "environment": environment(),
+        "model": options.model,
+        "draft": options.assistant,
+        "per_task": options.per_task,
+        "new_tokens": options.new_tokens,
+    }
+    known = gone_on(options.out, facts)
+    prompts = load_prompts(per_task=options.per_task)
+    for records in sweep(pair, prompts, options.new_tokens, wanted, known):
+        write_json(options.out, {**facts, "summary": summary(records), "records": records})
+    print(table(summary(known)))
+
+
+def gone_on(out: Path, facts: dict[str, Any]) -> list[dict[str, Any]]:
+    """The records of an earlier command of the same kind, if there are any."""
+    if not out.exists():
+        return []
+    earlier = json.loads(out.read_text())
+    differing = [name for name in ("model", "draft", "new_tokens") if earlier[name] != facts[name]]
+    if differing:
+        raise SystemExit(
+            f"{out} was made with another {', '.join(differing)}; choose another --out"
+        )
+    records: list[dict[str, Any]] = earlier["records"]
+    return records
+
+
+if __name__ == "__main__":
+    main()

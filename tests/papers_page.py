@@ -1,0 +1,358 @@
+"""docs/papers.md: the claims of the five papers beside our records, in the same metric.
+
+Ours come from the records in examples/studies, the papers' from `paper_claims.json`, copied from
+their tables; no figure of either is typed into the page. `python -m tests.papers_page` writes it;
+tests/test_docs.py compares.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from examples.studies.gsd import sweep
+from hf_spec.bench.tables import Table
+
+TESTS = Path(__file__).parent
+PAGE = TESTS.parent / "docs" / "papers.md"
+STUDIES = TESTS.parent / "examples" / "studies"
+CLAIMS = json.loads((TESTS / "paper_claims.json").read_text("utf-8"))
+
+TREES = "falcon/smollm2_falcon_trees.json"
+ABLATION = "falcon/smollm2_falcon_ablation.json"
+DRAFTS = "disco/smollm2_draft_methods.json"
+SDSAT = "sdsat/smollm2_sdsat.json"
+BATCHES = "ems_sd/smollm2_batches.json"
+SWEEP = "gsd/smollm2_sweep.json"
+MERGES = "gsd/smollm2_merge_divergence.json"
+
+TEMPLATE = """# The five papers
+
+Made by `python -m tests.papers_page` from the records in `examples/studies` and from the papers'
+own tables (`tests/paper_claims.json`); a test compares it. Per paper: what is implemented, where
+it differs, its claims beside our recorded figures in the same metric, and why they are what they
+are.
+
+Two things hold for all of them. Our target is SmolLM2-135M-Instruct in float32 on two cores of a
+CPU; theirs have 2.7 to 70 billion parameters and run in half precision on a GPU. There a forward
+over many tokens costs about what one over one does, and a drafter costs a small share of it; here
+neither holds. And the ratio to plain `generate()` contains our packed weights: `none` is the
+engine without drafts, where a record has it.
+
+`tau` is accepted draft tokens per forward of the target; `alpha` is the share of all tokens that
+were drafted. With one token of the target's own a forward, `alpha` is `tau / (1 + tau)`; Falcon's
+own rows are within a per cent of that.
+
+## Falcon
+
+{falcon_source}
+
+Implemented: the head, with per-pair or recurrent LSTM (`--recurrent`), blocks of 1 to 4 tokens,
+the relaxed causal mask in training, drafting and verification, the two published trees, CSGD by
+paper or code, every option named (`hf_spec/training/csgd.py`). Differs: factors on the LSTM's
+inputs and outputs, a start from the target's own last layer, few tokens in the vocabulary, blocks
+counted from the newest pair; sampling is lossless, and any batch size works. `--csgd steps` lets
+the share of glanced inputs fall to nothing within any number of epochs, and `--no-learn-replaced`
+leaves places that were given their own answers out of the loss; both are ours.
+
+**The shipped head has blocks of one token and was trained without CSGD, which is EAGLE's case,
+not Falcon's.** A head with k = 2, a recurrent LSTM and CSGD is to follow.
+
+{falcon_methods}
+
+{falcon_ablation}
+
+Why: our heads saw {falcon_tokens} answer tokens in the ablation, the paper's {falcon_dialogues}
+dialogues. CSGD loses in our ablation because it ran one epoch: the share of replaced inputs
+stayed at its highest, where more than half of all starts of blocks are given their own answers,
+and the loss scored those as well. It is to be repeated with the two options above.
+
+## DISCO
+
+{disco_source}
+
+Implemented: classifier, its features, calibration of threshold and longest draft by latency,
+transfer between tasks, hard and soft labels, the oracle, and the same classifier as a policy for
+trees, graphs and heads. Differs: with neither of the two calibrated values given, measured time
+decides where the classifier's probability is enough. Its features are computed over the tokens
+that the draft model knows.
+
+{disco_table}
+
+F1 of predicting acceptance, on held-back prompts, in per cent:
+
+{disco_f1}
+
+Why: what a classifier can gain is what the oracle gains, and that is smaller here. The paper's
+drafts are accepted for {disco_oracle} tokens in a row (oracle, table 2 there), ours for
+{our_oracle}.
+
+## SDSAT
+
+{sdsat_source}
+
+Implemented: both losses, identical and diverse tokens, infilling, the published loop and trees,
+the paper's sampling rule (`lossy`). Differs: two modes that do not change the target (`gated`,
+`embeddings`), windows as branches of the clean text, a fused loop, lossless sampling.
+
+{sdsat_table}
+
+Why: the paper trains every weight of a 7B model on code for {sdsat_steps} steps and measures
+code; ours is a LoRA on the adaptive positions of a 135M model, trained with starts at a share of
+{our_share} of the positions (the paper: {sdsat_share}), measured on six tasks. Retraining at the
+paper's share is to follow, with quality on tasks that can be right or wrong ([SDSAT](sdsat.md)).
+
+## GSD
+
+{gsd_source}
+
+Implemented: the graph with merging, both prunings, revived leaves, unmerging beyond the drafted
+levels, repair of the draft model's keys and values, the paper's sampling rule (`lossy`). Differs:
+no cycles, several merge edges per node, the likeliest paths are unmerged first, lossless
+sampling, {gsd_default} nodes sent where the length is not measured (the paper's code: about
+{gsd_sent}).
+
+{gsd_table}
+
+The same with other thresholds and more nodes sent, counted on {sweep_prompts} prompts
+(`max_nodes` is what is sent at most):
+
+{gsd_sweep}
+
+What merging costs, the mean Kullback-Leibler divergence of table 5 (three children there, four
+here; the paper's unit is not given, so compare the falls):
+
+{gsd_divergence}
+
+Why: with the paper's thresholds a draft model this small branches little, so there is little to
+merge and to choose from; with less pruning and more nodes tau rises, for the most part without
+merging. See [GSD](gsd.md#measured).
+
+## EMS-SD
+
+{ems_source}
+
+Implemented: both halves, for every strategy, in one packed forward; continuous batching. Differs:
+samples end by themselves, sampling is lossless.
+
+{ems_lookup}
+
+{ems_draft}
+
+Why: the papers' table counts decoding without prompts and one target on a GPU; ours counts
+prompts, with prompts of different lengths in a batch. Which of the two halves brings more is the
+other way round than in the paper, and is to be measured with prompts taken out
+([batches](batches.md#measured)).
+"""
+
+
+def load(name: str) -> dict[str, Any]:
+    """A record."""
+    found: dict[str, Any] = json.loads((STUDIES / name).read_text("utf-8"))
+    return found
+
+
+def rows_of(name: str) -> dict[str, dict[str, Any]]:
+    """What a record says of each contender over all tasks."""
+    return {row["contender"]: row for row in load(name)["summary"] if row["task"] in (None, "all")}
+
+
+def drafted_share(row: dict[str, Any]) -> float:
+    """alpha, in per cent: all tokens but one a forward are drafted."""
+    return 100 * (1 - 1 / row["tokens_per_forward"])
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[Any]], *forms: str) -> str:
+    """Markdown; `forms` are those of the numbers, None is a dash."""
+    first = len(head) - len(forms)
+    cells = [
+        [
+            *map(str, row[:first]),
+            *("-" if n is None else format(n, f) for n, f in zip(row[first:], forms, strict=True)),
+        ]
+        for row in rows
+    ]
+    return Table(head, cells).markdown()
+
+
+def named(contender: str) -> str:
+    """A contender as the options that make it differ, without the list of a tree."""
+    method, _, options = contender.partition("@")[0].partition(":")
+    kept = [part for part in options.split(",") if "=" in part and "[" not in part]
+    return ", ".join([f"`{method}`", *(f"`{part}`" for part in kept)])
+
+
+def falcon_methods() -> str:
+    ours = [
+        ("ours, SmolLM2-135M", named(name), row["ratio"], row["tau"], drafted_share(row))
+        for name, row in rows_of(TREES).items()
+        if "tau" in row
+    ]
+    head = ("target", "drafter", "speed", "tau", "alpha, %")
+    return table(head, [*CLAIMS["falcon"]["methods"], *ours], ".2f", ".2f", ".1f")
+
+
+def falcon_ablation() -> str:
+    ours = []
+    for name, row in rows_of(ABLATION).items():
+        if "tau" not in row:
+            continue
+        head = name.partition("@")[2]
+        shape = "chain" if "chain" in name else "tree"
+        glanced = "no CSGD" if head.endswith("off") else "CSGD"
+        said = f"{shape}, {glanced}, k = {head[1]}"
+        ours.append(("ours, SmolLM2-135M", said, row["ratio"], row["tau"], drafted_share(row)))
+    head = ("target", "ablation", "speed", "tau", "alpha, %")
+    return table(head, [*CLAIMS["falcon"]["ablation"], *ours], ".2f", ".2f", ".1f")
+
+
+def falcon_tokens() -> str:
+    """How many answer tokens the ablation's heads saw."""
+    record = load("falcon/smollm2_falcon_training.json")
+    seen = record["ablation: block size 2, CSGD"]["evaluations"][-1]["answer_tokens"]
+    return f"{seen / 1e6:.2f} million"
+
+
+def shares(static: float, disco: float, oracle: float) -> tuple[float, float, float]:
+    """Speed of DISCO and the oracle over the best static length, and the share captured, in %."""
+    return disco / static, oracle / static, 100 * (disco - static) / (oracle - static)
+
+
+def disco_table() -> str:
+    rows: list[Sequence[Any]] = [
+        (task, target / best, target / disco, *shares(1 / best, 1 / disco, 1 / oracle))
+        for task, target, best, disco, oracle in CLAIMS["disco"]["latency"]
+    ]
+    found = rows_of(DRAFTS)
+    speeds = {name: row["total_ratio"] for name, row in found.items()}
+    static = {n: s for n, s in speeds.items() if n.startswith("draft") and "policy" not in n}
+    best = max(static, key=lambda name: static[name])
+    disco = next(name for name in speeds if name.startswith("disco@"))
+    three = static[best], speeds[disco], speeds["oracle"]
+    rows.append((f"ours, six tasks (best: {named(best)})", static[best], speeds[disco]))
+    rows[-1] = (*rows[-1], *shares(*three))
+    head = ("data", "best static", "DISCO", "DISCO / static", "oracle / static", "captured, %")
+    return table(head, rows, ".2f", ".2f", ".2f", ".2f", ".0f")
+
+
+def sdsat_table() -> str:
+    rows: list[Sequence[Any]] = [
+        (task, None, tuned / plain, None, None) for task, plain, tuned in CLAIMS["sdsat"]["speed"]
+    ]
+    found = rows_of(SDSAT)
+    idle = found["none"]["total_ratio"]
+    for name, row in found.items():
+        if name.startswith("sdsat"):
+            ratio = row["total_ratio"]
+            said = f"ours, {named(name)}"
+            rows.append((said, row["tau"], ratio, ratio / idle, drafted_share(row)))
+    head = ("data", "tau", "speed", "over the engine alone", "alpha, %")
+    return table(head, rows, ".2f", ".2f", ".2f", ".1f")
+
+
+def gsd_table() -> str:
+    rows: list[Sequence[Any]] = []
+    of_chain = {row[0]: row[3] for row in CLAIMS["gsd"]["methods"] if row[1] == "SSD"}
+    for task, method, accepted, drafted, merged, speed in CLAIMS["gsd"]["methods"]:
+        rows.append((task, method, 100 * accepted, drafted / of_chain[task], merged, speed))
+    found, records = rows_of(DRAFTS), load(DRAFTS)["records"]
+    ours = {
+        "SSD": "draft@smollm2-135m-draft",
+        "TSD": "tree:max_draft_tokens=4,children=4,expanded_per_level=64@smollm2-135m-draft",
+        "GSD": "gsd@smollm2-135m-draft",
+    }
+    nodes, merged_rounds = {}, {}
+    for method, name in ours.items():
+        counts = [one["stats"]["counters"] for one in records if one["contender"] == name]
+        nodes[method] = sum(one["draft_nodes"] for one in counts)
+        rounds = sum(one["rounds"] for one in counts)
+        merged_rounds[method] = sum(one["rounds_with_merged_accepted"] for one in counts) / rounds
+    for method, name in ours.items():
+        row = found[name]
+        merged = None if method == "SSD" else 100 * merged_rounds[method]
+        ratio = nodes[method] / nodes["SSD"]
+        rows.append(("ours", method, drafted_share(row), ratio, merged, row["total_ratio"]))
+    head = ("data", "method", "accepted, %", "drafted / SSD", "rounds with merged, %", "speed")
+    return table(head, rows, ".1f", ".2f", ".1f", ".2f")
+
+
+def ems_table(method: str) -> str:
+    rows: list[Sequence[Any]] = []
+    for size, plain, padded, unpadded in CLAIMS["ems_sd"][method]:
+        rows.append(("paper", size, padded / plain, unpadded / plain, unpadded / padded))
+    for row in load(BATCHES)["summary"]:
+        if row["method"] == method:
+            ratio = row["ratio"]
+            gain = ratio["unpadded"] / ratio["padded"]
+            rows.append(("ours", row["batch_size"], ratio["padded"], ratio["unpadded"], gain))
+    head = (f"drafts: {method}", "batch size", "padded", "unpadded", "unpadded / padded")
+    return table(head, rows, ".2f", ".2f", ".2f")
+
+
+def disco_f1() -> str:
+    rules = adapter("disco")["validation"]["rules"]
+    f1 = {name: 100 * rule["accepted"]["f1"] for name, rule in rules.items()}
+    static = max(value for name, value in f1.items() if name.startswith("static"))
+    rows = [*CLAIMS["disco"]["f1"], ("ours, six tasks", static, f1["disco"])]
+    return table(("data", "best static", "DISCO"), rows, ".0f", ".0f")
+
+
+def disco_oracle() -> str:
+    lengths = CLAIMS["disco"]["oracle_lengths"]
+    return f"{min(lengths):g} to {max(lengths):g}"
+
+
+def gsd_divergence() -> str:
+    found = {row["merge_length"]: row["mean_kl"] for row in load(MERGES)["summary"]}
+    claimed = CLAIMS["gsd"]["divergence"]
+    rows = [
+        (length, kl, found[str(length)], kl / claimed[0], found[str(length)] / found["0"])
+        for length, kl in enumerate(claimed)
+    ]
+    head = ("merge_length", "paper", "ours, nats", "paper, by the first", "ours, by the first")
+    return table(head, rows, ".2e", ".3g", ".3f", ".3f")
+
+
+def adapter(method: str) -> dict[str, Any]:
+    """The options of a shipped adapter."""
+    file = STUDIES.parent / "adapters" / f"smollm2-135m-{method}" / "adapter_config.json"
+    options: dict[str, Any] = json.loads(file.read_text("utf-8"))["options"]
+    return options
+
+
+def page() -> str:
+    """The whole page."""
+    records = load(SWEEP)["records"]
+    parts: dict[str, Callable[[], str]] = {
+        "falcon_methods": falcon_methods,
+        "falcon_ablation": falcon_ablation,
+        "falcon_tokens": falcon_tokens,
+        "disco_table": disco_table,
+        "falcon_dialogues": lambda: f"{CLAIMS['falcon']['dialogues']:,}",
+        "disco_f1": disco_f1,
+        "disco_oracle": disco_oracle,
+        "our_oracle": lambda: f"{rows_of(DRAFTS)['oracle']['tau']:.2f}",
+        "sdsat_steps": lambda: f"{CLAIMS['sdsat']['steps']:,}",
+        "sdsat_share": lambda: str(CLAIMS["sdsat"]["start_share"]),
+        "our_share": lambda: str(adapter("sdsat")["training"]["start_share"]),
+        "gsd_sent": lambda: str(CLAIMS["gsd"]["nodes_sent"]),
+        "gsd_divergence": gsd_divergence,
+        "sdsat_table": sdsat_table,
+        "gsd_table": gsd_table,
+        "gsd_sweep": lambda: sweep.table(sweep.summary(records)),
+        "gsd_default": lambda: str(sweep.GsdConfig.usual["max_nodes"]),
+        "sweep_prompts": lambda: str(len({one["prompt"] for one in records})),
+        "ems_lookup": lambda: ems_table("lookup"),
+        "ems_draft": lambda: ems_table("draft"),
+    }
+    sources = {
+        f"{name.removesuffix('_sd')}_source": claims["source"] + "."
+        for name, claims in CLAIMS.items()
+    }
+    return TEMPLATE.format(**{name: part() for name, part in parts.items()}, **sources)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
