@@ -14,7 +14,8 @@ import copy
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import hf_spec_kernels
@@ -26,13 +27,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from hf_spec.decoding import verification
 from hf_spec.devices import transfer
+from hf_spec.devices.waits import READS
 from hf_spec.execution import attention, kv_cache, step_graphs
 
 DEVICE = torch.device("meta")
-# They hand a value, or a size, to the host.
-READS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2"}
-# `torch.multinomial` reads a value of its own.
-READS |= {"multinomial"}
+# They give another look at the same memory.
+FREE = {"detach", "alias", "_unsafe_view", "_reshape_alias", "lift_fresh"}
 
 
 class OnGpu(Tensor):
@@ -70,6 +70,7 @@ class FakeGpu(TorchDispatchMode):
     Attributes:
         waits: what holds the host up, by the line of hf_spec that asks for it.
         sends, fetches: copies to and from the device.
+        launches: operations beside them, graphs among these, a graph being one.
     """
 
     def __init__(self) -> None:
@@ -79,11 +80,13 @@ class FakeGpu(TorchDispatchMode):
     def restart(self) -> None:
         """Forget what was recorded."""
         self.waits: Counter[str] = Counter()
-        self.sends = self.fetches = 0
+        self.sends = self.fetches = self.launches = 0
+        self._counts = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = dict(kwargs or {}), func.overloadpacket.__name__
         there = [t for t in tree_leaves((args, kwargs)) if isinstance(t, OnGpu)]
+        copies = self.sends + self.fetches
         on_gpu = bool(there)
         if there and name in READS:
             self._waits(name)
@@ -98,6 +101,7 @@ class FakeGpu(TorchDispatchMode):
         elif there and name in {"index", "index_put_", "index_put"}:
             self._look_at(args[1])
         kwargs.pop("pin_memory", None)
+        self.launched(on_gpu and copies == self.sends + self.fetches and launches(func))
         plain_args, plain_kwargs = tree_map(held, (args, kwargs))
         result = func(*plain_args, **plain_kwargs)
         # What an operation changed in place is the tensor it was before.
@@ -109,6 +113,18 @@ class FakeGpu(TorchDispatchMode):
             return OnGpu(value) if on_gpu else value
 
         return tree_map(wrapped, result)
+
+    def launched(self, number: int) -> None:
+        """Count operations of the device."""
+        self.launches += number * self._counts
+
+    @contextmanager
+    def one_launch(self) -> Iterator[None]:
+        """What runs in the block was recorded, and is launched at once."""
+        self.launched(1)
+        before, self._counts = self._counts, False
+        yield
+        self._counts = before
 
     def _look_at(self, indices: Any) -> None:
         for index in indices:
@@ -147,10 +163,17 @@ def on_gpu(module: nn.Module) -> Any:
     return moved
 
 
-def unseen(op: Callable[..., Any]) -> Callable[..., Any]:
+def launches(func: Any) -> bool:
+    """Whether an operation computes anything, and does not only look at or make room for it."""
+    name = func.overloadpacket.__name__
+    return not (func.is_view or name.startswith(("empty", "new_empty")) or name in FREE)
+
+
+def unseen(gpu: FakeGpu, op: Callable[..., Any]) -> Callable[..., Any]:
     """An op of the kernels, run by its reference on what the tensors hold."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        gpu.launched(1)
         plain_args, plain_kwargs = _map((args, kwargs), held)
         with torch.utils._python_dispatch._disable_current_modes():
             result = op(*plain_args, **plain_kwargs)
@@ -171,6 +194,30 @@ def _map(value: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(value, dict):
         return {key: _map(part, change) for key, part in value.items()}
     return change(value)
+
+
+@contextmanager
+def recording(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu) -> Iterator[None]:
+    """Let steps be recorded on the pretended device: a replay is one launch."""
+
+    def record(shape: Any, compute: Any, pool: Any, memory: Any) -> None:
+        step = shape.step(pool)
+        shape.outputs = [torch.empty_like(t) for t in compute(shape.inputs, step)]
+
+        def replay() -> None:
+            with gpu.one_launch():
+                outputs = compute(shape.inputs, shape.step(pool))
+                for mine, new in zip(shape.outputs, outputs, strict=True):
+                    mine.copy_(new)
+
+        shape.graph = SimpleNamespace(replay=replay)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(step_graphs, "obstacle", lambda _: None)
+        patch.setattr(step_graphs, "_this_stream", lambda _: nullcontext())
+        patch.setattr(torch.cuda, "graph_pool_handle", object)
+        patch.setattr(step_graphs.Shape, "record", record)
+        yield
 
 
 @contextmanager
@@ -199,6 +246,6 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
             (kv_cache, "kv_keep"),
             (verification, "verify_tree"),
         ):
-            patch.setattr(module, name, unseen(getattr(hf_spec_kernels, name)))
+            patch.setattr(module, name, unseen(gpu, getattr(hf_spec_kernels, name)))
         with gpu:
             yield gpu

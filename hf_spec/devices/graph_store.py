@@ -7,7 +7,8 @@ as the model lives and everything in it is as it was when they were recorded.
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Iterable
+from collections import OrderedDict
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -114,27 +115,33 @@ class _Frozen:
         self._configs: dict[int, object] = {}
 
     def __call__(self, value: Any) -> object:
-        if isinstance(value, Tensor):
+        if type(value) in _PLAIN:
+            return value
+        if type(value) in (Tensor, nn.Parameter):
             return value.data_ptr(), value.dtype, value.shape, value.stride()
         if isinstance(value, dict):
-            return tuple((key, self(one)) for key, one in value.items())
-        if isinstance(value, (list, tuple)):
-            return type(value), self._all(value)
+            # Written for speed: modules are full of numbers and empty containers.
+            return [
+                (key, one if type(one) in _PLAIN else self(one))
+                for key, one in value.items()
+                if type(one) not in _EMPTY or one
+            ]
         if isinstance(value, (set, frozenset)):
-            return self._all(sorted(value, key=repr))
+            value = sorted(value, key=repr)
+        if isinstance(value, (list, tuple)):
+            return tuple(map(self, value))
         if isinstance(value, PreTrainedConfig):
             if id(value) not in self._configs:
                 # In case it leads back to itself.
                 self._configs[id(value)] = None
                 self._configs[id(value)] = self(vars(value))
             return self._configs[id(value)]
-        return value if isinstance(value, _PLAIN) else _Same(value)
-
-    def _all(self, values: Iterable[Any]) -> tuple[object, ...]:
-        return tuple(map(self, values))
+        return _Same(value)
 
 
-_PLAIN = (int, float, str, bytes, type(None), torch.dtype, torch.device, type)
+_PLAIN = {bool, int, float, str, bytes, type(None), torch.dtype, torch.device, type}
+# Of hooks and the like; an empty one is as good as none.
+_EMPTY = {dict, OrderedDict, set}
 
 
 class _Same:

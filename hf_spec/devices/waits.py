@@ -16,6 +16,10 @@ from torch.utils._pytree import tree_leaves
 # They hand a value, or a size, to the host; `torch.multinomial` reads a value of its own.
 READS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2"}
 READS |= {"multinomial"}
+COPIES = {"_to_copy", "copy_"}
+INDEXING = {"index", "index_put_"}
+MASKS = {torch.bool, torch.uint8}
+WATCHED = READS | COPIES | INDEXING
 
 
 class WaitError(RuntimeError):
@@ -30,21 +34,21 @@ class NoWaits(TorchDispatchMode):
         self._device = device.type
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if name in READS or name in {"_to_copy", "index", "index_put_"}:
-            self._look_at(name, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
-
-    def _look_at(self, name: str, args: Any, kwargs: Any) -> None:
-        there = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
-        if not any(t.device.type == self._device for t in there):
-            return
-        waits = name in READS
-        if name == "_to_copy":
-            target = torch.device(kwargs.get("device") or self._device)
-            waits = target.type != self._device
-        elif name.startswith("index"):
-            indices = [index for index in args[1] if index is not None]
-            waits = any(index.dtype in {torch.bool, torch.uint8} for index in indices)
-        if waits:
+        name, kwargs = func.overloadpacket.__name__, kwargs or {}
+        if name in WATCHED and self._waits(name, args, kwargs):
             raise WaitError(f"{name} makes the host wait for the {self._device}")
+        return func(*args, **kwargs)
+
+    def _waits(self, name: str, args: Any, kwargs: Any) -> bool:
+        tensors = [tensor for tensor in tree_leaves(args) if isinstance(tensor, Tensor)]
+        there = [tensor.device.type == self._device for tensor in tensors]
+        if name in COPIES:
+            end = there[0]
+            if name == "_to_copy" and (device := kwargs.get("device")) is not None:
+                end = torch.device(device).type == self._device
+            return end != there[-1] and not kwargs.get("non_blocking")
+        if not any(there):
+            return False
+        if name in INDEXING:
+            return any(index.dtype in MASKS for index in args[1] if index is not None)
+        return True

@@ -94,6 +94,10 @@ class LevelConfig(PolicyConfig):
         return None
 
 
+# Token, its probability, and the distribution that it comes from.
+Drafted = tuple[int, float, Tensor]
+
+
 @dataclass
 class _Growth:
     """A draft under construction: the graph and the nodes to expand next.
@@ -156,6 +160,12 @@ class LevelDrafter(Drafter):
         `graphs` are those of the rows that grow. Where drafts are drawn at random, R is V.
         """
 
+    def chains(
+        self, state: GenerationState, limits: Mapping[int, int]
+    ) -> dict[int, list[Drafted]] | None:
+        """Per growing row a chain of so many levels that no host looked at; None if one has to."""
+        return None
+
     def token_ids(self, places: Tensor) -> Tensor:
         """Token ids of places in what `probabilities` gave last; the same by default."""
         return places
@@ -199,6 +209,10 @@ class LevelDrafter(Drafter):
         levels = {row: min(self.policy.limit(row), limit) for row, limit in limits.items()}
         level = 0
         growing = [row for row in growths if levels[row] > 0]
+        if (chains := self.chains(state, {row: levels[row] for row in growing})) is not None:
+            for row, chain in chains.items():
+                self._hang_chain(state, growths[row], chain)
+            growing = []
         while growing:
             self._grow(state, growths, growing)
             level += 1
@@ -293,6 +307,19 @@ class LevelDrafter(Drafter):
             most = len(alive) if self.shape.tree else self.shape.expanded_per_level
             best = heapq.nsmallest(most, alive, key=lambda n: -reach[n])
             growth.frontier = sorted(best)
+
+    def _hang_chain(
+        self, state: GenerationState, growth: _Growth, chain: Sequence[Drafted]
+    ) -> None:
+        """Hang up what was drafted, as far as it would have been, level by level."""
+        for token, chance, probs in chain:
+            (node,), growth.frontier = growth.frontier, []
+            growth.scores[node] = 0.0
+            if self.samples:
+                growth.distributions[node] = probs
+            self._hang(growth, node, [token], [chance])
+            if not growth.frontier or state.stop.ends_sequence(token):
+                break
 
     def _hang(
         self, growth: _Growth, node: int, tokens: Sequence[int], chances: Sequence[float]

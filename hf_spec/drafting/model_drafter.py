@@ -6,18 +6,20 @@ model never sees a token twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_spec.decoding.state import GenerationState
+from hf_spec.decoding.token_sampling import distribution, draw
+from hf_spec.devices.transfer import fetch_all, send
 from hf_spec.drafting.length_policy import LengthPolicy, make_policy
-from hf_spec.drafting.level_drafter import Graphs, LevelConfig, LevelDrafter, Owners
+from hf_spec.drafting.level_drafter import Drafted, Graphs, LevelConfig, LevelDrafter, Owners
 from hf_spec.errors import OptionError, choices
 from hf_spec.execution.runner import ForwardOutput, ModelRunner
 from hf_spec.execution.tree import DraftTree, Verdict
@@ -70,6 +72,9 @@ class DraftModelDrafter(LevelDrafter):
     _runner: ModelRunner
     _own_tokens: OwnTokens | None
 
+    # Whether its own tokens are those that the draft model reads next.
+    runs_ahead: ClassVar[bool] = True
+
     def __init__(
         self,
         config: DraftModelConfig,
@@ -91,8 +96,10 @@ class DraftModelDrafter(LevelDrafter):
         """Empty keys and values for every row."""
         super().start(state)
         self._runner = self._make_runner(state.num_rows)
-        self._runner.expected_length = state.expected_length
         self._own_tokens = None if self._reads_all else own_tokens(self.model)
+        # Whether those alone are asked for is no property of the model, so no graph can tell.
+        if own_tokens(self.model) is None:
+            self._runner.expected_length = state.expected_length
 
     @property
     def _reads_all(self) -> bool:
@@ -117,6 +124,54 @@ class DraftModelDrafter(LevelDrafter):
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
         """Keep the accepted part of the draft model's keys and values; tell the policy."""
         self._runner.keep(self.accepted(verdict))
+
+    def chains(
+        self, state: GenerationState, limits: Mapping[int, int]
+    ) -> dict[int, list[Drafted]] | None:
+        """On a GPU the tokens of a level go straight into the next; all come back together."""
+        shape, asks = self.shape, type(self.policy).goes_on is not LengthPolicy.goes_on
+        one = shape.tree is None and shape.merge_length is None and shape.children == 1
+        if asks or not one or self.processors.reads_prefix:
+            return None
+        if not (limits and self.runs_ahead and self._runner.takes_given):
+            return None
+        levels: list[tuple[list[int], Tensor, Tensor, Tensor]] = []
+        rows = list(limits)
+        for level in range(max(limits.values())):
+            kept = [index for index, row in enumerate(rows) if limits[row] > level]
+            given = levels[-1][1][:, 0] if levels else None
+            if given is not None and len(kept) < len(rows):
+                given = given[send([torch.tensor(kept)], given.device)[0]]
+            rows = [rows[index] for index in kept]
+            probs = self._level(state, rows, level, given)
+            drawn = draw(probs) if self.samples else probs.argmax(dim=-1, keepdim=True)
+            likely = probs.gather(-1, drawn)
+            kept_probs = probs if self.samples else likely
+            levels.append((rows, self.token_ids(drawn), likely, kept_probs))
+        found = iter(fetch_all([tensor for _, *pair, _ in levels for tensor in pair]))
+        chains: dict[int, list[Drafted]] = {row: [] for row in limits}
+        for grown, *_, probs in levels:
+            tokens, chances = next(found), next(found)
+            for index, row in enumerate(grown):
+                chains[row].append((tokens[index][0], chances[index][0], probs[index]))
+        return chains
+
+    def _level(
+        self, state: GenerationState, rows: Sequence[int], level: int, given: Tensor | None
+    ) -> Tensor:
+        """(A, R) float32: what may follow each chain after `level` drafted tokens."""
+        # Only the device knows the tokens; their places are all that is asked of the tree.
+        drafts = {row: ([state.tokens[row][-1]] * (level + 1), range(-1, level)) for row in rows}
+        tree = DraftTree.from_drafts(drafts, state.num_rows)
+        nodes = [tree.row_start[row] + level for row in rows]
+        with nullcontext() if self._own_tokens is None else self._own_tokens.alone():
+            if given is None:
+                output = self._runner.forward(tree, state.tokens, nodes)
+            else:
+                given = given.to(self._runner.device)
+                output = self._runner.forward_given(tree, state.tokens, nodes, given)
+        logits = output.logits.to(state.device, torch.float32)
+        return distribution(self.processors(rows, None, logits))
 
     def probabilities(self, state: GenerationState, graphs: Graphs, owners: Owners) -> Tensor:
         """(nodes, R) float32: the draft model's distribution after each (row, node).

@@ -61,6 +61,8 @@ class TranslatingDrafter(DraftModelDrafter):
     These follow what is stored, token by token: where an encoded end changed they are dropped.
     """
 
+    runs_ahead = False
+
     def __init__(
         self,
         config: DraftModelConfig,

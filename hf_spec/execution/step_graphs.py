@@ -43,8 +43,9 @@ MODES = ("auto", "off")
 MAX_TOKENS, MAX_QUERIES = 1024, 256
 # Of one model at a time, and bytes of all their outputs, of which logits are most.
 MAX_GRAPHS, MAX_OUTPUT_BYTES = 32, 2**29
-# Tokens of all slots for which room is made at the start, so that no growth drops the graphs.
-MAX_RESERVED = 2**16
+# Tokens of all slots for which room is made at the start, so that no growth drops the graphs; and
+# of a slot for the last draft, which may reach beyond the end.
+MAX_RESERVED, DRAFT_ROOM = 2**16, 64
 WARM_UPS = 2
 
 
@@ -167,7 +168,8 @@ class StepGraphs:
         self._keep_as = None if self.refusal else keep_as
         self._state: object = None
         if self.refusal is None:
-            self._begin(min(length, MAX_RESERVED // pool.num_slots))
+            room = length + DRAFT_ROOM if length else 0
+            self._begin(min(room, MAX_RESERVED // pool.num_slots))
         self._capacity = pool.capacity
 
     def run(self, compute: Compute, tensors: Sequence[Tensor], step: PackedStep) -> list[Tensor]:

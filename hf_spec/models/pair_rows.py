@@ -6,7 +6,7 @@ A round adds those of the root and of every accepted node.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,13 +44,24 @@ class PairRow:
 
     def extend(self, features: Tensor) -> None:
         """Add (n, H) features of the pairs that follow."""
-        self.features = torch.cat([self.features, features]) if self.num_pairs else features
-        self.num_pairs += len(features)
+        extend_all([self], [features])
 
     def slice(self, begin: int, end: int) -> Tensor:
         """The features of pairs [begin, end)."""
         offset = self.num_pairs - len(self.features)
         return self.features[begin - offset : end - offset]
+
+
+def extend_all(rows: Sequence[PairRow], features: Sequence[Tensor]) -> None:
+    """Add (n, H) features of the pairs that follow to each row, in one operation for all."""
+    pairs = list(zip(rows, features, strict=True))
+    if any(row.num_pairs and len(row.features) for row in rows):
+        parts = [[row.features, new] if row.num_pairs else [new] for row, new in pairs]
+        joined = torch.cat([part for mine in parts for part in mine])
+        features = joined.split([sum(map(len, mine)) for mine in parts])
+    for (row, new), mine in zip(pairs, features, strict=True):
+        row.features = mine
+        row.num_pairs += len(new)
 
 
 class PairRows:
@@ -89,8 +100,8 @@ class PairRows:
             return states[index]
 
         features = read(choose).to(self._empty.device)
-        for row, mine in zip(kept, features.split([len(k) for k in kept.values()]), strict=True):
-            self.rows[row].extend(mine)
+        parts = features.split([len(mine) for mine in kept.values()])
+        extend_all([self.rows[row] for row in kept], parts)
 
     def _none(self, row: int) -> PairRow:
         return PairRow(row, self._empty, -1)

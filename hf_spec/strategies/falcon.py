@@ -123,6 +123,7 @@ class FalconDrafter(Drafter):
     # From `start` on.
     _runner: HeadRunner
     _pairs: PairRows
+    _placed: list[list[Tensor]]
 
     hidden_layers = (-1,)
     no_candidates = (
@@ -163,6 +164,8 @@ class FalconDrafter(Drafter):
         self._runner = HeadRunner(self.head, state.num_rows)
         device = self.head.attention.device
         self._pairs = PairRows(state.num_rows, self.head.hidden_size, device)
+        # The same in every round.
+        self._placed = [send([p.parents, p.fed, p.lines], device) for p in self.plan.passes]
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.policy.start(state.num_rows)
 
@@ -220,7 +223,7 @@ class FalconDrafter(Drafter):
                 kept = [i for i, row in enumerate(rows) if limits[row] > index * size]
                 if not kept:
                     break
-                outputs, carried = self._deepen(step, rows, kept, outputs, carried, drawn[-1])
+                outputs, carried = self._deepen(index, rows, kept, outputs, carried, drawn[-1])
                 rows = [rows[i] for i in kept]
             drawn.append(self._read(state, step, index, rows, outputs))
             if self._asks and index + 1 < len(self.plan.passes):
@@ -230,7 +233,7 @@ class FalconDrafter(Drafter):
 
     def _deepen(
         self,
-        step: DraftPass,
+        index: int,
         rows: Sequence[int],
         kept: Sequence[int],
         outputs: Tensor,
@@ -238,8 +241,10 @@ class FalconDrafter(Drafter):
         before: _Drawn,
     ) -> tuple[Tensor, State | None]:
         """Run a pass on the outputs (A, n, k, H) of the one before, for the rows at `kept`."""
-        device = outputs.device
-        chosen, parents, fed = send([torch.tensor(kept)[:, None], step.parents, step.fed], device)
+        parents, fed, _ = self._placed[index]
+        chosen: Tensor | slice = slice(None)
+        if len(kept) < len(rows):
+            (chosen,) = send([torch.tensor(kept)[:, None]], outputs.device)
         tokens = before.tensors[0][chosen, fed].view(len(kept), len(parents), -1)
         features = outputs[chosen, parents]
         if carried is not None:
@@ -247,7 +252,7 @@ class FalconDrafter(Drafter):
             hidden, cell = (part[:, chosen, parents].flatten(1, 2) for part in states)
             carried = hidden, cell
         pairs = [self._pairs.rows[rows[i]] for i in kept]
-        return self._runner.grow(pairs, step.blocks, tokens, features, carried)
+        return self._runner.grow(pairs, self.plan.passes[index].blocks, tokens, features, carried)
 
     def _read(
         self, state: GenerationState, step: DraftPass, index: int, rows: list[int], outputs: Tensor
@@ -255,7 +260,7 @@ class FalconDrafter(Drafter):
         """The lists of a pass, from its outputs (A, n, k, H)."""
         lines = outputs.flatten(1, 2)
         if len(step.lines) < lines.shape[1]:
-            lines = lines[:, send([step.lines], lines.device)[0]]
+            lines = lines[:, self._placed[index][2]]
         tokens, likely, probs = self._runner.lists(lines.flatten(0, 1), step.num_ranks)
         found = [tokens, likely]
         if self._asks:

@@ -41,4 +41,14 @@ def test_everything_else_runs() -> None:
 def test_another_device_may_be_waited_for() -> None:
     with NoWaits(torch.device("meta")):
         assert float(torch.ones(3).sum()) == 3
-        torch.ones(3).to("meta")
+        torch.ones(3).copy_(torch.zeros(3))
+
+
+def test_copies_to_a_device_wait_unless_asked_not_to() -> None:
+    there = torch.ones(3, device="meta")
+    with NoWaits(there.device):
+        for copy in (lambda: torch.ones(3).to("meta"), lambda: there.copy_(torch.ones(3))):
+            with pytest.raises(WaitError, match=r"copy_? makes the host wait for the meta"):
+                copy()
+        torch.ones(3).to("meta", non_blocking=True)
+        there.half().copy_(there)

@@ -27,6 +27,8 @@ CONTEXT = 8192
 NODES = {"few": 4, "many": 64}
 KV_HEADS, GROUPS = 8, 4
 
+TF32_ROWS = 64
+
 _OVER_VOCABULARY = {"BLOCK_V": (1024, 2048, 4096, 8192, 16384), "num_warps": (4, 8, 16)}
 CANDIDATES: dict[str, dict[str, tuple[int, ...]]] = {
     "ragged_tree_attention": {
@@ -114,7 +116,7 @@ def tune(op: str, key: str, call: Call, timer: Timer) -> dict[str, int]:
         RuntimeError: if none runs.
     """
     best, shortest = None, float("inf")
-    for candidate in _candidates(op):
+    for candidate in _candidates(op, key):
         with trying(op, candidate):
             try:
                 seconds = timer(call)
@@ -159,10 +161,13 @@ def main(argv: Sequence[str] | None = None) -> None:
                 write(target, known)
 
 
-def _candidates(op: str) -> Iterator[dict[str, int]]:
+def _candidates(op: str, key: str) -> Iterator[dict[str, int]]:
     choices = CANDIDATES[op]
     for values in itertools.product(*choices.values()):
-        yield dict(zip(choices, values, strict=True))
+        found = dict(zip(choices, values, strict=True))
+        # From this size on capability 10.0 multiplies float32 by its first bits only.
+        if "32bit" not in key or found.get("BLOCK_M", 0) < TF32_ROWS:
+            yield found
 
 
 def _dtype(bits: str) -> torch.dtype:

@@ -119,3 +119,16 @@ def test_the_command_writes_a_file(
     main(["--op", "verify_tree", "--key", "16bit"])
     (written,) = (tmp_path / "verify_tree").glob(f"{configs.device_name(device)}.json")
     assert json.loads(written.read_text())["16bit"].keys() == {"BLOCK_V", "num_warps"}
+
+
+def test_products_of_float32_are_not_tuned_into_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CANDIDATES, "ragged_tree_attention", {"BLOCK_M": (32, 64)})
+    tried: list[int] = []
+
+    def timer(call: Call) -> float:
+        tried.append(configs.config("ragged_tree_attention", "any", torch.device("cpu"))["BLOCK_M"])
+        return 1.0
+
+    for key in ("head64_32bit_many", "head64_16bit_many"):
+        tune("ragged_tree_attention", key, lambda: None, timer)
+    assert tried == [32, 32, 64]
