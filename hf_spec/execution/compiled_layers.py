@@ -1,6 +1,6 @@
 """The decoder layers of a model that run as compiled programs.
 
-Half of a small step on a CPU is not products but norms, rotations and sums, called one by one.
+A third or more of a small step on a CPU is not products but small operations, called one by one.
 Layers are compiled, not the model: those of one kind share a program, so it takes seconds however
 deep the model is, and all around the layers (hidden states, virtual tokens, hooks) stays as it is.
 A kind has two programs, one for a single token and one for any larger number of them.
@@ -36,6 +36,7 @@ from hf_spec.execution.layer_programs import (
 )
 from hf_spec.execution.own_forwards import OwnForwards
 from hf_spec.execution.per_model import made_once
+from hf_spec.execution.step_graphs import _is_of_transformers
 
 logger = logging.getLogger(__name__)
 
@@ -201,10 +202,12 @@ def _obstacle(layer: nn.Module) -> str | None:
     if {type(tensor) for tensor in tensors} - {Tensor, nn.Parameter}:
         return "its weights are of a class of their own"
     for module in layer.modules():
-        hooks = module is not layer and (module._forward_hooks or module._forward_pre_hooks)
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        # Those of transformers collect what drafts do not ask for; the layer's own stay around it.
+        seen = module is layer or all(map(_is_of_transformers, hooks))
         # Products on the CPU get forwards that an operation of the program calls.
         own = "forward" in module.__dict__ and type(module) is not nn.Linear
-        if hooks or own or hasattr(module, "_hf_hook"):
+        if own or not seen or hasattr(module, "_hf_hook"):
             return "it has hooks or a forward of its own"
     return None
 

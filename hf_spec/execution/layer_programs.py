@@ -71,8 +71,8 @@ class LayerCall:
                 place = _place(leaf, length)
                 shape = (None if axis == place else size for axis, size in enumerate(leaf.shape))
                 found.append((leaf.dtype, leaf.device, *shape))
-            elif isinstance(leaf, PLAIN):
-                found.append(leaf)
+            elif _is_plain(leaf):
+                found.append(_value(leaf))
             else:
                 return None
         return length > 1, *found
@@ -282,8 +282,8 @@ def _copy(layer: nn.Module) -> nn.Module:
     copied = copy.deepcopy(layer, {id(one): one for one in kept})
     for module in copied.modules():
         module.__dict__.pop("forward", None)
-    copied._forward_hooks.clear()
-    copied._forward_pre_hooks.clear()
+        module._forward_hooks.clear()
+        module._forward_pre_hooks.clear()
     return copied
 
 
@@ -292,5 +292,12 @@ def _place(tensor: Tensor, tokens: int) -> int | None:
     return next((axis for axis, size in enumerate(tensor.shape) if size == tokens > 1), None)
 
 
+def _is_plain(leaf: Any) -> bool:
+    """Values, and lists of them, such as the indices of hidden states."""
+    return isinstance(leaf, PLAIN) or (type(leaf) is list and all(map(_is_plain, leaf)))
+
+
 def _value(leaf: Any) -> Any:
+    if type(leaf) is list:
+        return tuple(map(_value, leaf))
     return leaf if isinstance(leaf, PLAIN) else type(leaf)

@@ -71,6 +71,15 @@ def test_programs_give_the_tokens_of_plain_generate(name: str, runs: list[Any]) 
     assert not forwards(target)
 
 
+def test_a_draft_model_is_compiled_likewise(runs: list[Any]) -> None:
+    target, options = model("llama"), tiny_models.speculation("llama", "tree")
+    draft = options["assistant"] = copy.deepcopy(options["assistant"])
+    hf_spec.compile(draft)
+    assert torch.equal(generate(target, "llama", **options), generate(target, "llama"))
+    assert {one.layer for one in runs} == set(draft.model.layers)
+    assert not forwards(draft)
+
+
 @pytest.mark.parametrize(("name", "programs"), [("llama", 2), ("gemma3", 4)])
 def test_layers_of_a_kind_share_programs(name: str, programs: int) -> None:
     """One for a single token and one for more; layers with and without a window differ."""
@@ -159,6 +168,17 @@ def test_hooks_and_training_are_obstacles() -> None:
     hook.remove()
     second.eval()
     assert hf_spec.compile(target).layers == 3
+
+
+def test_hidden_states_are_those_of_programs(runs: list[Any]) -> None:
+    """A head reads them; what transformers collects them by stays on the layers."""
+    target, options = model("llama"), tiny_models.speculation("llama", "falcon")
+    expected = generate(target, "llama")
+    assert torch.equal(generate(target, "llama", **options), expected)
+    assert hf_spec.compile(target).layers == 3
+    before = len(runs)
+    assert torch.equal(generate(target, "llama", **options), expected)
+    assert len(runs) > before
 
 
 def test_an_error_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
