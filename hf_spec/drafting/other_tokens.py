@@ -137,16 +137,6 @@ class SharedRunner(ModelRunner):
 class SharedDrafter(TranslatingDrafter):
     """Drafts tokens that both vocabularies have, whatever the shape of the draft."""
 
-    def __init__(
-        self,
-        config: DraftModelConfig,
-        model: PreTrainedModel,
-        policy: LengthPolicy,
-        pair: TokenPair,
-    ):
-        super().__init__(config, model, policy, pair)
-        self.common = pair.common
-
     def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
         """One tree per unfinished row."""
         room = self._follow(state.tokens, limits)
@@ -159,7 +149,7 @@ class SharedDrafter(TranslatingDrafter):
         for row, path in enumerate(verdict.paths):
             if row in self._sent:
                 tokens = [self._sent[row].tokens[node] for node in path]
-                self._ran[row] = self.ids[row] + [self.common.to_draft(t) for t in tokens]
+                self._ran[row] = self.ids[row] + [self.pair.common.to_draft(t) for t in tokens]
 
     @property
     def _reads_all(self) -> bool:
@@ -167,7 +157,7 @@ class SharedDrafter(TranslatingDrafter):
         return True
 
     def _make_runner(self, num_rows: int) -> ModelRunner:
-        return SharedRunner(self.model, num_rows, self.config.batching, self.common)
+        return SharedRunner(self.model, num_rows, self.config.batching, self.pair.common)
 
 
 @dataclass

@@ -36,7 +36,7 @@ from hf_spec.execution.layer_programs import (
 )
 from hf_spec.execution.own_forwards import OwnForwards
 from hf_spec.execution.per_model import made_once
-from hf_spec.execution.step_graphs import _is_of_transformers
+from hf_spec.execution.step_graphs import is_of_transformers
 
 logger = logging.getLogger(__name__)
 
@@ -204,7 +204,7 @@ def _obstacle(layer: nn.Module) -> str | None:
     for module in layer.modules():
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         # Those of transformers collect what drafts do not ask for; the layer's own stay around it.
-        seen = module is layer or all(map(_is_of_transformers, hooks))
+        seen = module is layer or all(map(is_of_transformers, hooks))
         # Products on the CPU get forwards that an operation of the program calls.
         own = "forward" in module.__dict__ and type(module) is not nn.Linear
         if own or not seen or hasattr(module, "_hf_hook"):

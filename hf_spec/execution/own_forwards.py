@@ -6,7 +6,9 @@ the first block that wants one and gives it back when the last one ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,11 +16,29 @@ from torch import nn
 
 
 class OwnForwards:
-    """The modules that have a forward of one kind; not locked."""
+    """The modules that have a forward of one kind; locked in `lent` alone."""
 
     def __init__(self) -> None:
         # The forward, the one that the module itself had instead of its class's, and the users.
         self._given: WeakKeyDictionary[nn.Module, tuple[Any, Any, int]] = WeakKeyDictionary()
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def lent(
+        self, modules: Iterable[nn.Module], make: Callable[[nn.Module], Callable[..., Any]]
+    ) -> Iterator[None]:
+        """For one block every module has its forward, which `make` makes if it has none yet."""
+        with ExitStack() as stack, self._lock:
+            for module in modules:
+                if not self.join(module):
+                    self.give(module, make(module))
+                stack.callback(self.leave, module)
+            leave = stack.pop_all()
+        try:
+            yield
+        finally:
+            with self._lock:
+                leave.close()
 
     def join(self, module: nn.Module) -> bool:
         """Count one more user if the module has its forward already."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -50,7 +50,6 @@ class _Forward(threading.local):
 
 
 _forward = _Forward()
-_lock = threading.Lock()
 # Of tables whose models are active.
 _forwards = OwnForwards()
 
@@ -70,20 +69,9 @@ class _Lookup:
         return found.view(*positions.shape, -1)
 
 
-@contextmanager
-def active(model: PreTrainedModel) -> Iterator[None]:
+def active(model: PreTrainedModel) -> AbstractContextManager[None]:
     """Let the tables of a model ask for positions."""
-    with ExitStack() as stack, _lock:
-        for table in tables_of(model):
-            if not _forwards.join(table):
-                _forwards.give(table, _Lookup(table))
-            stack.callback(_forwards.leave, table)
-        leave = stack.pop_all()
-    try:
-        yield
-    finally:
-        with _lock:
-            leave.close()
+    return _forwards.lent(tables_of(model), _Lookup)
 
 
 @contextmanager

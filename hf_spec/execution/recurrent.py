@@ -20,7 +20,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -55,7 +55,6 @@ class _Running(threading.local):
 
 
 _running = _Running()
-_lock = threading.Lock()
 # Of mixers whose models are active.
 _forwards = OwnForwards()
 
@@ -102,20 +101,9 @@ class RecurrentMixers:
         self._round = _Round()
         self._step: Step | None = None
 
-    @contextmanager
-    def active(self) -> Iterator[None]:
+    def active(self) -> AbstractContextManager[None]:
         """Let the mixers of the model ask which generation they run for."""
-        with ExitStack() as stack, _lock:
-            for mixer in self._mixers.values():
-                if not _forwards.join(mixer.module):
-                    _forwards.give(mixer.module, _Forward(mixer.module))
-                stack.callback(_forwards.leave, mixer.module)
-            leave = stack.pop_all()
-        try:
-            yield
-        finally:
-            with _lock:
-                leave.close()
+        return _forwards.lent([mixer.module for mixer in self._mixers.values()], _Forward)
 
     @contextmanager
     def running(

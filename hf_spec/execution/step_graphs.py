@@ -115,7 +115,7 @@ def obstacle(model: nn.Module) -> str | None:
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         # A replayed graph calls no Python; accelerate's own hook also brings offloaded weights.
         # Those of transformers collect hidden states, which a graph holds on to.
-        if hasattr(module, "_hf_hook") or not all(map(_is_of_transformers, hooks)):
+        if hasattr(module, "_hf_hook") or not all(map(is_of_transformers, hooks)):
             return f"{name or 'the model'} has hooks"
     if any(device.type != "cuda" for device in devices):
         return f"it is on {devices.pop()}"
@@ -303,7 +303,8 @@ def _this_stream(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _is_of_transformers(hook: Callable[..., Any]) -> bool:
+def is_of_transformers(hook: Callable[..., Any]) -> bool:
+    """Whether a hook is one that transformers itself registers."""
     return getattr(hook, "__module__", "").partition(".")[0] == "transformers"
 
 
