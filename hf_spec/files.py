@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from hf_spec.errors import OptionError
 
 
 @contextmanager
@@ -38,6 +40,35 @@ def write_json(path: Path, content: Any, **settings: Any) -> None:
     """Write JSON, whole or not at all; `settings` are those of `json.dumps`."""
     with written_whole(path) as part:
         part.write_text(json.dumps(content, **{"indent": 1, **settings}), encoding="utf-8")
+
+
+def resume_lines(path: Path, head: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The JSON lines after the first of a file that a run appends to, which may have been killed.
+
+    The first line is `head`, by which the run is known; a file that is missing or empty begins with
+    it. A line that was cut off is removed.
+
+    Raises:
+        OptionError: if the file begins with another head.
+    """
+    content = path.read_bytes() if path.exists() else b""
+    whole = content[: content.rfind(b"\n") + 1]
+    if not whole:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(head) + "\n", encoding="utf-8")
+        return []
+    if len(whole) < len(content):
+        with path.open("rb+") as file:
+            file.truncate(len(whole))
+    found, *lines = map(json.loads, whole.splitlines())
+    if found != head:
+        differing = sorted(k for k in {*found, *head} if found.get(k) != head.get(k))
+        raise OptionError(
+            f"{path} was made with "
+            + ", ".join(f"{k}={found.get(k)!r} (now {head.get(k)!r})" for k in differing)
+            + "; choose another file or the same settings"
+        )
+    return lines
 
 
 def _remove(path: Path) -> None:

@@ -6,7 +6,7 @@ it by name: pip is given the folder of a checkout.
 
 from __future__ import annotations
 
-VERSION = "0.1.0"
+VERSION = "0.2.0"
 WHERE = "in the folder of a checkout of hf-spec"
 
 

@@ -114,6 +114,7 @@ def cheap_drafts() -> Iterator[None]:
     # which may rely on what a test patched being gone.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measured, "known_times", lambda *_: round_costs.RoundTimes())
+        patch.setattr(measured, "PLAIN_STEPS", 0)
         patch.setattr(round_costs.RoundTimes, "learn", lambda *_: None)
         patch.setattr(round_costs, "NODE_PRICE", 1e-4)
         patch.setattr(round_costs, "FORWARD_PRICE", 0.01)

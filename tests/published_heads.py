@@ -79,6 +79,19 @@ def random_tensors(shapes: Mapping[str, Sequence[int]], seed: int = 2) -> dict[s
     return tensors
 
 
+def bare(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of layers that add nothing; norms keep directions."""
+    return {
+        name: torch.ones_like(tensor) if "norm" in name else torch.zeros_like(tensor)
+        for name, tensor in tensors.items()
+    }
+
+
+def embeddings() -> torch.Tensor:
+    table: Any = build("llama").get_input_embeddings()
+    return table.weight.detach()
+
+
 @cache
 def offsets(known: int = KNOWN) -> Tensor:
     """(R,) int64: what is added to each id of the head's own."""

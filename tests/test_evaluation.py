@@ -18,6 +18,8 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils_hf import stop_sequences_criteria
 
+pytestmark = pytest.mark.integration
+
 NEW_TOKENS = 24
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from hf_spec.files import write_json, written_whole
+from hf_spec.errors import OptionError
+from hf_spec.files import resume_lines, write_json, written_whole
 
 Write = Callable[[Path, str], None]
 
@@ -77,3 +79,18 @@ def test_json_is_written_whole(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
         write_json(path, object())
     assert [found.name for found in tmp_path.iterdir()] == ["result.json"]
+
+
+def test_lines_of_a_killed_run_are_read_again(tmp_path: Path) -> None:
+    path, head = tmp_path / "new" / "lines.jsonl", {"format": "x", "seed": 1}
+    assert resume_lines(path, head) == []
+    with path.open("a") as file:
+        file.write('{"id": 1}\n{"id": 2}\n{"id"')
+    assert resume_lines(path, head) == [{"id": 1}, {"id": 2}]
+    assert path.read_text().endswith('{"id": 2}\n')
+    with pytest.raises(OptionError, match=r"was made with seed=1 \(now 2\)"):
+        resume_lines(path, {**head, "seed": 2})
+    # Killed while it wrote the head.
+    path.write_text('{"format"')
+    assert resume_lines(path, head) == []
+    assert json.loads(path.read_text()) == head

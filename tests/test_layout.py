@@ -18,6 +18,7 @@ ROOMS = (
     "bench",
     "trace",
     "training",
+    "serving",
     "generation",
     "strategies",
     "heads",

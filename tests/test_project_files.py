@@ -84,6 +84,13 @@ class TestRelease:
         assert f"version = {version}" in (ROOT / "setup.cfg").read_text().splitlines()
         assert "python -m build" in commands
 
+    def test_the_wheel_is_tried_before_it_is_published(self) -> None:
+        commands = [step.get("run", "") for step in self.JOBS["build"]["steps"]]
+        [tried] = [command for command in commands if "dist/*.whl" in command]
+        assert commands.index(tried) > commands.index("python -m build")
+        # Not the checkout's own package.
+        assert 'cd "$RUNNER_TEMP" && fresh/bin/hf-spec demo' in tried
+
     def test_publishing_needs_no_secret(self) -> None:
         job = self.JOBS["publish"]
         assert job["permissions"] == {"id-token": "write"}
@@ -98,6 +105,14 @@ class TestRelease:
             for verb in ("upload", "download")
         )
         assert (up["name"], up["path"]) == (down["name"], down["path"])
+
+
+def test_the_site_is_built_as_the_tests_build_it() -> None:
+    jobs = workflow("docs.yml")["jobs"]
+    build = next(step["run"] for step in steps(jobs) if "sphinx" in step.get("run", ""))
+    tested = (ROOT / ".ci/run").read_text().split("sphinx-build")[1].split("docs ")[0]
+    assert build == f"sphinx-build{tested}docs site"
+    assert jobs["deploy"]["needs"] == "build"
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)

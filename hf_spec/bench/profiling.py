@@ -19,6 +19,7 @@ from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.processors import NodeProcessors
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.verification import Verifier
+from hf_spec.execution.model_call import ModelCall
 from hf_spec.execution.row_storage import RowStorage
 from hf_spec.execution.runner import ModelRunner
 from hf_spec.heads.eagle_head import EagleHead
@@ -53,7 +54,7 @@ _OF_A_DRAFT = {
 
 # The methods at the seams of the engine, those that subclasses have of their own included.
 _SEAMS = (
-    (ModelRunner, "_call", "verify: forward"),
+    (ModelCall, "__call__", "verify: forward"),
     (ModelRunner, "forward", "verify: layout"),
     (EagleHead, "mix", "verify: forward"),
     (EagleHead, "attend", "verify: forward"),

@@ -34,6 +34,10 @@ MARKUP: Final = "markdown"
 COMMANDS = {
     "generate": ("hf_spec.cli.answer.generate:generate", "Continue or answer a prompt."),
     "chat": ("hf_spec.cli.answer.chat:chat", "Talk with a model in the terminal."),
+    "serve": (
+        "hf_spec.cli.serve:serve",
+        "Answer requests of OpenAI's API with transformers' own server, speculatively.",
+    ),
     "train": ("hf_spec.cli.train.app:train", "Train the parts that strategies need."),
     "calibrate": ("hf_spec.cli.train.calibrate:calibrate", "Choose options by measured speed."),
     "verify": (
@@ -46,7 +50,7 @@ COMMANDS = {
     ),
     "check-head": (
         "hf_spec.cli.check_head:check_head",
-        "Find the reading of a published EAGLE head that fits: a wrong one only drafts worse.",
+        "Find the reading of a published head that fits: a wrong one only drafts worse.",
     ),
     "import-head": (
         "hf_spec.cli.import_head:import_head",

@@ -16,15 +16,16 @@ if TYPE_CHECKING:
 def check_head(
     *,
     model: options.ModelArgument,
-    head: Annotated[str, typer.Argument(help="Folder or Hub id of an EAGLE head.")],
+    head: Annotated[str, typer.Argument(help="Folder or Hub id of an EAGLE or a block head.")],
     prompts: options.Prompts = None,
     new_tokens: Annotated[int, typer.Option(min=1, help="Of the model's, all together.")] = 200,
     placement: options.Placement,
 ) -> None:
-    """Find the reading of a published EAGLE head that fits: a wrong one only drafts worse.
+    """Find the reading of a published head that fits: a wrong one only drafts worse.
 
-    The model answers prompts, and for each reading that the head's config leaves open (layers,
-    rotary base, embedding, norms) the head's first drafts are compared with the model's own tokens.
+    The model answers prompts, and for each reading that the config of an EAGLE or a block head
+    leaves open (layers, rotary base, embedding, norms, what an output drafts) the head's first
+    drafts are compared with the model's own tokens.
 
         hf-spec check-head MODEL HEAD
     """
@@ -37,7 +38,7 @@ def check_head(
     answers = own_answers(target, [text.encode(tokenizer) for text in texts], new_tokens)
     best = check_readings(head, target, answers, _show)
     typer.echo(
-        f"fits: EagleConfig({_options(best)})" if best.changes else "fits: as its config says"
+        f"fits: {best.config}({_options(best)})" if best.changes else "fits: as its config says"
     )
 
 

@@ -29,17 +29,21 @@ def load_target(name: str, placement: Placement = ANYWHERE) -> PreTrainedModel:
         OptionError: if there is no such model or device.
         HubError: if the model must be fetched and the Hub cannot be reached.
     """
-    place, dtype = _device(placement.device), placement.dtype
+    place, dtype = device_and_dtype(placement)
     if Path(name).is_dir() and is_adapter(name):
         raise OptionError(
             f"{name} is an adapter, not a model; name its base as the model, and the adapter "
             f"after a strategy: --strategy NAME@{name}"
         )
-    if dtype == "auto" and place.type == "cpu":
-        dtype = "float32"
     kind = dtype if dtype == "auto" else getattr(torch, dtype)
     model: Any = _load(AutoModelForCausalLM, name, dtype=kind, use_safetensors=True)
     return model.to(place).eval()
+
+
+def device_and_dtype(placement: Placement) -> tuple[torch.device, str]:
+    """Where a model goes and the name of its dtype or "auto"; see `load_target`."""
+    place, dtype = _device(placement.device), placement.dtype
+    return place, "float32" if dtype == "auto" and place.type == "cpu" else dtype
 
 
 def load_tokenizer(name: str) -> Any:

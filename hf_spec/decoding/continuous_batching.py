@@ -10,6 +10,7 @@ work by Ni et al. 2024, arXiv 2405.07542.)
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -49,30 +50,22 @@ class Prepared:
     do_sample: bool
 
 
-class ContinuousBatch:
-    """A queue of requests and the slots that work it off.
+class Slots(ABC):
+    """The rows of a batch, which hold one sequence after another.
 
-    `prepare` asks `generate()` what a request needs, when it begins; a `BatchStreamer` knows the
-    sequences by their index. `request_ids` are in the order of the requests.
+    `sample` stands for what is prepared for any of them; subclasses say who comes next.
     """
 
-    def __init__(  # noqa: PLR0913 - three things to run, three to run them with
+    def __init__(
         self,
         model: PreTrainedModel,
         drafter: Drafter,
-        requests: Sequence[Request],
-        prepare: Callable[[Request], Prepared],
         num_slots: int,
+        sample: Prepared,
         streamer: Any = None,
         batching: str = "unpadded",
     ):
-        self.request_ids = [request.request_id for request in requests]
-        self._prepare = prepare
-        self._waiting = deque(requests)
         self._running: dict[int, tuple[Request, float]] = {}
-        num_slots = min(num_slots, len(requests))
-        # Whatever is refused for its length is refused here, before anything runs.
-        sample = prepare(max(requests, key=lambda request: len(request.prompt)))
         self._processors = RowProcessors(num_slots)
         device = execution_device(model.get_input_embeddings())
         empty = torch.zeros(num_slots, 0, dtype=torch.long, device=device)
@@ -80,7 +73,6 @@ class ContinuousBatch:
             empty,
             empty,
             sample.stop,
-            # The same settings make processors for every request or for none.
             processors=[self._processors] if sample.processors else [],
             do_sample=sample.do_sample,
             streamer=streamer,
@@ -93,13 +85,11 @@ class ContinuousBatch:
         self._verifier: Verifier | None = None
         self._created = time.perf_counter()
         self._seconds = 0.0
-        for row in range(num_slots):
-            self._begin(row)
 
     @property
     def unfinished(self) -> bool:
         """Whether there is anything left to do."""
-        return bool(self._waiting or self._running)
+        return bool(self._running)
 
     @property
     def stats(self) -> SpecStats:
@@ -121,7 +111,7 @@ class ContinuousBatch:
         )
 
     def step(self) -> list[SpecRequestOutput]:
-        """Advance all rows by one round, while active; rows that end take the next prompts.
+        """Advance all rows by one round, while active; rows that end take who comes next.
 
         Returns:
             The sequences that ended with it.
@@ -131,23 +121,28 @@ class ContinuousBatch:
         count_models(self.stats, self._target, self._drafter)
         ended = [row for row in self._running if self._state.finished[row]]
         outputs = [self._output(row) for row in ended]
-        for row in ended[: len(self._waiting)]:
-            self._begin(row)
-            self._target.restart(row)
-            self._drafter.restart(row)
+        self._refill(ended)
         if not self.unfinished:
             self._state.feed.end()
         return outputs
 
-    def _begin(self, row: int) -> None:
-        """Give a free row the next request."""
-        request = self._waiting.popleft()
-        prepared = self._prepare(request)
-        self._state.begin(row, request.index, request.prompt, prepared.stop)
+    @abstractmethod
+    def _refill(self, free: Sequence[int]) -> None:
+        """Give rows that have become free to requests that wait, if any do."""
+
+    def _begin(self, row: int, request: Request, prepared: Prepared) -> None:
+        """Give a free row a request."""
+        self._state.begin(row, request.index, request.prompt, prepared.stop, prepared.do_sample)
         self._processors.begin(row, prepared.processors)
         self._running[row] = request, time.perf_counter()
 
+    def _restart(self, row: int) -> None:
+        """Let the models forget what they kept of the sequence before; while active."""
+        self._target.restart(row)
+        self._drafter.restart(row)
+
     def _output(self, row: int) -> SpecRequestOutput:
+        """Take a sequence out of its row, as far as it has come."""
         request, began = self._running.pop(row)
         return SpecRequestOutput(
             request_id=request.request_id,
@@ -157,6 +152,49 @@ class ContinuousBatch:
             lifespan=(began, time.perf_counter()),
             spec_stats=self.stats.rows[request.index],
         )
+
+
+class ContinuousBatch(Slots):
+    """A queue of requests and the slots that work it off.
+
+    `prepare` asks `generate()` what a request needs, when it begins; a `BatchStreamer` knows the
+    sequences by their index. `request_ids` are in the order of the requests.
+    """
+
+    def __init__(  # noqa: PLR0913 - three things to run, three to run them with
+        self,
+        model: PreTrainedModel,
+        drafter: Drafter,
+        requests: Sequence[Request],
+        prepare: Callable[[Request], Prepared],
+        num_slots: int,
+        streamer: Any = None,
+        batching: str = "unpadded",
+    ):
+        self.request_ids = [request.request_id for request in requests]
+        self._prepare = prepare
+        self._waiting = deque(requests)
+        num_slots = min(num_slots, len(requests))
+        # Whatever is refused for its length is refused here, before anything runs. The same
+        # settings make processors for every request or for none.
+        sample = prepare(max(requests, key=lambda request: len(request.prompt)))
+        super().__init__(model, drafter, num_slots, sample, streamer, batching)
+        for row in range(num_slots):
+            self._begin_next(row)
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether there is anything left to do."""
+        return bool(self._waiting or self._running)
+
+    def _refill(self, free: Sequence[int]) -> None:
+        for row in free[: len(self._waiting)]:
+            self._begin_next(row)
+            self._restart(row)
+
+    def _begin_next(self, row: int) -> None:
+        request = self._waiting.popleft()
+        self._begin(row, request, self._prepare(request))
 
 
 def as_they_finish(batch: ContinuousBatch) -> Iterator[SpecRequestOutput]:

@@ -6,7 +6,8 @@ from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.padding_run import run_padding
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.verification import Verifier
-from hf_spec.execution.runner import ForwardOutput, ModelRunner
+from hf_spec.execution.forward_output import ForwardOutput
+from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.tree import DraftTree
 from hf_spec.outputs import SpecGenerateOutput, SpecStats
 

@@ -132,6 +132,11 @@ class NodeProcessors:
         return len(self._steps)
 
     @property
+    def idle(self) -> bool:
+        """Whether they leave all scores alone, until a row begins with some of its own."""
+        return not any(not isinstance(step, _OfRow) or any(step.lists) for step in self._steps)
+
+    @property
     def reads_prefix(self) -> bool:
         """Whether any processor needs to know the tokens before a node."""
         return any(step.reads_prefix for step in self._steps)
@@ -180,7 +185,8 @@ class _OfRow:
     def __call__(self, rows: Sequence[int], prefixes: Sequence[Tensor], scores: Tensor) -> Tensor:
         groups: dict[int, list[int]] = defaultdict(list)
         for node, row in enumerate(rows):
-            groups[row].append(node)
+            if self.lists[row]:
+                groups[row].append(node)
         for row, nodes in groups.items():
             mine = [prefixes[node] for node in nodes] if prefixes else None
             scores[nodes] = self.lists[row]([0] * len(nodes), mine, scores[nodes])

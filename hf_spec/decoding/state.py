@@ -33,7 +33,7 @@ class GenerationState:
         tokens: per row the committed tokens without padding.
         stop: the stop rules.
         processors: the prepared logits processors of `generate()`, for drafters that want them.
-        do_sample: whether tokens are drawn or the most likely one is taken.
+        do_sample: whether tokens are drawn or the most likely one is taken, of the first sequences.
         pad_token_id: fills rows that end before the longest one.
         streamer: receives the tokens of each round: one of transformers for a single row, else a
             `BatchStreamer`.
@@ -44,6 +44,7 @@ class GenerationState:
         finished: per row whether it gains no more tokens; such a row may `begin` again.
         generated: per row how many tokens it has gained.
         sequence: per row which sequence of the call it holds; `stats.rows` is in that order.
+        draws: per row whether its tokens are drawn.
         feed: what the streamer was given.
     """
 
@@ -63,6 +64,7 @@ class GenerationState:
     finished: list[bool] = field(init=False)
     generated: list[int] = field(init=False)
     sequence: list[int] = field(init=False)
+    draws: list[bool] = field(init=False)
     feed: StreamFeed = field(init=False)
     scores: list[list[Tensor]] = field(init=False)
     logits: list[list[Tensor]] = field(init=False)
@@ -71,6 +73,7 @@ class GenerationState:
         self.finished = [False] * self.num_rows
         self.generated = [0] * self.num_rows
         self.sequence = list(range(self.num_rows))
+        self.draws = [self.do_sample] * self.num_rows
         self._stops = [self.stop] * self.num_rows
         self._prompt_lengths = [self.prompt_length] * self.num_rows
         # Per row: at which generated token the first rule held; the last step that criteria were
@@ -117,6 +120,11 @@ class GenerationState:
     def unfinished(self) -> list[int]:
         """Rows that still generate."""
         return [row for row, done in enumerate(self.finished) if not done]
+
+    @property
+    def drawing(self) -> bool:
+        """Whether any row that still generates draws its tokens."""
+        return any(self.draws[row] for row in self.unfinished)
 
     def frame_length(self, row: int) -> int:
         """Length of the row as plain `generate()` counts it, padding included."""
@@ -165,13 +173,15 @@ class GenerationState:
         name = f"{part}_seconds"
         setattr(self.stats, name, getattr(self.stats, name) + time.perf_counter() - start)
 
-    def begin(self, row: int, sequence: int, prompt: Sequence[int], stop: StopRules) -> None:
+    def begin(
+        self, row: int, sequence: int, prompt: Sequence[int], stop: StopRules, draws: bool = False
+    ) -> None:
         """Put a new prompt, of one sequence of the call, into a finished row."""
         self._prompt_lengths[row] = self.generated[row] = 0
         self._write(row, prompt)
         self._prompt_lengths[row] = len(prompt)
         self.tokens[row] = list(prompt)
-        self.sequence[row] = sequence
+        self.sequence[row], self.draws[row] = sequence, draws
         self.finished[row] = False
         self._stops[row], self._ends[row], self._asked[row] = stop, None, 0
         self._depths[row] = []

@@ -116,9 +116,9 @@ class Walk:
 
     def look_at_all(self, tree: DraftTree) -> Tensor:
         """(N, V) processed scores of all nodes, where no processor reads a prefix."""
-        if not len(self.processors):
+        if self.processors.idle:
             return self.raw
-        rows = [row for row in range(tree.num_rows) for _ in tree.nodes(row)]
+        rows = rows_of(tree)
         raw = self.raw.to(self.state.device, torch.float32, copy=True)
         return self.processors(rows, None, raw)
 
@@ -142,7 +142,10 @@ class Walk:
 
 
 class NodeDraw(Verifier):
-    """One draw per node; see the module. Greedy decoding is the case where the draw is certain."""
+    """One draw per node; see the module. Greedy decoding is the case where the draw is certain.
+
+    Rows that draw may stand beside rows that do not: drafts here depend on neither.
+    """
 
     def verify(self, tree: DraftTree, logits: Tensor, state: GenerationState) -> Verdict:
         """See `Verifier`; a GPU draws and walks by itself where it can."""
@@ -153,8 +156,8 @@ class NodeDraw(Verifier):
 
     def _begin(self, tree: DraftTree, walk: Walk) -> None:
         state = walk.state
-        wanted = state.do_sample or state.keep_scores or state.keep_logits
-        if not (len(self.processors) or wanted):
+        wanted = state.drawing or state.keep_scores or state.keep_logits
+        if self.processors.idle and not wanted:
             walk.choice = walk.raw.argmax(dim=-1).tolist()
 
     def _step(
@@ -163,17 +166,36 @@ class NodeDraw(Verifier):
         if walk.choice is not None:
             return walk.follow(tree, here)
         scores = walk.visit(here, paths)
-        if walk.state.do_sample:
+        if walk.state.drawing:
+            scores = _decided(scores, list(here), walk.state)
             tokens = torch.multinomial(scores.softmax(dim=-1), 1)[:, 0].tolist()
         else:
             tokens = scores.argmax(dim=-1).tolist()
         return carried(tree, here, tokens)
 
 
+def rows_of(tree: DraftTree) -> list[int]:
+    """The row of every node."""
+    return [row for row in range(tree.num_rows) for _ in tree.nodes(row)]
+
+
+def _decided(scores: Tensor, rows: Sequence[int], state: GenerationState) -> Tensor:
+    """(M, V) scores to draw from: rows that do not draw keep their most likely token alone."""
+    certain = [place for place, row in enumerate(rows) if not state.draws[row]]
+    if not certain:
+        return scores
+    best = scores[certain].argmax(dim=-1, keepdim=True)
+    # A copy: the scores may be the model's own, or kept for the output.
+    scores = scores.clone()
+    scores[certain] = torch.full_like(scores[certain], -torch.inf).scatter(1, best, 0.0)
+    return scores
+
+
 def _walk_on_device(tree: DraftTree, scores: Tensor, state: GenerationState) -> Verdict:
     """The verdict by `verify_tree`, in one transfer."""
     uniforms = None
-    if state.do_sample:
+    if state.drawing:
+        scores = _decided(scores, rows_of(tree), state)
         uniforms = torch.rand(len(scores), device=scores.device)
     most = max(len(tree.nodes(row)) for row in range(tree.num_rows))
     found = verify_tree(scores, *tree.on(scores.device), most, uniforms)

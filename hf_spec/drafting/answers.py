@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.state import GenerationState
 from hf_spec.drafting.lookup_store import LONGEST_MATCH, LookupStore, suggest
-from hf_spec.execution.runner import ForwardOutput
+from hf_spec.execution.forward_output import ForwardOutput
 from hf_spec.execution.tree import DraftTree, Verdict
 
 

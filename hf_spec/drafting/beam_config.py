@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
+from hf_spec.drafting.config import AUTO
 from hf_spec.drafting.level_drafter import LevelConfig, TreeShape
 from hf_spec.errors import OptionError, choices
 
@@ -18,8 +19,8 @@ class BeamConfig(LevelConfig):
     Attributes:
         tree: "chain", or "dynamic" for EAGLE-2's tree (see `hf_spec.drafting.level_drafter`).
         width: of a dynamic tree: children per node, and nodes per level that are drafted on.
-        max_nodes: most nodes sent to the target, root excluded, the likeliest paths first; None is
-            as many as are worth their time, or the usual number.
+        max_nodes: most nodes sent to the target, root excluded, the likeliest paths first; "auto",
+            as many as are worth their time; None is the usual number.
         sample_drafts: draw the draft at random when the target samples; None for chains alone.
     """
 
@@ -28,7 +29,7 @@ class BeamConfig(LevelConfig):
     sample_drafts: bool | None = None  # type: ignore[assignment]
     tree: str = "chain"
     width: int = 4
-    max_nodes: int | None = None
+    max_nodes: int | str | None = AUTO
 
     def __post_init__(self) -> None:
         if self.tree not in TREES:
@@ -46,5 +47,5 @@ class BeamConfig(LevelConfig):
     def shape(self) -> TreeShape:
         """A chain, or a beam of `width`."""
         width = self.width if self.tree == "dynamic" else 1
-        most = sys.maxsize if self.max_nodes is None else self.max_nodes
+        most = self.max_nodes if isinstance(self.max_nodes, int) else sys.maxsize
         return TreeShape(children=width, expanded_per_level=width, max_nodes=most)

@@ -4,17 +4,32 @@ A round brings one token per row and those drafted ones that the target accepts;
 of the target over all nodes, and the drafts. Nodes are taken in order of value as long as tokens
 per second rise, which for a given number of nodes is the best choice and always a tree. Whom to ask
 is decided before, from how its levels fared: a level is worth what nobody else is expected to say.
-Drafting nothing is the case of no nodes and nobody asked.
+Drafting nothing is the case of no nodes and nobody asked. A round that may not be made
+(`Allows`, see `hf_spec.drafting.allowance`) is none of the choices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
 from hf_spec.drafting.costs import Costs
 from hf_spec.drafting.sources import MergedTree, Source
+
+# Whether a round may be made that is expected to gain so many tokens, all rows together, and to
+# take so many seconds. A step without drafts always may.
+Allows = Callable[[float, float], bool]
+
+
+def always(tokens: float, seconds: float) -> bool:
+    """Any round."""
+    return True
+
+
+def never(tokens: float, seconds: float) -> bool:
+    """No round with a draft."""
+    return False
 
 
 @dataclass(frozen=True)
@@ -30,7 +45,12 @@ class Round:
     @property
     def rate(self) -> float:
         """Tokens per second."""
-        return _rate(self.tokens, self.costs.verify(self.nodes) + self.draft_seconds)
+        return _rate(self.tokens, self.seconds)
+
+    @property
+    def seconds(self) -> float:
+        """What it takes."""
+        return self.costs.verify(self.nodes) + self.draft_seconds
 
     def level_price(self, source: Source, asked: int, rows: int, level: int) -> float:
         """What another level of one row's draft costs, in tokens that its time brings elsewhere.
@@ -56,7 +76,11 @@ def _falling(entry: tuple[float, int, int]) -> float:
 
 
 def choose_nodes(
-    costs: Costs, trees: Mapping[int, MergedTree], max_nodes: int, draft_seconds: float = 0.0
+    costs: Costs,
+    trees: Mapping[int, MergedTree],
+    max_nodes: int,
+    draft_seconds: float = 0.0,
+    allows: Allows = always,
 ) -> tuple[Round, dict[int, list[int]]]:
     """The nodes of each row's tree, at most `max_nodes`, that make the fastest round."""
     ranked: list[tuple[float, int, int]] = []
@@ -67,11 +91,10 @@ def choose_nodes(
     ranked.sort(key=_falling)
     totals = list(accumulate((value for value, _, _ in ranked), initial=float(len(trees))))
     sizes = _sizes(costs, trees, ranked)
-    rates = [
-        _rate(total, costs.verify(size) + draft_seconds)
-        for size, total in zip(sizes, totals, strict=True)
-    ]
-    count = max(range(len(rates)), key=rates.__getitem__)
+    seconds = [costs.verify(size) + draft_seconds for size in sizes]
+    rates = list(map(_rate, totals, seconds))
+    allowed = [0, *(n for n in range(1, len(rates)) if allows(totals[n], seconds[n]))]
+    count = max(allowed, key=rates.__getitem__)
     best = Round(costs, totals[count], sizes[count], draft_seconds)
     chosen: dict[int, list[int]] = {row: [] for row in trees}
     for _, row, node in ranked[:count]:
@@ -96,7 +119,11 @@ def _sizes(
 
 
 def choose_sources(
-    base: Round, trees: Mapping[int, MergedTree], sources: Sequence[Source], room: Mapping[int, int]
+    base: Round,
+    trees: Mapping[int, MergedTree],
+    sources: Sequence[Source],
+    room: Mapping[int, int],
+    allows: Allows = always,
 ) -> Round:
     """The best round that is expected, which says whom to ask on top of what is proposed already.
 
@@ -110,7 +137,7 @@ def choose_sources(
             for source in sources
             if not source.drafter.alone and source.name not in best.asked
         ]
-        options = [_asking(best, source, masses, room) for source in left]
+        options = [_asking(best, source, masses, room, allows) for source in left]
         better = max(options, key=lambda option: option.rate, default=best)
         if better.rate <= best.rate:
             break
@@ -120,11 +147,16 @@ def choose_sources(
                 masses[row][level] = masses[row].get(level, 0.0) + gain
         best = better
     alone = [_alone(base, source, trees, room) for source in sources if source.drafter.alone]
-    return max([best, *alone], key=lambda option: option.rate)
+    allowed = [option for option in alone if allows(option.tokens, option.seconds)]
+    return max([best, *allowed], key=lambda option: option.rate)
 
 
 def _asking(
-    base: Round, source: Source, masses: Mapping[int, Mapping[int, float]], room: Mapping[int, int]
+    base: Round,
+    source: Source,
+    masses: Mapping[int, Mapping[int, float]],
+    room: Mapping[int, int],
+    allows: Allows,
 ) -> Round:
     """The best round in which `source` is asked too; `base` itself if there is no room."""
     # Levels that are not worth their nodes, at the rate there is already, are not asked for.
@@ -143,7 +175,7 @@ def _asking(
         seconds = base.draft_seconds + base.costs.draft[source.name](depth)
         asked = {**base.asked, source.name: limits}
         option = Round(base.costs, tokens, nodes, seconds, asked)
-        if option.rate > best.rate:
+        if option.rate > best.rate and allows(option.tokens, option.seconds):
             best = option
     return best
 

@@ -13,6 +13,9 @@ from hf_spec.drafting.length_policy import HEAD, MEASURED, check_policy
 from hf_spec.errors import OptionError, choices
 from hf_spec.execution.row_work import BATCHING
 
+# Of the number of nodes sent: as many as are worth their time.
+AUTO = "auto"
+
 if TYPE_CHECKING:
     from typing_extensions import Self
 
@@ -75,16 +78,18 @@ class StrategyConfig:
     def check(self, name: str, low: float, high: float = math.inf) -> None:
         """Refuse a number outside [low, high] or of another type than declared (`OptionError`).
 
-        None passes where the type allows it.
+        None passes where the type allows it, and a word that is the default.
         """
-        value, declared = getattr(self, name), str(type(self).__dataclass_fields__[name].type)
-        if value is None and "None" in declared:
+        option = type(self).__dataclass_fields__[name]
+        value, declared = getattr(self, name), str(option.type)
+        if (value is None and "None" in declared) or (value == option.default == AUTO):
             return
         whole = "float" not in declared
         numeric = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
         if not numeric or not low <= value <= high:
             kind = "a whole number" if whole else "a number"
             limits = f"of at least {low}" if high == math.inf else f"between {low} and {high}"
+            limits += f", or {AUTO!r}" if option.default == AUTO else ""
             raise OptionError(
                 f"{type(self).__name__}({name}={value!r}): {name} must be {kind} {limits}"
             )
@@ -104,7 +109,7 @@ class PolicyConfig(StrategyConfig):
             `hf_spec.drafting.length_policy`), or "disco" (see `hf_spec.strategies.disco`). None is
             "measured" where no size of the draft is given, and "static" where one is.
         usual: sizes of drafts that are not given, for policies with fixed sizes.
-        longest: the same as bounds, for the "measured" policy.
+        longest: the same as bounds, for the "measured" policy and nodes that are weighed.
         has_confidence_head: whether drafters may have one, for the "head" policy.
         confidence_threshold: probability below which the "confidence" and "head" policies stop.
         adapter: folder or Hub id of the classifier, for the "disco" policy.
@@ -147,12 +152,19 @@ class PolicyConfig(StrategyConfig):
                 "leave it out, or choose length_policy='disco'"
             )
 
+    @property
+    def weighs_nodes(self) -> bool:
+        """Whether as many nodes of a tree are sent as are worth their time."""
+        return getattr(self, "max_nodes", None) == AUTO
+
     def resolve(self, measures: bool) -> Self:
-        """The same with a length policy and sizes; `measures` lets "measured" be the default."""
-        measures = measures and self.leaves_sizes_open
-        policy = self.length_policy or (MEASURED if measures else "static")
+        """The same with a length policy and sizes; `measures` says whether times may decide."""
+        measured = measures and self.leaves_sizes_open
+        policy = self.length_policy or (MEASURED if measured else "static")
         sizes: dict[str, Any] = dict(self.longest if policy == MEASURED else self.usual)
         if policy == "disco":
             sizes.pop("max_draft_tokens", None)
-        sizes = {name: n for name, n in sizes.items() if getattr(self, name) is None}
+        if measures and self.weighs_nodes and "max_nodes" in sizes:
+            sizes["max_nodes"] = self.longest["max_nodes"]
+        sizes = {name: n for name, n in sizes.items() if getattr(self, name) in (None, AUTO)}
         return dataclasses.replace(self, length_policy=policy, **sizes)

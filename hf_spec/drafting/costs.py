@@ -1,10 +1,10 @@
 """What a round of decoding costs: a draft, by its depth, and a forward of the target, by its nodes.
 
-Costs are curves through measured times: given or calibrated ones (`Curve`), or those of the rounds
-of the generation itself (`LearnedCurve`). Such a round is timed by its drafter, which is called
-before the target's forward and again once the target's tokens are known on the host; no forward is
-extra, and nothing waits for the device. What was learned stays with the model. Until then an
-expectation stands in, in units of one forward.
+Costs are curves through measured times: given ones (`Curve`), or those of the rounds of the
+generation itself (`LearnedCurve`). Such a round is timed by its drafter, which is called before the
+target's forward and again once the target's tokens are known on the host; no forward is extra, and
+nothing waits for the device. What was learned stays with the model. Until then an expectation
+stands in, in units of one forward.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_spec.devices.placement import execution_device
+from hf_spec.drafting.sources import MEMORY_DECAY, Fared
+from hf_spec.errors import OptionError
 from hf_spec.execution.compiled_layers import CompiledLayers
 from hf_spec.execution.cpu_linear import cpu_packing_bytes
 from hf_spec.execution.per_model import made_once
@@ -35,6 +37,8 @@ RATE = 0.1
 LARGEST = 1.5
 # A mean that so many others came after is forgotten: it may have been a bad moment.
 LIFETIME = 100
+# Times of one size after which it is known.
+TIMES = 2
 
 
 def straight(sizes: Sequence[float], seconds: Sequence[float], size: float) -> float:
@@ -81,6 +85,10 @@ class LearnedCurve:
     def is_known(self) -> bool:
         """Whether anything was learned."""
         return bool(self._means)
+
+    def reaches(self, size: float) -> bool:
+        """Whether the cost of a size no larger than this is known."""
+        return any(times >= TIMES and known <= size for known, (times, *_) in self._means.items())
 
     def __call__(self, size: float) -> float:
         """Cost of `size`, in seconds once anything was learned."""
@@ -130,31 +138,56 @@ class Costs:
 
 
 class RoundTimes:
-    """The times of rounds with one drafter, which it may outlive: it holds nothing of it."""
+    """The times of rounds with some drafters, and how their drafts fared.
+
+    It may outlive the drafters and holds nothing of them.
+    """
 
     def __init__(self) -> None:
+        self._memories: dict[int, Fared] = {}
         self._verify = LearnedCurve(lambda nodes: 1.0 + NODE_PRICE * nodes)
-        self._draft = LearnedCurve(lambda count: FORWARD_PRICE * count)
+        self._draft: dict[str, LearnedCurve] = {}
 
-    def costs(self, name: str, forwards: Callable[[int], int]) -> Costs:
-        """What `hf_spec.drafting.choice` weighs, for a drafter that takes `forwards(depth)`."""
+    def costs(self, forwards: Mapping[str, Callable[[int], int]]) -> Costs:
+        """What `hf_spec.drafting.choice` weighs; a drafter by its name takes `forwards(depth)`."""
+        return Costs(self._verify, {name: self._cost(name, of) for name, of in forwards.items()})
+
+    def memory(self, index: int, expected: tuple[float, float]) -> Fared:
+        """How the drafts of one of the sources fared; `expected` as in `Source`."""
+        return self._memories.setdefault(index, Fared.expected(expected, MEMORY_DECAY))
+
+    def knows_plain(self, rows: int) -> bool:
+        """Whether steps without drafts have been timed."""
+        return self._verify.reaches(rows)
+
+    def learn(
+        self, nodes: float, verify_seconds: float, drafts: Mapping[str, tuple[int, float]]
+    ) -> None:
+        """Add a round: the nodes of all rows, its seconds; of each draft its forwards, and seconds.
+
+        Drafts without a forward of their own take no time worth counting.
+        """
+        self._verify.learn(nodes, verify_seconds)
+        for name, (count, seconds) in drafts.items():
+            if count:
+                self._curve(name).learn(count, seconds)
+
+    def _curve(self, name: str) -> LearnedCurve:
+        return self._draft.setdefault(name, LearnedCurve(lambda count: FORWARD_PRICE * count))
+
+    def _cost(self, name: str, forwards: Callable[[int], int]) -> Callable[[float], float]:
+        curve = self._curve(name)
 
         def draft(depth: float) -> float:
             count = forwards(math.ceil(depth))
-            unit = 1.0 if self._draft.is_known else self._verify(1)
-            return self._draft(count) * unit if count else 0.0
+            unit = 1.0 if curve.is_known else self._verify(1)
+            return curve(count) * unit if count else 0.0
 
-        return Costs(self._verify, {name: draft})
-
-    def learn(self, nodes: int, verify_seconds: float, forwards: int, draft_seconds: float) -> None:
-        """Add a round: the nodes of all rows, its seconds, the draft's own forwards."""
-        self._verify.learn(nodes, verify_seconds)
-        if forwards:
-            self._draft.learn(forwards, draft_seconds)
+        return draft
 
 
 def known_times(target: PreTrainedModel, key: Hashable, num_rows: int) -> RoundTimes:
-    """What earlier generations in the same situation, drafter (`key`) and rows, have learned."""
+    """What earlier generations in the same situation, drafters (`key`) and rows, have learned."""
     return made_once(target, ("rounds", num_rows, machine_of(target), key), RoundTimes)
 
 
@@ -164,3 +197,30 @@ def machine_of(target: PreTrainedModel) -> tuple[Hashable, ...]:
     device = execution_device(target.get_input_embeddings())
     compiled = CompiledLayers.of(target).wanted
     return device, target.dtype, torch.get_num_threads(), packed, compiled
+
+
+def check_timings(timings: object) -> None:
+    """Refuse what is no set of timings, and show what is expected (`OptionError`)."""
+    curves: list[object] = []
+    if isinstance(timings, dict) and set(timings) == {"verify", "draft"}:
+        draft = timings["draft"]
+        curves = [timings["verify"], *draft.values()] if isinstance(draft, dict) else []
+    if not curves or not all(_is_curve(points) for points in curves):
+        raise OptionError(
+            f"timings={timings!r:.80} must be like {{'verify': [[1, 0.030], [16, 0.040]], 'draft': "
+            "{'tree': [[1, 0.003], [4, 0.012]]}}: seconds of a forward by nodes, and of a draft by "
+            "depth"
+        )
+
+
+def _is_curve(points: object) -> bool:
+    return (
+        isinstance(points, (list, tuple))
+        and bool(points)
+        and all(isinstance(point, (list, tuple)) and len(point) == 2 for point in points)
+        and all(
+            isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1e9
+            for point in points
+            for value in point
+        )
+    )

@@ -19,6 +19,7 @@ was drawn at random stays one that residual rejection can judge.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -63,6 +64,11 @@ class LengthPolicy:
 
     max_draft_tokens: int
 
+    @property
+    def longest(self) -> int:
+        """Most tokens that any row may ever draft."""
+        return self.max_draft_tokens
+
     def start(self, num_rows: int) -> None:
         """Begin a generation of `num_rows` rows."""
 
@@ -98,6 +104,11 @@ class LengthPolicy:
 @dataclass
 class HeuristicPolicy(LengthPolicy):
     """Two more after a fully accepted draft, one fewer otherwise, never fewer than one."""
+
+    @property
+    def longest(self) -> int:
+        """It grows as long as all is accepted."""
+        return sys.maxsize
 
     def start(self, num_rows: int) -> None:
         """Begin every row at the configured length."""

@@ -32,11 +32,11 @@ from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.token_sampling import distribution, draw
 from hf_spec.decoding.verification import Verifier
 from hf_spec.devices.transfer import fetch_all
-from hf_spec.drafting.config import PolicyConfig
+from hf_spec.drafting.config import AUTO, PolicyConfig
 from hf_spec.drafting.graph import TokenGraph, Unmerged
 from hf_spec.drafting.length_policy import DraftedToken, LengthPolicy
 from hf_spec.drafting.rank_tree import Path, RankTree
-from hf_spec.execution.runner import ForwardOutput
+from hf_spec.execution.forward_output import ForwardOutput
 from hf_spec.execution.tree import DraftTree, Verdict
 
 # Of a level: the graph of every row that grows, and its newest nodes, (row, node) each.
@@ -86,7 +86,13 @@ class LevelConfig(PolicyConfig):
     def shape(self) -> TreeShape:
         """The configured one."""
         given = {option.name: getattr(self, option.name, None) for option in fields(TreeShape)}
-        return TreeShape(**{name: value for name, value in given.items() if value is not None})
+        return TreeShape(**{n: value for n, value in given.items() if value not in (None, AUTO)})
+
+    @property
+    def weighs_nodes(self) -> bool:
+        """Not of trees of ranks, which are given node by node, nor of what is drawn at random."""
+        grows = self.shape.tree is None and self.shape.children > 1
+        return super().weighs_nodes and grows and not self.draws
 
     @property
     def sampling_rule(self) -> type[Verifier] | None:

@@ -1,10 +1,10 @@
 """Drafts as long and as wide as they are worth: what `auto` and the defaults of others share.
 
 In every round the nodes are sent, and the levels drafted, that bring the most tokens per second:
-`sources` knows what drafts like these were worth in this generation, `choice` weighs that against
-what rounds cost. `auto` calibrates costs, since it chooses among drafters. A single drafter learns
-them from its rounds (`costs`); `measured` makes one so, and with it `draft`, `tree`, `gsd`,
-`disco`, `falcon` and `lookup` where no length is given.
+`sources` knows what drafts like these were worth, `choice` weighs that against what rounds cost,
+which is learned from them (`costs`), and `allowance` bounds what all this may lose. `measured`
+makes a single drafter so, and with it `draft`, `tree`, `gsd`, `disco`, `falcon` and `lookup` where
+no length is given.
 
 Choices follow from times and from the text so far, never from a draw to come, so whatever rule
 judges the drafts stays exact. Times differ from run to run, and with them the statistics.
@@ -13,10 +13,10 @@ judges the drafts stays exact. Times differ from run to run, and with them the s
 from __future__ import annotations
 
 import time
-from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -26,9 +26,10 @@ from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.verification import Verifier
 from hf_spec.devices.distributed_checks import tensor_parallel_size
-from hf_spec.drafting.choice import Round, choose_nodes, choose_sources
+from hf_spec.drafting.allowance import Allowance
+from hf_spec.drafting.choice import Allows, Round, always, choose_nodes, choose_sources, never
 from hf_spec.drafting.config import PolicyConfig
-from hf_spec.drafting.costs import Costs, known_times
+from hf_spec.drafting.costs import Costs, RoundTimes, known_times
 from hf_spec.drafting.length_policy import (
     MEASURED,
     LengthPolicy,
@@ -38,14 +39,26 @@ from hf_spec.drafting.length_policy import (
 )
 from hf_spec.drafting.sources import NODES_PER_LEVEL, MergedTree, Source
 from hf_spec.errors import UnsupportedError
-from hf_spec.execution.runner import ForwardOutput, ModelRunner
+from hf_spec.execution.forward_output import ForwardOutput
+from hf_spec.execution.mixers import recurrent_share
+from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.tree import DraftTree, Verdict
 
 Policed = TypeVar("Policed", bound=PolicyConfig)
 
 # Share of what is known of a drafter that stays in a round in which it is not asked. There is no
 # other, so it is tried again soon.
-FADE = 0.9
+FADE = 0.95
+# Steps without drafts at the beginning of a generation, where their price is not known.
+PLAIN_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Levels of the deepest draft, and most nodes of a row that are sent, root excluded."""
+
+    max_draft_tokens: int
+    max_nodes: int
 
 
 class MeasuredDrafter(Drafter):
@@ -54,6 +67,11 @@ class MeasuredDrafter(Drafter):
     Sources that are `free` cost no time worth counting and are always asked; `assistants` are the
     others, with names of their own. The deepest draft has `max_draft_tokens`.
 
+    Rounds tell what they cost, and drafts how they fare, which stays with the target; `key` is what
+    both belong to besides the drafters. Where `costs` are given, nothing is timed or remembered.
+    Until the price of a step without drafts is known, such steps are made. What drafts may lose is
+    bounded (`hf_spec.drafting.allowance`).
+
     Attributes:
         counters: "rounds", one per row and draft; "idle_rounds", those that drafted nothing;
             "asked_NAME", those in which the assistant of that name was asked.
@@ -61,28 +79,29 @@ class MeasuredDrafter(Drafter):
 
     no_candidates = (
         "lengths are measured in the engine of hf_spec, which assisted decoding does not use; give "
-        "a length_policy, or numbers of tokens, which are then kept"
+        "a length_policy, or numbers of tokens, which are then kept, and for trees max_nodes"
     )
 
     def __init__(
         self,
         free: Sequence[Source],
         assistants: Sequence[Source],
-        max_draft_tokens: int,
-        max_nodes: int,
+        target: PreTrainedModel,
+        key: Hashable,
+        bounds: Bounds,
+        costs: Costs | None = None,
     ):
         self.free = free
         self.assistants = assistants
-        self.max_depth = max_draft_tokens
-        self.max_nodes = max_nodes
+        self.max_depth = bounds.max_draft_tokens
+        self.max_nodes = bounds.max_nodes
+        self._target = target
+        self._key = key
+        self._given_costs = costs
         self._sources = [*free, *assistants]
         self._counted: Counter[str] = Counter()
         layers = {layer for source in self._sources for layer in source.drafter.hidden_layers}
         self.hidden_layers = tuple(sorted(layers))
-
-    @abstractmethod
-    def _learn_costs(self, state: GenerationState) -> Costs:
-        """What rounds of this generation cost."""
 
     @property
     def counters(self) -> Mapping[str, int]:  # type: ignore[override]
@@ -95,16 +114,36 @@ class MeasuredDrafter(Drafter):
         return sum(source.drafter.forwards for source in self._sources)
 
     def start(self, state: GenerationState) -> None:
-        """Learn what rounds cost; forget how the drafters fared."""
+        """Recall what rounds cost and how drafts fared."""
         self._counted = Counter()
-        self._costs = self._learn_costs(state)
-        for source in self._sources:
-            source.start(state.num_rows)
+        self._allowance = Allowance()
+        self._times: RoundTimes | None = None
+        costs = self._given_costs
+        if costs is None:
+            # Who drafts in the target's own forward has no times.
+            timed = [s for s in self.assistants if not s.drafter.alone]
+            owners = tuple((s.name, s.drafter.timing_key) for s in timed)
+            key = owners, len(self.assistants), len(self.free), self._key
+            self._times = known_times(self._target, key, state.num_rows)
+            costs = self._times.costs({s.name: s.drafter.num_forwards for s in self.assistants})
+        branch = recurrent_share(self._target.config.get_text_config())
+        self._costs = replace(costs, branch=branch)
+        for index, source in enumerate(self._sources):
+            times = self._times
+            known = None if times is None else times.memory(index, source.expected)
+            source.start(state.num_rows, known)
+        self._plain_steps = 0
+        self._is_first = True
+        self._size, self._seconds = 0.0, 0.0
+        self._allows: Allows = always
+        self._drafts: dict[str, tuple[int, float]] = {}
+        self._forget_times()
 
     def restart(self, row: int) -> None:
-        """Forget the sequence before, in every drafter."""
+        """Forget the sequence before, in every drafter, and do not time the next round."""
         for source in self._sources:
             source.restart(row)
+        self._forget_times()
 
     def prefill(self, run: Callable[[ModelRunner], object]) -> None:
         """Every drafter may have a model that reads more than tokens."""
@@ -124,15 +163,17 @@ class MeasuredDrafter(Drafter):
         costs = self._costs
         room = {row: min(limit, self.max_depth) for row, limit in limits.items()}
         trees = {row: MergedTree(state.tokens[row][-1]) for row in room}
+        self._allows = self._rule(len(room))
         for source in self.free:
             source.ask(state, {row: min(room[row], source.useful_depth(row)) for row in room})
             source.join(trees)
-        base, _ = choose_nodes(costs, trees, self.max_nodes)
-        chosen = choose_sources(base, trees, self.assistants, room)
+        base, _ = choose_nodes(costs, trees, self.max_nodes, allows=self._allows)
+        chosen = choose_sources(base, trees, self.assistants, room, self._allows)
         whole: DraftTree | None = None
+        self._drafts = {}
         for source in self.assistants:
             depths = self._depths(source, chosen, room)
-            source.ask(state, depths)
+            self._ask(source, state, depths)
             asked = sum(depth > 0 for depth in depths.values())
             self._counted[f"asked_{source.name}"] += asked
             drafter = source.drafter
@@ -141,52 +182,88 @@ class MeasuredDrafter(Drafter):
                 whole = source.tree
             elif asked:
                 source.join(trees)
+        self._seconds = chosen.draft_seconds
+        if self._times is not None:
+            self._seconds = sum(seconds for count, seconds in self._drafts.values() if count)
         if whole is None:
-            _, nodes = choose_nodes(costs, trees, self.max_nodes, chosen.draft_seconds)
+            # What drafting took beyond what was expected is no reason to send less of it.
+            spent = chosen.draft_seconds or self._seconds
+            best, nodes = choose_nodes(costs, trees, self.max_nodes, spent, self._allows)
             kept = {row: tree.keep(nodes[row]) for row, tree in trees.items()}
             whole = DraftTree.from_drafts(kept, state.num_rows)
+            self._size = best.nodes
+        else:
+            self._size = whole.num_nodes
         self._counted["rounds"] += len(room)
         self._counted["idle_rounds"] += sum(len(whole.nodes(row)) == 1 for row in room)
+        self._sent = time.perf_counter()
         return whole
 
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
-        """Every source learns what the target said."""
+        """Learn what the round took and brought; every source learns what the target said."""
+        if self._times is not None and not self._is_first:
+            timed = {n: spent for n, spent in self._drafts.items() if n in self._has_drafted}
+            self._times.learn(self._size, time.perf_counter() - self._sent, timed)
+        self._is_first = False
+        self._has_drafted |= {name for name, (count, _) in self._drafts.items() if count}
+        rows = [row for row in range(len(verdict.accepted)) if verdict.tree.nodes(row)]
+        if rows:
+            gained = sum(len(verdict.tokens(row)) for row in rows) / len(rows)
+            spent = self._costs.verify(self._size) + self._seconds
+            self._allowance.settle(gained, spent, self._costs.verify(len(rows)))
         for source in self._sources:
             source.observe(verdict, output)
+
+    def _rule(self, rows: int) -> Allows:
+        """Which rounds may be made: none with drafts until the price of those without is known."""
+        plain = self._costs.verify(rows)
+        known = self._times is None or self._times.knows_plain(rows)
+        if self._plain_steps < PLAIN_STEPS and not known:
+            # The first round runs the prompt, and is not timed.
+            self._plain_steps += not self._is_first
+            return never
+        allowance = self._allowance
+        return lambda tokens, seconds: allowance.allows(tokens / rows, seconds, plain)
+
+    def _ask(self, source: Source, state: GenerationState, depths: Mapping[int, int]) -> None:
+        """Let an assistant draft; the clock runs."""
+        before, start = source.drafter.forwards, time.perf_counter()
+        source.ask(state, depths)
+        self._drafts[source.name] = source.drafter.forwards - before, time.perf_counter() - start
 
     def _depths(self, source: Source, chosen: Round, room: Mapping[int, int]) -> dict[int, int]:
         """Per row how deep an assistant drafts, 0 where it is not asked."""
         depths = chosen.asked.get(source.name, {})
         return {row: depths.get(row, 0) for row in room}
 
+    def _forget_times(self) -> None:
+        # A forward that runs a prompt tells nothing of the others; drafters have their own when
+        # they first draft.
+        self._is_first = True
+        self._has_drafted: set[str] = set()
+
 
 class SelfTimedDrafter(MeasuredDrafter):
-    """One kind of drafter, whose rounds tell what they cost.
+    """One kind of drafter: one source that takes time, with its policy, or any that take none.
 
-    There is one source that takes time, with its policy, or any that take none. `key` tells them
-    from other drafters of the target.
+    With a policy that goes by something else than time, it drafts in every round what that says,
+    and the nodes to send are what is chosen. `key` tells them from other drafters of the target.
     """
 
     def __init__(
         self,
         sources: Sequence[Source],
         target: PreTrainedModel,
-        key: Any,
-        max_draft_tokens: int,
-        max_nodes: int,
+        key: Hashable,
+        bounds: Bounds,
         policy: LengthPolicy | None = None,
     ):
         takes_time = sources[0].drafter.num_forwards(1) > 0
         free, assistants = ([], sources) if takes_time else (sources, [])
-        super().__init__(free, assistants, max_draft_tokens, max_nodes)
-        self._target = target
-        self._key = key
+        super().__init__(free, assistants, target, (sources[0].name, key), bounds)
         self._main = sources[0]
         self._policy = policy if isinstance(policy, MeasuredPolicy) else None
-        # A forward that runs a prompt tells nothing of the others; a head that reads the target's
-        # features has its own a round later than the target.
-        self._is_first = self._is_first_draft = True
-        self._drafted = (0, 0.0, 0.0)
+        self._drafts_always = policy is not None and self._policy is None
 
     @property
     def counters(self) -> Mapping[str, int]:  # type: ignore[override]
@@ -208,14 +285,8 @@ class SelfTimedDrafter(MeasuredDrafter):
         """The drafter's own rule."""
         return self._main.drafter.make_verifier(processors, num_rows)
 
-    def restart(self, row: int) -> None:
-        """Forget the sequence before, and do not time the next round."""
-        super().restart(row)
-        self._is_first = self._is_first_draft = True
-
     def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
-        """See `MeasuredDrafter`; the clock runs."""
-        before, start = self.forwards, time.perf_counter()
+        """See `MeasuredDrafter`."""
         tree = super().draft(state, limits)
         if self._policy is not None:
             # It knows the drafter, which knows the policy: storage would wait for the collector.
@@ -223,38 +294,44 @@ class SelfTimedDrafter(MeasuredDrafter):
         if self.assistants:
             # Levels that the policy left out tell nothing.
             self._main.limits = {row: self._main.tree.height(row) for row in limits}
-        now = time.perf_counter()
-        self._drafted = self.forwards - before, now - start, now
         return tree
 
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
-        """Learn what the round took and brought."""
-        forwards, draft_seconds, sent = self._drafted
-        if not self._is_first:
-            verify_seconds = time.perf_counter() - sent
-            timed = 0 if self._is_first_draft else forwards
-            self._times.learn(verdict.tree.num_nodes, verify_seconds, timed, draft_seconds)
-        self._is_first = False
-        self._is_first_draft = self._is_first_draft and not forwards
+        """The policy learns, too."""
         super().observe(verdict, output)
         if self._policy is not None:
             for row, reached in self._main.reached.items():
                 height = self._main.tree.height(row)
                 self._policy.learn(row, height, reached, len(verdict.tokens(row)))
 
-    def _learn_costs(self, state: GenerationState) -> Costs:
-        self._is_first = self._is_first_draft = True
-        name, drafter = self._main.name, self._main.drafter
-        owner = drafter.timing_key if self.assistants else None
-        self._times = known_times(self._target, (name, owner, self._key), state.num_rows)
-        return self._times.costs(name, drafter.num_forwards)
-
     def _depths(self, source: Source, chosen: Round, room: Mapping[int, int]) -> dict[int, int]:
-        """A drafter that is asked may go on as long as its policy lets it."""
-        asked = {row for row, depth in chosen.asked.get(source.name, {}).items() if depth}
+        """A drafter that is asked may go on as long as its policy lets it, and the round may."""
+        if self._drafts_always:
+            return dict.fromkeys(room, 0) if self._allows is never else dict(room)
+        asked = {row: depth for row, depth in chosen.asked.get(source.name, {}).items() if depth}
         if self._policy is not None and asked:
             self._policy.price = partial(chosen.level_price, source, len(asked), len(room))
-        return {row: limit if row in asked else 0 for row, limit in room.items()}
+        longest = self._longest(source, len(asked), len(room))
+        return {
+            row: min(limit, max(longest, asked[row])) if row in asked else 0
+            for row, limit in room.items()
+        }
+
+    def _rule(self, rows: int) -> Allows:
+        """Where drafts are given the allowance is not asked."""
+        rule = super()._rule(rows)
+        return always if self._drafts_always and rule is not never else rule
+
+    def _longest(self, source: Source, asked: int, rows: int) -> int:
+        """Levels that may all fail; of a tree, the nodes to send are chosen when it is there."""
+        draft, verify = self._costs.draft[source.name], self._costs.verify
+        sent = asked if source.nodes_per_level == 1 else 0
+        depth = 0
+        while depth < source.depth and self._allows(
+            0.0, draft(depth + 1) + verify(rows + sent * (depth + 1))
+        ):
+            depth += 1
+        return depth
 
 
 def measured(
@@ -268,12 +345,20 @@ def measured(
     depth = drafter.max_depth
     source = Source(config.strategy, drafter, depth, nodes_per_level=nodes_per_level, fade=FADE)
     most = getattr(config, "max_nodes", None) or depth
-    return SelfTimedDrafter([source], target, config.batching, depth, most, policy)
+    # A policy may go beyond the length that it starts with.
+    source.depth = max(depth, policy.longest)
+    bounds = Bounds(source.depth, most)
+    return SelfTimedDrafter([source], target, config.batching, bounds, policy)
 
 
 def can_measure(target: PreTrainedModel) -> bool:
     """Whether times may decide: not among processes that must take the same steps."""
     return tensor_parallel_size(target) == 1
+
+
+def weighs_nodes(config: PolicyConfig, target: PreTrainedModel) -> bool:
+    """Whether as many nodes are sent as are worth their time, where that can be."""
+    return config.weighs_nodes and can_measure(target)
 
 
 def resolve(config: Policed, target: PreTrainedModel) -> Policed:
@@ -298,9 +383,10 @@ def with_policy(
         make: called with the config, its sizes filled in, and `policy=`.
         children: most tokens that it drafts after one.
     """
+    weighs = weighs_nodes(config, target)
     config = resolve(config, target)
     policy = make_policy(config, target)
     drafter = make(config, policy=policy)
-    if config.length_policy != MEASURED:
+    if config.length_policy != MEASURED and not weighs:
         return drafter
     return measured(drafter, policy, target, config, min(children, NODES_PER_LEVEL))

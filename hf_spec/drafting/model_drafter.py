@@ -21,7 +21,8 @@ from hf_spec.devices.transfer import fetch_all, send
 from hf_spec.drafting.length_policy import LengthPolicy, make_policy
 from hf_spec.drafting.level_drafter import Drafted, Graphs, LevelConfig, LevelDrafter, Owners
 from hf_spec.errors import OptionError, choices
-from hf_spec.execution.runner import ForwardOutput, ModelRunner
+from hf_spec.execution.forward_output import ForwardOutput
+from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.tree import DraftTree, Verdict
 from hf_spec.execution.vocabulary import num_embeddings
 

@@ -20,7 +20,7 @@ from hf_spec.devices.transfer import send
 from hf_spec.drafting.length_policy import HeadPolicy, LengthPolicy
 from hf_spec.drafting.level_drafter import Graphs, LevelConfig, LevelDrafter, Owners
 from hf_spec.execution.cpu_linear import fast_products
-from hf_spec.execution.runner import ForwardOutput
+from hf_spec.execution.forward_output import ForwardOutput
 from hf_spec.execution.tree import DraftTree, Verdict
 
 

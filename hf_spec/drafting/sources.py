@@ -3,19 +3,21 @@
 A *source* is a drafter with a memory of how it fared, per row. Of every node it proposes it says
 how likely the target is to go there: the product along the path of the shares of nodes of the same
 kind that were accepted after an accepted parent. Kinds are the drafter's own probability in tenths
-or, where it has none, depth and rank. Shares decay, and begin with an expectation.
+or, where it has none, depth and rank. Shares decay, and begin with what earlier generations of the
+model came to (`Fared`), the first one with an expectation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.state import GenerationState
 from hf_spec.drafting.graph import TokenGraph
-from hf_spec.execution.runner import ForwardOutput
+from hf_spec.execution.forward_output import ForwardOutput
 from hf_spec.execution.tree import DraftTree, Verdict
 
 # How fast old trials are forgotten, per trial; and how many the expectation counts for.
@@ -26,6 +28,9 @@ LEVEL_WEIGHT = 3.0
 LEVEL_EXPECTATION = 0.6
 # A source that is not asked is slowly forgotten, until it is tried again; per round.
 FADE = 0.99
+# The same of what earlier generations came to: trials count for longer, and a source that is never
+# asked is tried again after hundreds of rounds.
+MEMORY_DECAY, MEMORY_FADE = 0.99, 0.998
 
 # Nodes less likely than this are not looked at.
 MIN_VALUE = 0.01
@@ -40,12 +45,13 @@ DEPTH_KINDS, RANK_KINDS = 3, 2
 class Shares:
     """How often things of each kind came true, old trials counting less.
 
-    The `expected` share of a kind counts for `weight` trials.
+    The `expected` share of a kind counts for `weight` trials, one trial for `decay` of the next.
     """
 
-    def __init__(self, expected: Callable[..., float], weight: float):
+    def __init__(self, expected: Callable[..., float], weight: float, decay: float = DECAY):
         self._expected = expected
         self._weight = weight
+        self._decay = decay
         self._trials: dict[Hashable, tuple[float, float]] = {}
 
     def share(self, kind: Hashable) -> float:
@@ -56,7 +62,13 @@ class Shares:
     def count(self, kind: Hashable, hit: bool) -> None:
         """Count a trial."""
         hits, trials = self._trials.get(kind, (0.0, 0.0))
-        self._trials[kind] = DECAY * hits + hit, DECAY * trials + 1
+        # A new dictionary: copies keep theirs.
+        counted = self._decay * hits + hit, self._decay * trials + 1
+        self._trials = {**self._trials, kind: counted}
+
+    def now(self) -> Shares:
+        """The same, which nothing is added to any more."""
+        return copy(self)
 
     def fade(self, kept: float = FADE) -> None:
         """Forget everything but a share of it."""
@@ -66,6 +78,26 @@ class Shares:
 def shares_of_levels() -> Shares:
     """How often the target went on by a level, which is to be learned fast."""
     return Shares(lambda _: LEVEL_EXPECTATION, LEVEL_WEIGHT)
+
+
+@dataclass(eq=False)
+class Fared:
+    """How the drafts of one source fared: their nodes by kind, and whole levels by depth."""
+
+    nodes: Shares
+    levels: Shares
+
+    @classmethod
+    def expected(cls, shares: tuple[float, float], decay: float = DECAY) -> Fared:
+        """Nothing is known; `shares` as in `Source.expected`."""
+        nodes = Shares(partial(_expected_share, shares), EXPECTATION_WEIGHT, decay)
+        return cls(nodes, Shares(lambda _: LEVEL_EXPECTATION, LEVEL_WEIGHT, decay))
+
+    @classmethod
+    def after(cls, earlier: Fared) -> Fared:
+        """What is known now is all that is expected; what is learned of either is not shared."""
+        nodes = Shares(earlier.nodes.now().share, EXPECTATION_WEIGHT)
+        return cls(nodes, Shares(earlier.levels.now().share, LEVEL_WEIGHT))
 
 
 @dataclass(eq=False)
@@ -100,15 +132,15 @@ class Source:
         self.reached: dict[int, int] = {}
         self.start(0)
 
-    def start(self, num_rows: int) -> None:
-        """Forget how it fared; the drafter forgets when it is made active."""
-        self._nodes = [self._new_nodes() for _ in range(num_rows)]
-        self._levels = [shares_of_levels() for _ in range(num_rows)]
+    def start(self, num_rows: int, memory: Fared | None = None) -> None:
+        """Begin with what is remembered; the drafter forgets when it is made active."""
+        self._memory = memory
+        self._fared = [self._new() for _ in range(num_rows)]
         self._sizes: dict[int, int] = {}
 
     def restart(self, row: int) -> None:
         """Forget the sequence before, and let the drafter do so."""
-        self._nodes[row], self._levels[row] = self._new_nodes(), shares_of_levels()
+        self._fared[row] = self._new()
         self._sizes.pop(row, None)
         self.drafter.restart(row)
 
@@ -124,7 +156,7 @@ class Source:
         """How deep a draft without probabilities goes until even its best node is too unlikely."""
         value, depth = 1.0, 0
         while depth < self.depth:
-            value *= self._nodes[row].share((min(depth + 1, DEPTH_KINDS), 0))
+            value *= self._fared[row].nodes.share((min(depth + 1, DEPTH_KINDS), 0))
             if value < MIN_VALUE:
                 break
             depth += 1
@@ -136,14 +168,14 @@ class Source:
 
     def level(self, row: int, depth: int) -> float:
         """Probability that the target goes on to `depth` in its tree, from the depth above."""
-        return self._levels[row].share(depth)
+        return self._fared[row].levels.share(depth)
 
     def values(self, row: int) -> list[float]:
         """Per node of its tree for `row` the probability that the target goes there.
 
         Nothing below a node that is too unlikely to be looked at has any.
         """
-        tree, shares = self.tree, self._nodes[row]
+        tree, shares = self.tree, self._fared[row].nodes
         start = tree.row_start[row]
         values = [1.0]
         for node in tree.nodes(row)[1:]:
@@ -174,15 +206,20 @@ class Source:
         """Count what was right; the nodes of its tree that carry the tokens, as far as they do."""
         tree, path = self.tree, [self.tree.row_start[row]]
         if not limit:
-            self._levels[row].fade(self.fade)
+            self._fared[row].levels.fade(self.fade)
+            if self._memory is not None:
+                self._memory.levels.fade(MEMORY_FADE)
             return []
+        learning = [self._fared[row], *([self._memory] if self._memory is not None else [])]
         for depth, token in enumerate(tokens, start=1):
             if depth > limit:
                 break
             for node in tree.proposals(path[-1]):
-                self._nodes[row].count(self._kind(node), tree.tokens[node] == token)
+                for known in learning:
+                    known.nodes.count(self._kind(node), tree.tokens[node] == token)
             child = tree.child(path[-1], token)
-            self._levels[row].count(depth, child is not None)
+            for known in learning:
+                known.levels.count(depth, child is not None)
             if child is None:
                 break
             path.append(child)
@@ -195,9 +232,10 @@ class Source:
         rank = tree.children[tree.parent[node]].index(node)
         return min(tree.depth[node], DEPTH_KINDS), min(rank, RANK_KINDS - 1)
 
-    def _new_nodes(self) -> Shares:
-        # Not a method of this object, which would wait for the cycle collector with its drafter.
-        return Shares(partial(_expected_share, self.expected), EXPECTATION_WEIGHT)
+    def _new(self) -> Fared:
+        if self._memory is None:
+            return Fared.expected(self.expected)
+        return Fared.after(self._memory)
 
 
 def _expected_share(expected: tuple[float, float], kind: int | tuple[int, int]) -> float:

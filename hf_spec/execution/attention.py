@@ -46,6 +46,26 @@ NAME = "hf_spec"
 RECTANGULAR_ONLY = {"nemotron", "stablelm", "diffllama", "git", "whisper", "zamba", "zamba2"}
 
 
+@dataclass(frozen=True)
+class LayerTraits:
+    """What the config says of a layer's attention. Asking it takes as long as a small operation.
+
+    Attributes:
+        storage: the layer that has its keys and values.
+        window: that of layers whose model writes it into the mask and does not pass it on.
+        chunk: length of the chunks within which it attends; None where there are none.
+    """
+
+    storage: int
+    window: int | None
+    chunk: int | None
+
+    @classmethod
+    def of(cls, module: nn.Module) -> LayerTraits:
+        """Those of an attention module."""
+        return cls(_storage_layer(module), _mask_window(module), _chunk(module))
+
+
 @dataclass
 class PackedStep:
     """Everything the attention function needs to know about one packed forward.
@@ -55,12 +75,14 @@ class PackedStep:
         writes: per row (slot, start, end, places): packed tokens [start, end) go to `places`.
         segments: what each stretch of tokens attends to; none where the step is told by its layout
             alone (see `of_layout`).
+        traits: what earlier steps of the same model have found its layers to be, by index.
         written: layers that have stored their keys and values in this step, and their attention.
     """
 
     pool: KVPool
     writes: Sequence[tuple[int, int, int, slice | Tensor]]
     segments: Sequence[Segment]
+    traits: dict[int, LayerTraits] = field(default_factory=dict)
     written: dict[int, nn.Module] = field(default_factory=dict)
     _layouts: dict[torch.device, tuple[RaggedLayout, Tensor]] = field(default_factory=dict)
 
@@ -166,14 +188,16 @@ def tree_attention(  # noqa: PLR0913 - the signature that transformers calls
             "overwrite its own keys and values; generate without spec_strategy"
         )
     spec_step.written[layer_index] = module
-    storage = _storage_layer(module)
-    keys, values = spec_step.pool.layer(storage, key, value)
+    traits = spec_step.traits.get(layer_index)
+    if traits is None:
+        traits = spec_step.traits[layer_index] = LayerTraits.of(module)
+    keys, values = spec_step.pool.layer(traits.storage, key, value)
     form = _form(spec_step, query, values)
-    if storage == layer_index:
+    if traits.storage == layer_index:
         _store(spec_step, form, (key, value), (keys, values))
-    window = kwargs["sliding_window"] if "sliding_window" in kwargs else _mask_window(module)
+    window = kwargs.get("sliding_window", traits.window)
     sinks = None if s_aux is None else s_aux.float()
-    scoring = Scoring(scaling, window, softcap, sinks=sinks, chunk=_chunk(module))
+    scoring = Scoring(scaling, window, softcap, sinks=sinks, chunk=traits.chunk)
     return _attend(spec_step, form, query, (keys, values), scoring), None
 
 
@@ -297,9 +321,13 @@ _answering: dict[type[PreTrainedConfig], property] = {}
 
 
 class PackedAttention:
-    """Lets one model that `takes_packed` attend by `tree_attention`."""
+    """Lets one model that `takes_packed` attend by `tree_attention`.
+
+    `traits` are for its steps, see `PackedStep`.
+    """
 
     def __init__(self, model: PreTrainedModel):
+        self.traits: dict[int, LayerTraits] = {}
         # Layers borrowed from another model look the name up in that model's config.
         configs = {id(c): c for c in (getattr(m, "config", None) for m in model.modules())}
         self._configs = [c for c in configs.values() if isinstance(c, PreTrainedConfig)]

@@ -15,8 +15,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -72,23 +72,12 @@ class CompiledLayers:
         """Those of a model."""
         return made_once(model, "compiled layers", cls)
 
-    @contextmanager
-    def active(self) -> Iterator[None]:
+    def active(self) -> AbstractContextManager[None]:
         """Let known layers run as programs inside the block, if that is wanted."""
-        entered: list[nn.Module] = []
-        try:
-            with _lock:
-                for one in self.layers if self.wanted else ():
-                    if _forwards.join(one.layer):
-                        entered.append(one.layer)
-                    elif one.begin():
-                        _forwards.give(one.layer, one)
-                        entered.append(one.layer)
-            yield
-        finally:
-            with _lock:
-                for layer in entered:
-                    _forwards.leave(layer)
+        known = {one.layer: one for one in self.layers} if self.wanted else {}
+        return _forwards.lent(
+            known, lambda fresh: {layer: known[layer] for layer in fresh if known[layer].begin()}
+        )
 
     def learn(self, model: PreTrainedModel, attending: Mapping[int, nn.Module]) -> None:
         """Find the layers of the attention modules that ran in a step; later blocks have them."""
@@ -144,12 +133,14 @@ class CompiledLayer:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer, as a program where there is one."""
-        if not isinstance(kwargs.get("spec_step"), PackedStep) or torch.is_grad_enabled():
+        # Accelerate's mixed precision begins inside the model's forward.
+        other = torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
+        if other or not isinstance(kwargs.get("spec_step"), PackedStep):
             return self._plain(*args, **kwargs)
         call = LayerCall(args, kwargs)
         looks = call.looks
         if looks not in self._programs:
-            if call.num_tokens > MAX_TOKENS or torch.is_autocast_enabled("cpu"):
+            if call.num_tokens > MAX_TOKENS:
                 return self._plain(*args, **kwargs)
             kind = call.kind()
             if kind not in self._tried:

@@ -23,7 +23,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -122,8 +124,7 @@ def cpu_packing_bytes() -> int:
     return sum(copy.nbytes for _, copy in list(_weights.entries.values()))
 
 
-@contextlib.contextmanager
-def fast_cpu_linears(model: nn.Module) -> Iterator[None]:
+def fast_cpu_linears(model: nn.Module) -> AbstractContextManager[None]:
     """Make `model` ready for products on the CPU in their fastest form, inside `fast_products`.
 
     Suitable modules get a `forward` of their own, which goes when the last block that uses the
@@ -134,15 +135,8 @@ def fast_cpu_linears(model: nn.Module) -> Iterator[None]:
     Args:
         model: any module; parts on other devices are left alone.
     """
-    entered: list[nn.Module] = []
-    try:
-        with _lock:
-            _enter(model, entered)
-        yield
-    finally:
-        with _lock:
-            for module in entered:
-                _forwards.leave(module)
+    autocast = torch.is_autocast_enabled("cpu")
+    return _forwards.lent(() if autocast else model.modules(), _fast_forwards)
 
 
 @contextlib.contextmanager
@@ -155,26 +149,19 @@ def fast_products() -> Iterator[None]:
         _chosen.fast = before
 
 
-def _enter(model: nn.Module, entered: list[nn.Module]) -> None:
-    if torch.is_autocast_enabled("cpu"):
-        return
-    fresh: list[nn.Linear] = []
-    for module in model.modules():
-        if _forwards.join(module):
-            entered.append(module)
-        elif type(module) is nn.Linear and _is_suitable(module):
-            fresh.append(module)
-    packed = _weights.get_all([module.weight for module in fresh])
-    for module, packed_weight in zip(fresh, packed, strict=True):
+def _fast_forwards(modules: list[nn.Module]) -> dict[nn.Module, Callable[..., Any]]:
+    """The forwards of those modules that have a faster one."""
+    linears = [one for one in modules if type(one) is nn.Linear and _is_suitable(one)]
+    with _lock:
+        packed = _weights.get_all([linear.weight for linear in linears])
+    forwards: dict[nn.Module, Callable[..., Any]] = {}
+    for linear, packed_weight in zip(linears, packed, strict=True):
         if packed_weight is not None:
-            limits = _row_limits(module.weight.dtype, torch.get_num_threads())
-            forward = _packed_forward(module, packed_weight, *limits)
-        elif module.weight.dtype == torch.float32:
-            forward = _transposed_forward(module)
-        else:
-            continue
-        _forwards.give(module, forward)
-        entered.append(module)
+            limits = _row_limits(linear.weight.dtype, torch.get_num_threads())
+            forwards[linear] = _packed_forward(linear, packed_weight, *limits)
+        elif linear.weight.dtype == torch.float32:
+            forwards[linear] = _transposed_forward(linear)
+    return forwards
 
 
 def _is_suitable(module: nn.Linear) -> bool:
@@ -204,7 +191,7 @@ def _packed_forward(
             and least <= input.numel() // width <= most
             and input.dtype == weight.dtype
             and input.shape[-1] == width
-            and not torch.is_grad_enabled()
+            and not _is_left_alone()
         ):
             return linear(input, packed, bias, "none", [], "")
         return F.linear(input, weight, bias)
@@ -222,7 +209,7 @@ def _transposed_forward(module: nn.Linear) -> Callable[[Tensor], Tensor]:
             or rows not in TRANSPOSED_ROWS
             or input.dtype != torch.float32
             or input.shape[-1] != width
-            or torch.is_grad_enabled()
+            or _is_left_alone()
         ):
             return F.linear(input, weight, bias)
         # Contiguous, since models call `view` on what a linear layer returns.
@@ -232,6 +219,11 @@ def _transposed_forward(module: nn.Linear) -> Callable[[Tensor], Tensor]:
         return output.view(*input.shape[:-1], -1)
 
     return forward
+
+
+def _is_left_alone() -> bool:
+    """Whether a product is one of autograd, or of autocast, which may begin inside a forward."""
+    return torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
 
 
 def _pack(weight: Tensor) -> Tensor:

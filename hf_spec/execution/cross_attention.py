@@ -61,13 +61,6 @@ def decoding_parts(model: PreTrainedModel) -> list[nn.Module]:
     return [model.get_decoder(), model.get_output_embeddings()]
 
 
-def silence(model: PreTrainedModel, num_rows: int) -> Tensor:
-    """(num_rows, S, width) zeros in place of an encoder's output, for forwards that are timed."""
-    config: Any = model.config
-    size = (num_rows, config.max_source_positions, config.d_model)
-    return torch.zeros(size, dtype=model.dtype, device=_device(model))
-
-
 class CrossAttention:
     """What a decoder is called with beside its tokens: the encoder's output, and both caches.
 

@@ -63,43 +63,63 @@ def store(
 
     `where` says the same as `writes`: (2, T) slots and places.
     """
-    if len(writes) == 1:
-        [(slot, start, end, places)] = writes
-        buffer[slot, :, places] = states[0, :, start:end]
-    else:
+    if len(writes) > 1:
         slots, places = where.to(buffer.device)
         buffer[slots, :, places] = states[0].transpose(0, 1).to(buffer.dtype)
+        return
+    [(slot, start, end, places)] = writes
+    if isinstance(places, slice):
+        target = _part(_part(buffer, 0, slot, 1), 2, places.start, end - start)
+        target.copy_(_part(states, 2, start, end - start))
+    else:
+        buffer[slot, :, places] = states[0, :, start:end]
 
 
 def attend(
     groups: Sequence[Alike], query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring
 ) -> Tensor:
     """Attention of (1, H, T, D) queries to what they see of a layer's buffers, as (1, T, H, Dv)."""
-    num_heads, kv_heads, width = query.shape[1], keys.shape[1], values.shape[-1]
-    folded = num_heads // kv_heads
-    found: list[Tensor] = []
+    if len(groups) == 1:
+        return _attend_alike(groups[0], query, keys, values, scoring)[None]
+    out = query.new_empty(query.shape[2], query.shape[1], values.shape[-1])
     for alike in groups:
-        view = alike.view
-        length, seen = view.end - view.start, slice(view.num_keys)
-        # Query heads of one key head become rows of it: no copy of the keys for grouped queries.
-        rows = query[0, :, alike.tokens].reshape(kv_heads, folded, -1, length, query.shape[-1])
-        attended = _attend(
-            rows.permute(2, 0, 1, 3, 4).flatten(2, 3),
-            keys[alike.slots, :, seen],
-            values[alike.slots, :, seen],
-            view.mask(scoring.window, folded, query, scoring.chunk),
-            scoring,
-        )
-        by_head = attended.reshape(-1, num_heads, length, width)
-        # Under autocast layers may hand over states of another dtype than their buffers have.
-        found.append(by_head.transpose(1, 2).flatten(0, 1).to(query.dtype))
-    if len(found) == 1:
-        # Contiguous, since models call `view` on what attention returns.
-        return found[0].contiguous()[None]
-    out = query.new_empty(query.shape[2], num_heads, width)
-    for alike, states in zip(groups, found, strict=True):
-        out[alike.tokens] = states
+        tokens = alike.tokens
+        out[tokens] = _attend_alike(alike, query[:, :, tokens], keys, values, scoring)
     return out[None]
+
+
+def _attend_alike(
+    alike: Alike, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring
+) -> Tensor:
+    """Of the (1, H, n * L, D) queries of n rows, segment by segment, as (n * L, H, Dv)."""
+    view, (_, num_heads, total, width) = alike.view, query.shape
+    kv_heads, length = keys.shape[1], view.end - view.start
+    folded, num_rows = num_heads // kv_heads, total // length
+    if num_rows > 1:
+        query = query.view(num_heads, num_rows, length, width).transpose(0, 1)
+    # Query heads of one key head become rows of it: no copy of the keys for grouped queries.
+    attended = _attend(
+        query.reshape(num_rows, kv_heads, folded * length, width),
+        _part(_of_slots(keys, alike.slots), 2, 0, view.num_keys),
+        _part(_of_slots(values, alike.slots), 2, 0, view.num_keys),
+        view.mask(scoring.window, folded, query, scoring.chunk),
+        scoring,
+    )
+    by_token = attended.view(num_rows, kv_heads, folded, length, -1).permute(0, 3, 1, 2, 4)
+    # Contiguous, since models call `view` on what attention returns. Under autocast layers may hand
+    # over states of another dtype than their buffers have.
+    return by_token.reshape(total, num_heads, -1).to(query.dtype)
+
+
+def _of_slots(buffer: Tensor, slots: slice | Tensor) -> Tensor:
+    if isinstance(slots, Tensor):
+        return buffer[slots]
+    return _part(buffer, 0, slots.start, slots.stop - slots.start)
+
+
+def _part(tensor: Tensor, axis: int, start: int, count: int) -> Tensor:
+    """Some of an axis; the fewer views, the better: each takes as long as a small operation."""
+    return tensor if tensor.shape[axis] == count else tensor.narrow(axis, start, count)
 
 
 def _attend(

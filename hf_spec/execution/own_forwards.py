@@ -7,16 +7,19 @@ the first block that wants one and gives it back when the last one ends.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
 
+# Modules -> the forwards of those among them that shall have one.
+Make = Callable[[list[nn.Module]], Mapping[nn.Module, Callable[..., Any]]]
+
 
 class OwnForwards:
-    """The modules that have a forward of one kind; locked in `lent` alone."""
+    """The modules that have a forward of one kind."""
 
     def __init__(self) -> None:
         # The forward, the one that the module itself had instead of its class's, and the users.
@@ -24,15 +27,18 @@ class OwnForwards:
         self._lock = threading.Lock()
 
     @contextmanager
-    def lent(
-        self, modules: Iterable[nn.Module], make: Callable[[nn.Module], Callable[..., Any]]
-    ) -> Iterator[None]:
-        """For one block every module has its forward, which `make` makes if it has none yet."""
-        with ExitStack() as stack, self._lock:
+    def lent(self, modules: Iterable[nn.Module], make: Make) -> Iterator[None]:
+        """For one block modules have their forwards; `make` is asked for those that have none."""
+        with self._lock, ExitStack() as stack:
+            fresh = []
             for module in modules:
-                if not self.join(module):
-                    self.give(module, make(module))
-                stack.callback(self.leave, module)
+                if self._join(module):
+                    stack.callback(self._leave, module)
+                else:
+                    fresh.append(module)
+            for module, forward in make(fresh).items():
+                self._give(module, forward)
+                stack.callback(self._leave, module)
             leave = stack.pop_all()
         try:
             yield
@@ -40,7 +46,7 @@ class OwnForwards:
             with self._lock:
                 leave.close()
 
-    def join(self, module: nn.Module) -> bool:
+    def _join(self, module: nn.Module) -> bool:
         """Count one more user if the module has its forward already."""
         if module not in self._given:
             return False
@@ -48,12 +54,12 @@ class OwnForwards:
         self._given[module] = forward, before, users + 1
         return True
 
-    def give(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+    def _give(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         """Give a module its forward, for one user."""
         self._given[module] = forward, module.__dict__.get("forward"), 1
         module.__dict__["forward"] = forward
 
-    def leave(self, module: nn.Module) -> None:
+    def _leave(self, module: nn.Module) -> None:
         """Count one user less; after the last one the module is as it was."""
         forward, before, users = self._given.pop(module)
         if users > 1:

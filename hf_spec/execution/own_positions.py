@@ -71,7 +71,7 @@ class _Lookup:
 
 def active(model: PreTrainedModel) -> AbstractContextManager[None]:
     """Let the tables of a model ask for positions."""
-    return _forwards.lent(tables_of(model), _Lookup)
+    return _forwards.lent(tables_of(model), lambda fresh: {one: _Lookup(one) for one in fresh})
 
 
 @contextmanager

@@ -103,7 +103,8 @@ class RecurrentMixers:
 
     def active(self) -> AbstractContextManager[None]:
         """Let the mixers of the model ask which generation they run for."""
-        return _forwards.lent([mixer.module for mixer in self._mixers.values()], _Forward)
+        modules = [mixer.module for mixer in self._mixers.values()]
+        return _forwards.lent(modules, lambda fresh: {one: _Forward(one) for one in fresh})
 
     @contextmanager
     def running(

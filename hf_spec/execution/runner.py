@@ -8,92 +8,38 @@ draft, and with the drafts of the other rows.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
-from transformers.utils import output_capturing
 
 from hf_spec.devices import transfer
 from hf_spec.devices.placement import execution_device
-from hf_spec.execution import own_positions
 from hf_spec.execution.alibi import tree_alibi
 from hf_spec.execution.attention import PackedAttention, PackedStep, takes_packed
 from hf_spec.execution.compiled_layers import CompiledLayers
 from hf_spec.execution.cpu_linear import fast_cpu_linears, fast_products
-from hf_spec.execution.cross_attention import (
-    CrossAttention,
-    decoding_parts,
-    num_layers,
-    takes_positions,
-)
+from hf_spec.execution.cross_attention import CrossAttention, decoding_parts, num_layers
+from hf_spec.execution.forward_output import ForwardOutput
 from hf_spec.execution.kv_cache import PoolCache
-from hf_spec.execution.last_layer import BEFORE_NORM, LastLayer
 from hf_spec.execution.latents import expanded
 from hf_spec.execution.mixers import mixers_of, num_attention_layers
+from hf_spec.execution.model_call import ModelCall
 from hf_spec.execution.packing import PackedInputs, RectangularInputs, align_right, pack
 from hf_spec.execution.recurrent import RecurrentMixers
 from hf_spec.execution.row_storage import RowStorage
 from hf_spec.execution.row_work import BATCHING, RowWork, fill_up
 from hf_spec.execution.step_graphs import StepGraphs
 from hf_spec.execution.token_places import TokenPlaces, scales_by_place
-from hf_spec.execution.tree import DraftTree, Verdict
+from hf_spec.execution.tree import DraftTree
 from hf_spec.execution.virtual_tokens import VirtualTokens
-from hf_spec.execution.vocabulary import fit_logits, fit_tokens, num_embeddings
 
 # A long prompt is run in stretches of this many tokens per row; bounds masks and activations.
 PREFILL_CHUNK = 1024
-# Older transformers count the layers of a list otherwise, and not from the end; they return all.
-SELECTS_LAYERS = hasattr(output_capturing, "selected_hidden_states")
-
-
-@dataclass
-class ForwardOutput:
-    """Result of a forward.
-
-    What the model gave may be overwritten by the next forward.
-
-    Attributes:
-        logits: (M, V) in the model's dtype, one row per node that was run, in tree order.
-        hidden: hidden-state index -> (T, hidden size) of all tokens run, pending ones included.
-        pending: per row where its pending tokens are among the T, without the root.
-        nodes: (M,) where each node is among the T.
-        storage: where the keys and values of what is committed are.
-    """
-
-    logits: Tensor
-    hidden: dict[int, Tensor] = field(default_factory=dict)
-    pending: dict[int, list[int]] = field(default_factory=dict)
-    nodes: list[int] = field(default_factory=list)
-    storage: RowStorage | None = None
-
-    def kept_places(self, verdict: Verdict) -> dict[int, list[int]]:
-        """Per row that was run where its pending tokens, root and accepted nodes are in the T."""
-        starts = verdict.tree.row_start
-        return {
-            row: self.pending.get(row, []) + [self.nodes[n] for n in (starts[row], *accepted)]
-            for row, accepted in enumerate(verdict.accepted)
-            if verdict.tree.nodes(row)
-        }
-
-    def put_after(self, earlier: ForwardOutput) -> None:
-        """Join the hidden states of an earlier stretch of the same prompt in front of these."""
-        for layer, states in earlier.hidden.items():
-            shift = states.shape[0]
-            self.hidden[layer] = torch.cat([states, self.hidden[layer]])
-        if not earlier.hidden:
-            return
-        self.nodes = [place + shift for place in self.nodes]
-        places = {row: [place + shift for place in mine] for row, mine in self.pending.items()}
-        self.pending = {
-            row: earlier.pending.get(row, []) + places.get(row, [])
-            for row in {**earlier.pending, **places}
-        }
 
 
 class ModelRunner(RowStorage):
@@ -131,22 +77,15 @@ class ModelRunner(RowStorage):
         self.tokens_run = 0
         self.padding_run = 0
         self.expected_length = 0
-        self._hidden_layers = list(hidden_layers)
-        self._last = LastLayer(model) if BEFORE_NORM in self._hidden_layers else None
+        self._call = ModelCall(model, hidden_layers, vocab_size)
         self._virtual_tokens = virtual_tokens
-        self._own_size = num_embeddings(model)
-        self._vocab_size = vocab_size or self._own_size
         self._attention: PackedAttention | None = None
         self._graphs: StepGraphs | None = None
         self._compiled = CompiledLayers.of(model)
         config = model.config.get_text_config()
         self._cache = PoolCache(self.pool, num_layers(model))
-        self._cross_attention: CrossAttention | None = None
         self._attending = num_attention_layers(config)
         self._mixers = RecurrentMixers(model, num_rows) if mixers_of(model) else None
-        parameters = inspect.signature(model.forward).parameters
-        self._keeps_logits = "logits_to_keep" in parameters
-        self._takes_positions = takes_positions(model)
         self._scales_by_place = scales_by_place(model)
 
     @property
@@ -166,8 +105,7 @@ class ModelRunner(RowStorage):
     def active(self) -> Iterator[ModelRunner]:
         """Prepare the model for tree forwards; it is as it was found when the block ends."""
         with ExitStack() as stack:
-            if self._last is not None:
-                stack.enter_context(self._last.watched())
+            stack.enter_context(self._call.active())
             if takes_packed(self.model):
                 self._attention = PackedAttention(self.model)
                 self._graphs = StepGraphs(
@@ -177,7 +115,6 @@ class ModelRunner(RowStorage):
             for part in decoding_parts(self.model):
                 stack.enter_context(fast_cpu_linears(part))
             stack.enter_context(self._compiled.active())
-            stack.enter_context(own_positions.active(self.model))
             if self._virtual_tokens is not None:
                 stack.enter_context(self._virtual_tokens.active(self.model))
             if self._mixers is not None:
@@ -186,7 +123,7 @@ class ModelRunner(RowStorage):
 
     def attend_to(self, states: Tensor, kept: DynamicCache | None = None) -> None:
         """Let a decoder attend to what an encoder made of the input; see `CrossAttention`."""
-        self._cross_attention = CrossAttention(self.model, states, self._cache, kept)
+        self._call.cross_attention = CrossAttention(self.model, states, self._cache, kept)
 
     def prefill(
         self,
@@ -205,7 +142,7 @@ class ModelRunner(RowStorage):
             Logits of the last token of each row, hidden states of the B * T tokens.
         """
         num_rows, length = inputs["input_ids"].shape
-        result = self.model(**inputs, **self._wanted_hidden(), return_dict=True)
+        result = self._call.plainly(inputs)
         self.load(result.past_key_values, frame_masks)
         self.position_offsets = list(position_offsets)
         ran = [
@@ -216,7 +153,7 @@ class ModelRunner(RowStorage):
         self.tokens_run += num_rows * length
         self.padding_run += num_rows * length - sum(map(len, ran))
         places = PackedInputs(nodes=[mine[-1] for mine in ran])
-        output = self._output(result.logits[:, -1].contiguous(), self._hidden(result), places)
+        output = self._output(result.logits[:, -1].contiguous(), self._call.hidden(result), places)
         output.pending = {row: mine[:-1] for row, mine in enumerate(ran)}
         return output
 
@@ -323,7 +260,9 @@ class ModelRunner(RowStorage):
         self, work: list[RowWork], tree: DraftTree, drawn: Tensor | None
     ) -> ForwardOutput:
         inputs = pack(work, tree)
-        step = PackedStep(self.pool, inputs.writes, inputs.segments)
+        assert self._attention is not None, "forwards happen while active"
+        assert self._graphs is not None, "forwards happen while active"
+        step = PackedStep(self.pool, inputs.writes, inputs.segments, self._attention.traits)
         # Padding passes the head too, as it does wherever inputs are padded.
         kept = torch.tensor([*inputs.nodes, *inputs.fill], dtype=torch.long)
         tokens = torch.tensor(inputs.tokens)
@@ -331,7 +270,6 @@ class ModelRunner(RowStorage):
         if self._scales_by_place:
             tensors.append(torch.tensor(inputs.places(self.paddings)))
         self.tokens_run += len(tokens)
-        assert self._graphs is not None, "forwards happen while active"
         with self._embedded(tokens[None]) as embeddings, self._by_row(work, tree, inputs):
             if embeddings is None:
                 logits, *hidden = self._graphs.run(self._compute, tensors, step)
@@ -349,7 +287,7 @@ class ModelRunner(RowStorage):
         """Logits of the tokens to keep and hidden states of all, from tensors on the device."""
         tokens, positions, kept, *places = tensors
         # A 4D mask of one element is passed through as it is: no model builds a mask of its own.
-        mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
+        mask = tokens.new_ones(1, 1, 1, 1, dtype=torch.bool)
         options = {"past_key_values": TokenPlaces(places[0])} if places else {}
         result = self._call(
             tokens[None],
@@ -363,8 +301,7 @@ class ModelRunner(RowStorage):
         )
         step.check(self.model, self._attending)
         self._compiled.learn(self.model, step.written)
-        logits = result.logits[0] if self._keeps_logits else result.logits[0, kept]
-        return [logits, *self._hidden(result)]
+        return [self._call.kept(result, kept), *self._call.hidden(result)]
 
     def _run_rectangular(self, work: list[RowWork], tree: DraftTree) -> ForwardOutput:
         """The same for models without the attention interface."""
@@ -394,7 +331,7 @@ class ModelRunner(RowStorage):
         # The nodes of a row are its last columns, with or without `logits_to_keep`.
         lines = [result.logits[w.row, -len(w.nodes) :] for w in work if w.nodes]
         logits = torch.cat(lines) if lines else result.logits[0, :0]
-        return self._output(logits, self._hidden(result), inputs)
+        return self._output(logits, self._call.hidden(result), inputs)
 
     def _by_row(
         self, work: list[RowWork], tree: DraftTree, inputs: PackedInputs | RectangularInputs
@@ -413,58 +350,17 @@ class ModelRunner(RowStorage):
         with self._virtual_tokens.embedded(self.model, tokens) as embeddings:
             yield embeddings
 
-    def _call(
-        self,
-        tokens: Tensor,
-        embeddings: Tensor | None,
-        positions: Tensor,
-        mask: Tensor,
-        logits_to_keep: Tensor | int,
-        **kwargs: Any,
-    ) -> Any:
-        if self._own_size < self._vocab_size:
-            tokens = fit_tokens(tokens, self._own_size)
-        if self._takes_positions:
-            kwargs["position_ids"] = positions
-        if self._keeps_logits:
-            kwargs["logits_to_keep"] = logits_to_keep
-        kwargs |= {**self._wanted_hidden(), "attention_mask": mask, "return_dict": True}
-        kwargs |= {"input_ids": tokens} if embeddings is None else {"inputs_embeds": embeddings}
-        if self._cross_attention is not None:
-            kwargs = self._cross_attention.arguments(kwargs)
-        with own_positions.told(positions):
-            return self.model(**kwargs)
-
     def _graphs_key(self) -> Hashable:
         """By what later calls find the same steps; None where every call has its own."""
         # Encoder states and virtual tokens lie elsewhere in every call.
         apart = self._virtual_tokens is not None or self.model.config.is_encoder_decoder
         if apart or not self.expected_length:
             return None
-        return self.pool.num_slots, tuple(self._hidden_layers), self._vocab_size
-
-    def _wanted_hidden(self) -> dict[str, Any]:
-        indices = [layer for layer in self._hidden_layers if layer != BEFORE_NORM]
-        if not indices:
-            return {}
-        return {"output_hidden_states": indices if SELECTS_LAYERS else True}
-
-    def _hidden(self, result: Any) -> list[Tensor]:
-        return [self._states(result, layer).flatten(0, 1) for layer in self._hidden_layers]
-
-    def _states(self, result: Any, layer: int) -> Tensor:
-        if self._last is not None and layer == BEFORE_NORM:
-            return self._last.take()
-        # Beside those of an encoder they have another name.
-        states = getattr(result, "decoder_hidden_states", None) or result.hidden_states
-        found: Tensor = states[layer]
-        return found
+        return self.pool.num_slots, self._call.hidden_layers, self._call.vocab_size
 
     def _output(
         self, logits: Tensor, states: Sequence[Tensor], inputs: PackedInputs | RectangularInputs
     ) -> ForwardOutput:
-        if self._own_size != self._vocab_size:
-            logits = fit_logits(logits, self._vocab_size)
-        hidden = dict(zip(self._hidden_layers, states, strict=True))
+        hidden = dict(zip(self._call.hidden_layers, states, strict=True))
         pending = {row: list(places) for row, places in inputs.pending.items()}
-        return ForwardOutput(logits, hidden, pending, inputs.nodes, self)
+        return ForwardOutput(self._call.fitted(logits), hidden, pending, inputs.nodes, self)

@@ -112,9 +112,13 @@ class Shape:
     def record(self, compute: Compute, pool: KVPool, memory: Any) -> None:
         """Record what `compute` launches; nothing runs yet."""
         graph = torch.cuda.CUDAGraph()
+        # The copies of weights that autocast keeps are of today's weights, and go when it ends: the
+        # graph makes its own in every replay, and nobody else reads those.
+        torch.clear_autocast_cache()
         # Other threads of the process may go on using the GPU.
         with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
             self.outputs = compute(self.inputs, self.step(pool))
+        torch.clear_autocast_cache()
         self.graph = graph
 
 

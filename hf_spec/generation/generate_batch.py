@@ -118,19 +118,26 @@ def make_continuous_batch(
 
     `generate` is the original method, which prepares processors and stop rules of each prompt.
     """
-    device = execution_device(model.get_input_embeddings())
 
     def prepare(request: Request) -> Prepared:
-        input_ids = torch.tensor([request.prompt], device=device)
-        own = dict(call.arguments)
-        if call.allowed is not None:
-            own["prefix_allowed_tokens_fn"] = lambda _, ids: call.allowed(request.number, ids)
-        mask = torch.ones_like(input_ids)
-        return generate(model, input_ids, attention_mask=mask, custom_generate=_take, **own)
+        return prepare_request(generate, model, call, request)
 
     return ContinuousBatch(
         model, drafter, call.requests, prepare, call.max_batch, call.streamer, call.batching
     )
+
+
+def prepare_request(
+    generate: Callable[..., Any], model: PreTrainedModel, call: GenerateBatchCall, request: Request
+) -> Prepared:
+    """Let `generate`, the original method, prepare one sequence; refuse what cannot be served."""
+    device = execution_device(model.get_input_embeddings())
+    input_ids = torch.tensor([request.prompt], device=device)
+    own = dict(call.arguments)
+    if call.allowed is not None:
+        own["prefix_allowed_tokens_fn"] = lambda _, ids: call.allowed(request.number, ids)
+    mask = torch.ones_like(input_ids)
+    return generate(model, input_ids, attention_mask=mask, custom_generate=_take, **own)
 
 
 def run_continuous_batch(batch: ContinuousBatch | None, progress_bar: bool) -> SpecBatchOutput:

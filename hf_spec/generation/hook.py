@@ -11,22 +11,20 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, TypeAlias
 
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
-from transformers.generation import StoppingCriteriaList, StopStringCriteria
 
 from hf_spec.decoding.continuous_batching import ContinuousBatch, as_they_finish
-from hf_spec.decoding.drafter import Drafter
 from hf_spec.drafting.config import StrategyConfig
-from hf_spec.errors import AssistantError, OptionError, UnsupportedError
+from hf_spec.errors import OptionError
 from hf_spec.execution import attention
-from hf_spec.execution.model_checks import check_model
 from hf_spec.generation import peft_hook
-from hf_spec.generation.call_checks import Settings, check_arguments, check_settings, check_streamer
+from hf_spec.generation.call_checks import check_arguments, check_streamer
 from hf_spec.generation.call_signature import describe
 from hf_spec.generation.encoder_inputs import of_decoder, read_input
 from hf_spec.generation.generate_batch import (
@@ -36,22 +34,14 @@ from hf_spec.generation.generate_batch import (
 )
 from hf_spec.generation.one_call import generate_with
 from hf_spec.generation.own_prefill import read_prompt
-from hf_spec.generation.target_checks import check_batching, check_evaluation
+from hf_spec.generation.settling import (
+    find_drafter,
+    settle,
+    with_own_storage,
+    without_tokenizers,
+)
+from hf_spec.generation.target_checks import check_batching
 from hf_spec.outputs import SpecBatchOutput, SpecRequestOutput
-from hf_spec.strategies.assistants import find_assistant
-from hf_spec.strategies.registry import make_drafter, parse_strategy
-from hf_spec.strategies.translated import with_tokenizers
-
-# Arguments of generate() that choose or feed another decoding method.
-REFUSED_ARGUMENTS = {
-    "assistant_model": "pass the draft model as assistant=; for transformers' own assisted "
-    "decoding set model.generation_config.spec_strategy = None",
-    "custom_generate": "it replaces the decoding loop, and so does spec_strategy",
-    "negative_prompt_ids": "classifier-free guidance is not available with spec_strategy",
-    "synced_gpus": "FSDP and ZeRO-3 generation is not available with spec_strategy",
-    "inputs_embeds": "give the prompt as input_ids",
-    "cache_params": "it does not say how many tokens it holds; give the whole text as input_ids",
-}
 
 # What to do instead of arguments that only a strategy understands.
 WITHOUT_STRATEGY = {
@@ -61,22 +51,42 @@ WITHOUT_STRATEGY = {
 
 # A name or a config; a dictionary where it was read from a file.
 StoredStrategy: TypeAlias = str | StrategyConfig | dict[str, Any] | None
+# Folders and Hub ids of what it drafts with.
+StoredAssistant: TypeAlias = str | list[str] | None
+STORED = {"spec_strategy": StoredStrategy, "assistant": StoredAssistant}
 
 # Attribute of the wrapper that holds what it wraps.
 _WRAPPED = "_hf_spec_wrapped"
 
 
-class _StoredStrategy:
-    """`GenerationConfig.spec_strategy`: kept in the instance, so that it is saved with the rest."""
+class _Stored:
+    """A field of `GenerationConfig`, kept in the instance, so that it is saved with the rest."""
 
-    def __get__(self, config: GenerationConfig | None, owner: type) -> StoredStrategy:
-        return None if config is None else config.__dict__.get("spec_strategy")
+    def __init__(self, name: str):
+        self._name = name
 
-    def __set__(self, config: GenerationConfig, value: StoredStrategy) -> None:
-        config.__dict__["spec_strategy"] = value
+    def __get__(self, config: GenerationConfig | None, owner: type) -> Any:
+        return None if config is None else config.__dict__.get(self._name)
+
+    def __set__(self, config: GenerationConfig, value: Any) -> None:
+        config.__dict__[self._name] = value if self._name != "assistant" else _names(value)
         if value is not None:
             # A file that says it was made from a model config loses every unknown key on loading.
             config._from_model_config = None
+
+
+def _names(assistant: Any) -> StoredAssistant:
+    """Assistants as a generation config can hold them, which every call copies."""
+    if assistant is None:
+        return None
+    if isinstance(assistant, (list, tuple)):
+        return [str(_names(one)) for one in assistant]
+    if not isinstance(assistant, (str, os.PathLike)):
+        raise OptionError(
+            f"generation_config.assistant of type {type(assistant).__name__}: a generation config "
+            "holds folders and Hub ids; pass anything else as generate(..., assistant=)"
+        )
+    return os.fspath(assistant)
 
 
 def enable() -> None:
@@ -97,8 +107,9 @@ def enable() -> None:
         # None stands for a name that is new or inherited, where ours goes in front.
         setattr(method, _WRAPPED, vars(GenerationMixin).get(name))
         setattr(GenerationMixin, name, method)
-    GenerationConfig.spec_strategy = _StoredStrategy()  # type: ignore[attr-defined]
-    GenerationConfig.__annotations__["spec_strategy"] = StoredStrategy
+    for name, kind in STORED.items():
+        setattr(GenerationConfig, name, _Stored(name))
+        GenerationConfig.__annotations__[name] = kind
 
 
 def disable() -> None:
@@ -113,8 +124,14 @@ def disable() -> None:
             delattr(GenerationMixin, name)
         else:
             setattr(GenerationMixin, name, original)
-    del GenerationConfig.spec_strategy  # type: ignore[attr-defined]
-    del GenerationConfig.__annotations__["spec_strategy"]
+    for name in STORED:
+        delattr(GenerationConfig, name)
+        del GenerationConfig.__annotations__[name]
+
+
+def original_generate() -> Any:
+    """`GenerationMixin.generate` as transformers has it, whether or not it is wrapped."""
+    return getattr(GenerationMixin.generate, _WRAPPED, GenerationMixin.generate)
 
 
 def _wrap(original: Any, speculate: Any, *names: str) -> Any:
@@ -125,7 +142,7 @@ def _wrap(original: Any, speculate: Any, *names: str) -> Any:
     def wrapper(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         ours = {name: kwargs.pop(name, None) for name in names}
         bound = signature.bind_partial(self, *args, **kwargs).arguments
-        strategy = _resolve(self, ours.pop("spec_strategy"), bound.get("generation_config"))
+        strategy, ours = _resolve(self, ours, bound.get("generation_config"))
         if strategy is None:
             _refuse_without_strategy(ours)
             return original(self, *args, **kwargs)
@@ -170,11 +187,11 @@ def _make_generate_batch_iter(generate: Any) -> Any:
             OptionError: if no strategy is named, or an argument cannot be used.
             UnsupportedError: if something cannot be served exactly.
         """
-        strategy = _resolve(model, spec_strategy, generation_config)
+        ours = {"spec_strategy": spec_strategy, "assistant": assistant, "max_batch": max_batch}
+        strategy, ours = _resolve(model, ours, generation_config)
         if strategy is None:
             raise OptionError("generate_batch_iter() needs spec_strategy=; 'none' drafts nothing")
-        given = {"inputs": inputs, "generation_config": generation_config, **kwargs}
-        given.update(assistant=assistant, max_batch=max_batch)
+        given = {"inputs": inputs, "generation_config": generation_config, **kwargs, **ours}
         batch = _continuous_batch(generate, model, strategy, given)
         return iter(()) if batch is None else as_they_finish(batch)
 
@@ -190,27 +207,35 @@ def _refuse_without_strategy(given: dict[str, Any]) -> None:
             )
 
 
-def _resolve(model: PreTrainedModel, argument: Any, config: GenerationConfig | None) -> Any:
-    """The strategy from the call, the given generation config or the model's, in that order."""
-    if argument is not None:
-        return argument
-    if getattr(config, "is_assistant", False):
-        return None
-    sources = (config, getattr(model, "generation_config", None))
-    stored = (getattr(source, "spec_strategy", None) for source in sources)
-    return next((strategy for strategy in stored if strategy is not None), None)
+def _resolve(
+    model: PreTrainedModel, ours: dict[str, Any], config: GenerationConfig | None
+) -> tuple[Any, dict[str, Any]]:
+    """The strategy from the call, the given generation config or the model's, in that order.
+
+    Returns:
+        It, and the call's other additions; a stored strategy brings the assistant stored with it.
+    """
+    strategy, others = ours["spec_strategy"], {k: v for k, v in ours.items() if k not in STORED}
+    assistant = ours["assistant"]
+    if strategy is None and not getattr(config, "is_assistant", False):
+        for source in (config, getattr(model, "generation_config", None)):
+            strategy = getattr(source, "spec_strategy", None)
+            if strategy is not None:
+                assistant = getattr(source, "assistant", None) if assistant is None else assistant
+                break
+    return strategy, {**others, "assistant": assistant}
 
 
 def _speculate(original: Any, model: PreTrainedModel, strategy: Any, given: dict[str, Any]) -> Any:
     """A call of `generate` with a strategy."""
     assistant = given.pop("assistant")
-    config, settings = _settle(model, strategy, given)
+    config, settings = settle(model, strategy, given)
     check_batching(model, config.batching)
     check_arguments(of_decoder(model, given))
     streamer = given.get("streamer")
     check_streamer(streamer)
-    drafter = _find_drafter(config, model, assistant, given)
-    given = _without_tokenizers(settings["stop_strings"], _with_own_storage(settings, given))
+    drafter = find_drafter(config, model, assistant, given)
+    given = without_tokenizers(settings["stop_strings"], with_own_storage(settings, given))
 
     read = functools.partial(read_prompt, original, given)
     if model.config.is_encoder_decoder:
@@ -245,64 +270,11 @@ def _continuous_batch(
 ) -> ContinuousBatch | None:
     """The prompts of a call, a few at a time; None without prompts."""
     assistant = given.pop("assistant")
-    config, settings = _settle(model, strategy, given)
-    given = _with_own_storage(settings, given)
+    config, settings = settle(model, strategy, given)
+    given = with_own_storage(settings, given)
     call = GenerateBatchCall.read(model, config.batching, settings, given)
     if not call.requests:
         return None
-    drafter = _find_drafter(config, model, assistant, given)
-    arguments = _without_tokenizers(settings["stop_strings"], call.arguments)
+    drafter = find_drafter(config, model, assistant, given)
+    arguments = without_tokenizers(settings["stop_strings"], call.arguments)
     return make_continuous_batch(generate, model, drafter, replace(call, arguments=arguments))
-
-
-def _settle(
-    model: PreTrainedModel, strategy: Any, given: dict[str, Any]
-) -> tuple[StrategyConfig, Settings]:
-    """The strategy and the settings of a call whose model they can serve."""
-    config = parse_strategy(strategy)
-    for name, reason in REFUSED_ARGUMENTS.items():
-        if given.get(name) is not None and given[name] is not False:
-            raise UnsupportedError(f"{name}= cannot be combined with spec_strategy: {reason}")
-    check_model(model)
-    check_evaluation(model)
-    settings = Settings(model, given)
-    check_settings(settings)
-    return config, settings
-
-
-def _with_own_storage(settings: Settings, given: dict[str, Any]) -> dict[str, Any]:
-    """Keep `generate()` from reserving a static cache: the engine's storage is one."""
-    static = settings["cache_implementation"] == "static"
-    return {**given, "cache_implementation": None} if static else given
-
-
-def _find_drafter(
-    config: StrategyConfig, model: PreTrainedModel, assistant: Any, given: dict[str, Any]
-) -> Drafter:
-    assistant = find_assistant(assistant, model, config.adapter_methods)
-    if config.needs_assistant and assistant is None:
-        raise AssistantError(
-            f"spec_strategy={config.strategy!r} needs assistant=<model, folder or Hub id>, for "
-            "instance hf_spec.truncated_draft(model, num_layers)"
-        )
-    tokenizers = (given.get(name) for name in ("tokenizer", "assistant_tokenizer"))
-    return make_drafter(config, model, with_tokenizers(config, assistant, *tokenizers))
-
-
-def _without_tokenizers(strings: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """Turn stop strings into a criterion here, because tokenizers do not get through."""
-    given = dict(given)
-    given.pop("assistant_tokenizer", None)
-    tokenizer = given.pop("tokenizer", None)
-    if strings is None:
-        return given
-    if tokenizer is None:
-        raise OptionError(
-            f"stop_strings={strings!r} need the model's tokenizer: generate(..., "
-            "tokenizer=tokenizer)"
-        )
-    criteria = StoppingCriteriaList(given.get("stopping_criteria") or [])
-    # As in plain generate(), a criterion that the caller made goes before the setting.
-    if not any(type(criterion) is StopStringCriteria for criterion in criteria):
-        criteria.append(StopStringCriteria(stop_strings=strings, tokenizer=tokenizer))
-    return {**given, "stopping_criteria": criteria, "stop_strings": None}

@@ -23,8 +23,9 @@ from hf_spec.decoding.loop import finish_step
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.verification import Verifier
 from hf_spec.errors import AssistantError, UnsupportedError
+from hf_spec.execution.forward_output import ForwardOutput
 from hf_spec.execution.model_checks import takes_images
-from hf_spec.execution.runner import ForwardOutput, ModelRunner
+from hf_spec.execution.runner import ModelRunner
 from hf_spec.generation.length_checks import is_past_rope
 
 # Inputs that say what a prompt shows. Models need them in the forward of the prompt alone.

@@ -13,9 +13,9 @@ from torch import Tensor
 from hf_spec.devices.transfer import send
 from hf_spec.execution.attention import PackedStep
 from hf_spec.execution.cpu_linear import fast_cpu_linears, fast_products
+from hf_spec.execution.forward_output import ForwardOutput
 from hf_spec.execution.packing import past_segment
 from hf_spec.execution.row_storage import RowStorage
-from hf_spec.execution.runner import ForwardOutput
 from hf_spec.execution.segment import Segment
 from hf_spec.execution.tree import Verdict
 from hf_spec.heads.gemma_assistant import GemmaAssistant

@@ -156,7 +156,7 @@ def _shape(head: PublishedHead, config: Qwen3Config, target: PreTrainedModel) ->
     what = f"the config of {head.name!r}"
     text: Any = target.config.get_text_config()
     named = {key: _look(head.config, key) for key in ("block_size", "mask_token_id")}
-    from_anchor = _look(head.config, "sample_from_anchor")
+    from_anchor = dict(head.reading).get("from_anchor", _look(head.config, "sample_from_anchor"))
     if from_anchor is None:
         # A checkpoint of DeepSpec may be called DFlash; its class says what its outputs mean.
         from_anchor = head.family == DSPARK

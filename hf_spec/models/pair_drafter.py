@@ -20,7 +20,7 @@ from hf_spec.devices.transfer import send
 from hf_spec.drafting.graph import TokenGraph
 from hf_spec.drafting.length_policy import LengthPolicy
 from hf_spec.drafting.level_drafter import Graphs, LevelConfig, LevelDrafter, Owners
-from hf_spec.execution.runner import ForwardOutput
+from hf_spec.execution.forward_output import ForwardOutput
 from hf_spec.execution.tree import DraftTree, Verdict
 from hf_spec.models.pair_rows import PairRows
 from hf_spec.models.pair_runner import Ahead, Blocks, HeadRunner, PairHead

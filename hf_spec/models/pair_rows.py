@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_spec.devices.transfer import send
-from hf_spec.execution.runner import ForwardOutput
+from hf_spec.execution.forward_output import ForwardOutput
 from hf_spec.execution.tree import Verdict
 
 # Hidden and cell state of both layers of a Falcon head's LSTM, (2, S, H) each.

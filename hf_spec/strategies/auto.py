@@ -3,8 +3,9 @@
 Lookup is always available; draft models and adapters are if `assistant=` names them. All that is
 proposed for a row becomes one tree, from which the nodes that are worth their time are sent. What a
 node is worth follows from how drafts like it fared in this generation (`hf_spec.drafting.sources`),
-what it costs from a short calibration on this machine (`hf_spec.drafting.calibration`);
-`hf_spec.drafting.choice` weighs the two. Where nothing pays nothing is drafted.
+what it costs from the rounds themselves (`hf_spec.drafting.costs`); `hf_spec.drafting.choice`
+weighs the two, and what drafts that disappoint may cost is bounded (`hf_spec.drafting.allowance`).
+Where nothing pays nothing is drafted.
 
 Every choice follows from the text so far, and no draft is random, so node draw judges the tree and
 the output stays the target's own.
@@ -14,22 +15,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from hf_spec.adapters.published import MODELS, recognise
-from hf_spec.decoding.state import GenerationState
 from hf_spec.devices.distributed_checks import tensor_parallel_size
-from hf_spec.drafting.calibration import check_timings, known_costs
 from hf_spec.drafting.config import StrategyConfig
-from hf_spec.drafting.costs import Costs
+from hf_spec.drafting.costs import Costs, check_timings
 from hf_spec.drafting.lookup_store import LookupStore
-from hf_spec.drafting.measured import MeasuredDrafter
+from hf_spec.drafting.measured import Bounds, MeasuredDrafter
 from hf_spec.drafting.sources import Source
 from hf_spec.errors import AssistantError, OptionError, UnsupportedError
-from hf_spec.execution.mixers import recurrent_share
 from hf_spec.strategies.assistants import read_once, strategy_of
 from hf_spec.strategies.lookup import LookupConfig, find_store, lookup_sources
 from hf_spec.strategies.registry import make_for_auto, register
@@ -44,7 +42,7 @@ class AutoConfig(StrategyConfig):
         max_nodes: most nodes of a row sent in a round, root excluded.
         across_answers: look up in the answers of earlier calls, too, see `LookupConfig`. A
             `LookupStore` among the assistants is used in any case.
-        timings: what rounds cost, instead of a calibration, so that every choice can be repeated
+        timings: what rounds cost, instead of what is measured, so that every choice can be repeated
             on another machine. A dictionary of two: "verify", a list of [nodes, seconds] of a
             forward of the target, and "draft", for each assistant by its strategy's name ("tree",
             "disco", "falcon"; a second one of the same name is "tree-2") a list of [depth,
@@ -69,7 +67,7 @@ class AutoConfig(StrategyConfig):
 
 
 class AutoDrafter(MeasuredDrafter):
-    """Lookups, and assistants whose costs are calibrated or given."""
+    """Lookups, and assistants whose costs are measured or given."""
 
     def __init__(
         self,
@@ -78,9 +76,11 @@ class AutoDrafter(MeasuredDrafter):
         free: Sequence[Source],
         assistants: Sequence[Source],
     ):
-        super().__init__(free, assistants, config.max_draft_tokens, config.max_nodes)
-        self.config = config
-        self.target = target
+        costs = None if config.timings is None else Costs.of(config.timings)
+        bounds = Bounds(config.max_draft_tokens, config.max_nodes)
+        super().__init__(
+            free, assistants, target, (config.strategy, config.batching), bounds, costs
+        )
         drafters = [source.drafter for source in [*free, *assistants]]
         own = [d.virtual_tokens for d in drafters if d.virtual_tokens is not None]
         if len(own) > 1:
@@ -88,15 +88,6 @@ class AutoDrafter(MeasuredDrafter):
                 "assistant= has several SDSAT adapters; the target can have adaptive tokens of one"
             )
         self.virtual_tokens = own[0] if own else None
-
-    def _learn_costs(self, state: GenerationState) -> Costs:
-        timings, batching = self.config.timings, self.config.batching
-        if timings is not None:
-            costs = Costs.of(timings)
-        else:
-            timed = {s.name: s.drafter for s in self.assistants if not s.drafter.alone}
-            costs = known_costs(self.target, timed, state, batching)
-        return replace(costs, branch=recurrent_share(self.target.config.get_text_config()))
 
 
 def _make(config: AutoConfig, target: PreTrainedModel, assistant: object) -> AutoDrafter:

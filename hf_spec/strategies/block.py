@@ -39,7 +39,9 @@ def _make(config: BlockConfig, target: PreTrainedModel, assistant: object) -> Dr
 
 def _make_for_auto(target: PreTrainedModel, assistant: object, batching: str) -> Drafter:
     # Which nodes are worth sending is decided there, and nothing is drawn at random.
-    wide = BlockConfig(children=3, length_policy="static", sample_drafts=False, batching=batching)
+    wide = BlockConfig(
+        children=3, max_nodes=None, length_policy="static", sample_drafts=False, batching=batching
+    )
     return _make(wide, target, assistant)
 
 
@@ -53,6 +55,8 @@ class BlockConfig(ProposalConfig):
         sample_drafts: draw the draft at random when the target samples.
         aux_layers: indices of the target's hidden states that the head reads, if its config does
             not say, or says it wrongly; 0 is the embedding.
+        from_anchor: whether the first output drafts, too, and each one the token after its place,
+            as in DSpark; None is what the config's class says. `hf-spec check-head` finds it out.
         embedding_scale: factor of the target's embedding, whose raw rows the head reads; None is
             the config's, or 1. For Gemma, readings differ: 1, or the root of the hidden size.
     """
@@ -62,11 +66,13 @@ class BlockConfig(ProposalConfig):
     children: int = 1
     sample_drafts: bool = True
     aux_layers: list[int] | None = None
+    from_anchor: bool | None = None
     embedding_scale: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check("embedding_scale", 0)
+        self.check_flags("from_anchor")
         layers = self.aux_layers
         if layers is not None and not (
             isinstance(layers, (list, tuple)) and all(type(i) is int for i in layers)
@@ -77,5 +83,9 @@ class BlockConfig(ProposalConfig):
     def reading(self) -> tuple[tuple[str, Any], ...]:
         """What is said of the head against its config."""
         layers = None if self.aux_layers is None else tuple(self.aux_layers)
-        given = {"aux_layers": layers, "embedding_scale": self.embedding_scale}
+        given = {
+            "aux_layers": layers,
+            "from_anchor": self.from_anchor,
+            "embedding_scale": self.embedding_scale,
+        }
         return tuple((name, value) for name, value in given.items() if value is not None)

@@ -13,6 +13,7 @@ from typing import ClassVar
 from transformers import PreTrainedModel
 
 from hf_spec.decoding.drafter import Drafter
+from hf_spec.drafting.config import AUTO
 from hf_spec.drafting.measured import with_policy
 from hf_spec.drafting.model_drafter import DraftModelConfig
 from hf_spec.strategies.registry import register
@@ -51,8 +52,8 @@ class TreeConfig(DraftConfig):
     Attributes:
         children: most children per node.
         expanded_per_level: most nodes per level that get children, the likeliest paths first.
-        max_nodes: most nodes sent to the target, root excluded, the likeliest paths first; None is
-            as many as are worth their time, and 15 where the depth is given or another policy.
+        max_nodes: most nodes sent to the target, root excluded, the likeliest paths first; "auto",
+            as many as are worth their time; None is 15.
         min_probability: a node less probable than this gets no children.
         min_sibling_ratio: a child less probable than this share of its best sibling is dropped.
     """
@@ -64,7 +65,7 @@ class TreeConfig(DraftConfig):
     sample_drafts: bool = False
     children: int = 3
     expanded_per_level: int = 4
-    max_nodes: int | None = None
+    max_nodes: int | str | None = AUTO
     min_probability: float = 0.0
     min_sibling_ratio: float = 0.0
 

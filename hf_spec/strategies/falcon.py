@@ -25,12 +25,12 @@ from transformers import PreTrainedModel
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.state import GenerationState
 from hf_spec.devices.transfer import fetch_all, send
-from hf_spec.drafting.config import PolicyConfig
+from hf_spec.drafting.config import AUTO, PolicyConfig
 from hf_spec.drafting.length_policy import MEASURED, DraftedToken, LengthPolicy, make_policy
-from hf_spec.drafting.measured import measured, resolve
+from hf_spec.drafting.measured import measured, resolve, weighs_nodes
 from hf_spec.drafting.rank_tree import RankTree, checked_tree
 from hf_spec.drafting.sources import NODES_PER_LEVEL
-from hf_spec.execution.runner import ForwardOutput
+from hf_spec.execution.forward_output import ForwardOutput
 from hf_spec.execution.tree import DraftTree, Verdict, likeliest
 from hf_spec.models.falcon_head import METHOD, FalconHead
 from hf_spec.models.falcon_plan import DraftPass, DraftPlan, draft_plan
@@ -46,15 +46,17 @@ COUNTERS = ("draft_nodes", "rounds")
 def _make(config: FalconConfig, target: PreTrainedModel, assistant: object) -> Drafter:
     check_packed(target)
     head = resolve_falcon_head(assistant, target)
+    weighs = weighs_nodes(config, target)
     config = resolve(config, target)
     tree = choose_tree(config.tree, config.max_draft_tokens, head)
     if config.max_draft_tokens is None and config.length_policy != "disco":
         config = replace(config, max_draft_tokens=tree.height)
     policy = make_policy(config, target)
-    most = max_sent(config.tree, config.max_nodes, head)
-    if config.length_policy == MEASURED:
+    given = config.max_nodes if isinstance(config.max_nodes, int) else None
+    most = max_sent(config.tree, given, head)
+    if config.length_policy == MEASURED or weighs:
         drafter = FalconDrafter(head, tree, policy, config.min_draft_tokens)
-        config = replace(config, max_nodes=config.max_nodes or len(tree))
+        config = replace(config, max_nodes=given or len(tree))
         return measured(drafter, policy, target, config, NODES_PER_LEVEL)
     return FalconDrafter(head, tree, policy, config.min_draft_tokens, most)
 
@@ -77,7 +79,8 @@ class FalconConfig(PolicyConfig):
             list of rank paths, see `hf_spec.drafting.rank_tree`.
         max_nodes: most nodes of a drafted tree that are sent to the target, the likeliest paths
             first, chosen again in every round (compare Li et al. 2024, arXiv 2406.16858, section
-            4.2). None is what the adapter's own tree was calibrated with, and all nodes of others.
+            4.2); "auto", of the adapter's own tree as many as are worth their time. None is what
+            that was calibrated with; of other trees either is all nodes.
     """
 
     adapter_methods = (METHOD,)
@@ -88,7 +91,12 @@ class FalconConfig(PolicyConfig):
     longest = MappingProxyType({})
 
     tree: Any = "auto"
-    max_nodes: int | None = None
+    max_nodes: int | str | None = AUTO
+
+    @property
+    def weighs_nodes(self) -> bool:
+        """Not of trees that are given node by node."""
+        return super().weighs_nodes and self.tree == "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()

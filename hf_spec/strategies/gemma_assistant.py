@@ -23,7 +23,7 @@ from hf_spec.drafting.beam_config import BeamConfig
 from hf_spec.drafting.length_policy import LengthPolicy
 from hf_spec.drafting.level_drafter import Graphs, LevelDrafter, Owners
 from hf_spec.drafting.measured import with_policy
-from hf_spec.execution.runner import ForwardOutput
+from hf_spec.execution.forward_output import ForwardOutput
 from hf_spec.execution.tree import DraftTree, Verdict
 from hf_spec.execution.vocabulary import fit_logits, num_embeddings
 from hf_spec.heads.assistant_runner import AssistantRunner

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.drafting.length_policy import MEASURED, make_policy
 from hf_spec.drafting.level_drafter import TreeShape
-from hf_spec.drafting.measured import measured, resolve
+from hf_spec.drafting.measured import measured, resolve, weighs_nodes
 from hf_spec.drafting.proposal_drafter import ProposalDrafter, ProposalHead, ProposalRunner
 from hf_spec.drafting.rank_tree import RankTree
 from hf_spec.drafting.sources import NODES_PER_LEVEL
@@ -38,8 +38,8 @@ class ProposalConfig(TreeConfig):
         max_draft_tokens: depth at which the tree is cut; None is all that the head proposes.
         tree: a list of rank paths, see `hf_spec.drafting.rank_tree`, instead of `children`,
             `expanded_per_level` and the rest. It is never drawn at random.
-        max_nodes: most nodes sent to the target, the likeliest paths first; None is as many as are
-            worth their time, a `tree` as a whole, and 24 where a depth or another policy is given.
+        max_nodes: most nodes sent to the target, the likeliest paths first; "auto", as many as are
+            worth their time; None is 24. A `tree` is sent as a whole.
     """
 
     adapter_methods = ()
@@ -75,14 +75,15 @@ def make_proposal_drafter(
             f"a draft of {deepest} tokens is deeper than the head proposes ({head.num_levels}); "
             f"pass max_draft_tokens={head.num_levels} or a flatter tree"
         )
-    if config.tree is not None and config.max_nodes is None:
+    weighs = weighs_nodes(config, target)
+    if config.tree is not None and not isinstance(config.max_nodes, int):
         config = replace(config, max_nodes=len(config.tree))
     config = resolve(config, target)
     if config.max_draft_tokens is None and config.length_policy != "disco":
         config = replace(config, max_draft_tokens=deepest or head.num_levels)
     policy = make_policy(config, target)
     drafter = ProposalDrafter(config, head, make_runner, policy)
-    if config.length_policy != MEASURED:
+    if config.length_policy != MEASURED and not weighs:
         return drafter
     width = min(config.shape.children, NODES_PER_LEVEL)
     return measured(drafter, policy, target, config, width)
@@ -95,7 +96,8 @@ def _make(config: HeadsConfig, target: PreTrainedModel, assistant: object) -> Dr
 
 def _make_for_auto(target: PreTrainedModel, assistant: object, batching: str) -> Drafter:
     # Which nodes are worth sending is decided there.
-    return _make(HeadsConfig(length_policy="static", batching=batching), target, assistant)
+    whole = HeadsConfig(length_policy="static", max_nodes=None, batching=batching)
+    return _make(whole, target, assistant)
 
 
 @register("heads", _make, _make_for_auto)

@@ -25,7 +25,7 @@ from hf_spec.decoding.state import GenerationState
 from hf_spec.drafting.answers import AnswersDrafter, KeepsAnswers
 from hf_spec.drafting.config import StrategyConfig
 from hf_spec.drafting.lookup_store import BETWEEN, LONGEST_MATCH, LookupStore, suggest
-from hf_spec.drafting.measured import SelfTimedDrafter, can_measure
+from hf_spec.drafting.measured import Bounds, SelfTimedDrafter, can_measure
 from hf_spec.drafting.sources import Source
 from hf_spec.errors import AssistantError, OptionError
 from hf_spec.execution.per_model import made_once
@@ -59,7 +59,7 @@ def _make(config: LookupConfig, target: PreTrainedModel, assistant: object) -> D
     store = find_store(config.across_answers, target, assistant)
     if config.leaves_sizes_open and can_measure(target):
         sources = lookup_sources(config, LONGEST, store)
-        return SelfTimedDrafter(sources, target, config.batching, LONGEST, 2 * LONGEST)
+        return SelfTimedDrafter(sources, target, config.batching, Bounds(LONGEST, 2 * LONGEST))
     return LookupDrafter(config) if store is None else BetterLookupDrafter(config, store)
 
 

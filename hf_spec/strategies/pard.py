@@ -26,13 +26,14 @@ from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.token_sampling import distribution, draw
 from hf_spec.devices.transfer import fetch_all
+from hf_spec.drafting.config import AUTO
 from hf_spec.drafting.graph import place_graph
 from hf_spec.drafting.length_policy import DraftedToken, LengthPolicy
 from hf_spec.drafting.level_drafter import stacked
 from hf_spec.drafting.measured import with_policy
 from hf_spec.drafting.model_drafter import DraftModelConfig, DraftModelDrafter
 from hf_spec.errors import AssistantError
-from hf_spec.execution.runner import ForwardOutput
+from hf_spec.execution.forward_output import ForwardOutput
 from hf_spec.execution.tree import DraftTree, Verdict
 from hf_spec.execution.vocabulary import num_embeddings
 from hf_spec.strategies.assistants import resolve_draft_model
@@ -67,8 +68,8 @@ class PardConfig(DraftModelConfig):
         sample_drafts: draw a chain at random when the target samples; a tree always has the
             likeliest tokens.
         children: tokens per place; 1 is a chain.
-        max_nodes: most nodes sent to the target, root excluded, the likeliest paths first; None
-            is 32.
+        max_nodes: most nodes sent to the target, root excluded, the likeliest paths first; "auto",
+            of a tree as many as are worth their time; None is 32.
     """
 
     sizes = ("max_draft_tokens", "max_nodes")
@@ -76,7 +77,12 @@ class PardConfig(DraftModelConfig):
     longest = MappingProxyType({"max_draft_tokens": 16, "max_nodes": 32})
 
     children: int = 1
-    max_nodes: int | None = None
+    max_nodes: int | str | None = AUTO
+
+    @property
+    def draws(self) -> bool:
+        """Chains, if that is said."""
+        return self.sample_drafts and self.children == 1
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from hf_spec.drafting.config import StrategyConfig
 from hf_spec.drafting.graph import TokenGraph
-from hf_spec.execution.runner import ForwardOutput
+from hf_spec.execution.forward_output import ForwardOutput
 from hf_spec.execution.tree import Verdict
 from hf_spec.generation.one_call import generate_with
 from hf_spec.strategies.registry import make_drafter, parse_strategy

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from hf_spec.adapters.base_name import local_name
 from hf_spec.data.prompts import Prompt
 from hf_spec.errors import OptionError
+from hf_spec.files import resume_lines
 from hf_spec.models.draft_head import frequent_tokens
 from hf_spec.strategies import NoneConfig
 from hf_spec.training.settings import BATCH_SIZE, ResponseSettings
@@ -78,7 +79,7 @@ def generate_responses(  # noqa: PLR0913 - what is answered, where, how, and who
         "dtype": str(model.dtype).removeprefix("torch."),
         **asdict(settings),
     }
-    known = _resume(path, head)
+    known = {line["id"] for line in resume_lines(path, head)}
     todo = [(p, p.encode(tokenizer)[0]) for p in prompts if p.id not in known]
     fitting = [(p, ids) for p, ids in todo if len(ids) <= settings.max_prompt_tokens]
     ends = end_tokens(model)
@@ -103,28 +104,6 @@ def read_responses(path: Path) -> Iterator[Response]:
             raise OptionError(f"{path} is no file of responses; make one: hf-spec train responses")
         for line in file:
             yield Response(**json.loads(line))
-
-
-def _resume(path: Path, head: dict[str, Any]) -> set[str]:
-    """Ids that `path` holds; a line cut off by an interruption is removed."""
-    if not path.exists() or not path.stat().st_size:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(head) + "\n", encoding="utf-8")
-        return set()
-    content = path.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    if len(whole) < len(content):
-        with path.open("rb+") as file:
-            file.truncate(len(whole))
-    found = json.loads(whole.splitlines()[0])
-    if found != head:
-        differing = sorted(k for k in {*found, *head} if found.get(k) != head.get(k))
-        raise OptionError(
-            f"{path} was made with "
-            + ", ".join(f"{k}={found.get(k)!r} (now {head.get(k)!r})" for k in differing)
-            + "; choose another file or the same settings"
-        )
-    return {response.id for response in read_responses(path)}
 
 
 def end_tokens(model: PreTrainedModel) -> set[int]:

@@ -21,6 +21,8 @@ from tests.adapters.cards import card_metrics
 from tests.adapters.samples import METHODS, fresh_model, sample, save_sample
 
 EXAMPLES = Path(__file__).parents[2] / "examples/adapters"
+# The others are heads in the layout of those that others publish.
+ADAPTERS = sorted(file.parent for file in EXAMPLES.glob("*/adapter_config.json"))
 
 
 def result(contender: str, task: str = "all", **more: Any) -> dict[str, Any]:
@@ -195,7 +197,7 @@ def test_an_adapter_without_a_folder() -> None:
         write_card(sample("falcon"))
 
 
-@pytest.mark.parametrize("folder", sorted(EXAMPLES.iterdir()), ids=lambda path: path.name)
+@pytest.mark.parametrize("folder", ADAPTERS, ids=lambda path: path.name)
 def test_the_shipped_adapters_name_their_base_by_its_hub_id(folder: Path) -> None:
     config = json.loads((folder / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == SMOLLM2.hub_id
@@ -208,7 +210,7 @@ def as_generated(adapter: SpecAdapter, folder: Path) -> Path:
     return folder / "copy"
 
 
-@pytest.mark.parametrize("folder", sorted(EXAMPLES.iterdir()), ids=lambda path: path.name)
+@pytest.mark.parametrize("folder", ADAPTERS, ids=lambda path: path.name)
 def test_the_shipped_cards_have_what_the_hub_reads(folder: Path, tmp_path: Path) -> None:
     data = ModelCard.load(folder / "README.md").data.to_dict()
     assert data["base_model"] == "HuggingFaceTB/SmolLM2-135M-Instruct"

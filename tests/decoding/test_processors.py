@@ -431,9 +431,11 @@ class TestRowProcessors:
         lists = RowProcessors(2)
         every = NodeProcessors([lists], 2)
         assert not every.reads_prefix
+        assert every.idle
         lists.begin(0, [hf.TemperatureLogitsWarper(2.0)])
         lists.begin(1, [hf.MinLengthLogitsProcessor(3, [4])])
         assert every.reads_prefix, "what was made before knows of it"
+        assert not every.idle
         scores = torch.ones(3, 6)
         prefixes = [torch.tensor(prefix) for prefix in ([1, 2], [1], [1, 2, 3])]
         found = every([0, 1, 1], prefixes, scores.clone())
@@ -442,6 +444,8 @@ class TestRowProcessors:
         assert found[2].tolist() == [1] * 6
         lists.begin(1, [])
         assert every([1], [prefixes[1]], scores[:1].clone()).tolist() == [[1] * 6]
+        lists.begin(0, [])
+        assert every.idle
 
     def test_classes_that_remember_begin_again(self) -> None:
         class Counting(hf.LogitsProcessor):

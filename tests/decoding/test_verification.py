@@ -186,6 +186,46 @@ class TestResidualRejection:
         assert self.judge(self.tree([], [1.0]), [0.0, 0.0, 0.0, 1.0]).bonus == [3]
 
 
+class TestRowsThatDrawBesideOthers:
+    ROWS = 2000
+    TARGET = (0.0, 0.1, 0.5, 0.4)
+
+    def said(self, processors: list[Any]) -> tuple[list[list[int]], list[list[int]]]:
+        """What greedy rows say, and what drawing rows do, by the same scores."""
+        torch.manual_seed(0)
+        tree = DraftTree.from_rows([([1, 2], [-1, 0])] * self.ROWS)
+        logits = probabilities([list(self.TARGET), [0.2, 0.6, 0.2]] * self.ROWS)
+        state = make_state([[1]] * self.ROWS)
+        state.draws = [row % 2 == 1 for row in range(self.ROWS)]
+        before = logits.clone()
+        verdict = NodeDraw(processors, self.ROWS).verify(tree, logits, state)
+        assert torch.equal(logits, before), "the model's own scores"
+        rows = [verdict.tokens(row) for row in range(self.ROWS)]
+        return rows[::2], rows[1::2]
+
+    @pytest.mark.parametrize("backend", ["torch", "triton"])
+    def test_each_has_its_own_rule(self, backend: str) -> None:
+        if backend == "triton":
+            self.ROWS = 300
+        with using(backend):
+            greedy, drawn = self.said([])
+        assert greedy == [[2, 1]] * (self.ROWS // 2)
+        check_counts([tokens[0] for tokens in drawn], list(self.TARGET))
+
+    def test_with_processors_too(self) -> None:
+        greedy, drawn = self.said([TopKLogitsWarper(2)])
+        assert greedy == [[2, 1]] * (self.ROWS // 2)
+        check_counts([tokens[0] for tokens in drawn], [0.0, 0.0, 0.5 / 0.9, 0.4 / 0.9])
+
+    def test_a_greedy_row_takes_the_first_of_equals(self) -> None:
+        state = make_state([[1], [1]])
+        state.draws = [False, True]
+        tree = DraftTree.from_rows([([1], [-1])] * 2)
+        logits = torch.tensor([[0.0, 5.0, 5.0, 0.0, 0.0, 0.0]] * 2)
+        found = {NodeDraw([], 2).verify(tree, logits, state).bonus[0] for _ in range(20)}
+        assert found == {1}
+
+
 class TestAllNodesAtOnce:
     """What a GPU does, here by the interpreted kernel."""
 

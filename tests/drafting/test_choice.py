@@ -104,6 +104,31 @@ class TestNodes:
         assert sent == [1, 3]
 
 
+def at_most(most: float) -> Any:
+    return lambda tokens, seconds: seconds <= most
+
+
+class TestAllowed:
+    def test_a_round_takes_no_longer_than_it_may(self) -> None:
+        proposed = {0: tree((0, 0.9), (1, 0.8), (2, 0.7))}
+        known = costs(0.1)
+        sent = [
+            len(choose_nodes(known, proposed, 40, allows=at_most(most))[1][0])
+            for most in (0.0, 1.0, 1.11, 1.25, 9.0)
+        ]
+        assert sent == [0, 0, 1, 2, 3]
+
+    def test_nobody_is_asked_who_would_take_longer(self) -> None:
+        known, trees = costs(0.01, good=0.2), {0: tree()}
+        base, _ = choose_nodes(known, trees, 40)
+        source: Any = Level("good", 0.9, 0.9, 0.9)
+        depths = [
+            choose_sources(base, trees, [source], {0: 9}, rule).asked.get("good", {}).get(0, 0)
+            for rule in map(at_most, (1.1, 1.3, 1.55, 9.0))
+        ]
+        assert depths == [0, 1, 2, 3]
+
+
 class TestSources:
     def test_asked_where_it_pays_and_as_deep_as_it_pays(self) -> None:
         good = Level("good", 0.9, 0.9, 0.9, 0.1, 0.1)

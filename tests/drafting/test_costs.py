@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -10,11 +12,15 @@ from hf_spec.drafting.costs import (
     LARGEST,
     LIFETIME,
     NODE_PRICE,
+    Costs,
     Curve,
     LearnedCurve,
     RoundTimes,
+    check_timings,
     known_times,
 )
+from hf_spec.drafting.sources import LEVEL_EXPECTATION
+from hf_spec.errors import OptionError
 from hf_spec.execution.compiled_layers import CompiledLayers
 from tests.tiny_models import build
 
@@ -91,7 +97,7 @@ def levels(depth: int) -> int:
 
 class TestRoundTimes:
     def test_nothing_known(self) -> None:
-        costs = RoundTimes().costs("falcon", lambda depth: -(-depth // 2))
+        costs = RoundTimes().costs({"falcon": lambda depth: -(-depth // 2)})
         assert costs.verify(1) == 1 + NODE_PRICE
         assert costs.draft["falcon"](0) == 0
         one = FORWARD_PRICE * costs.verify(1)
@@ -99,24 +105,48 @@ class TestRoundTimes:
 
     def test_a_round(self) -> None:
         times = RoundTimes()
-        times.learn(4, 0.04, 3, 0.006)
-        assert times.costs("draft", levels).verify(4) == pytest.approx(0.04)
-        assert times.costs("draft", levels).draft["draft"](1) == pytest.approx(0.002)
-        times.learn(1, 0.03, 0, 9.0)
-        assert times.costs("draft", levels).verify(1) == pytest.approx(0.03)
-        assert times.costs("draft", levels).draft["draft"](3) == pytest.approx(0.006)
+        times.learn(4, 0.04, {"draft": (3, 0.006)})
+        assert times.costs({"draft": levels}).verify(4) == pytest.approx(0.04)
+        assert times.costs({"draft": levels}).draft["draft"](1) == pytest.approx(0.002)
+        times.learn(1, 0.03, {"draft": (0, 9.0)})
+        assert times.costs({"draft": levels}).verify(1) == pytest.approx(0.03)
+        assert times.costs({"draft": levels}).draft["draft"](3) == pytest.approx(0.006)
 
     def test_the_draft_scales_with_the_target_until_it_was_timed(self) -> None:
         times = RoundTimes()
-        times.learn(1, 2.0, 0, 0.0)
-        assert times.costs("draft", levels).draft["draft"](2) == pytest.approx(
+        times.learn(1, 2.0, {})
+        assert times.costs({"draft": levels}).draft["draft"](2) == pytest.approx(
             2 * FORWARD_PRICE * 2.0
         )
 
+    def test_drafters_have_prices_of_their_own(self) -> None:
+        times = RoundTimes()
+        times.learn(4, 0.04, {"falcon": (1, 0.002), "tree": (2, 0.02)})
+        costs = times.costs({"falcon": levels, "tree": levels})
+        assert costs.draft["falcon"](1) == pytest.approx(0.002)
+        assert costs.draft["tree"](1) == pytest.approx(0.01)
+
+    def test_plain_steps_are_known_once_they_were_timed(self) -> None:
+        times = RoundTimes()
+        times.learn(9, 0.04, {})
+        times.learn(9, 0.04, {})
+        assert not times.knows_plain(1)
+        times.learn(1, 0.02, {})
+        assert not times.knows_plain(1)
+        times.learn(1, 0.02, {})
+        assert times.knows_plain(1)
+        assert times.knows_plain(4)
+
+    def test_how_drafts_fared_is_kept(self) -> None:
+        times = RoundTimes()
+        times.memory(0, (0.5, 0.7)).levels.count(1, False)
+        assert times.memory(0, (0.5, 0.7)).levels.share(1) < LEVEL_EXPECTATION
+        assert times.memory(1, (0.5, 0.7)).levels.share(1) == LEVEL_EXPECTATION
+
     def test_drafts_without_a_model_cost_nothing(self) -> None:
         times = RoundTimes()
-        times.learn(4, 0.04, 0, 0.001)
-        assert times.costs("lookup", lambda depth: 0).draft["lookup"](9) == 0.0
+        times.learn(4, 0.04, {"lookup": (0, 0.001)})
+        assert times.costs({"lookup": lambda depth: 0}).draft["lookup"](9) == 0.0
 
 
 def test_times_are_kept_by_situation() -> None:
@@ -136,3 +166,34 @@ def test_times_are_kept_by_situation() -> None:
         assert known_times(model, "a", 1) is not first
     finally:
         torch.set_num_threads(threads)
+
+
+class TestTimings:
+    def test_costs_from_timings(self) -> None:
+        timings = {"verify": [[1, 1.0], [11, 2.0]], "draft": {"tree": [(2, 0.5)], "falcon": []}}
+        with pytest.raises(OptionError):
+            check_timings(timings)
+        del timings["draft"]["falcon"]
+        check_timings(timings)
+        costs = Costs.of(timings)
+        assert costs.verify(6) == 1.5
+        assert costs.draft["tree"](1) == 0.25
+
+    @pytest.mark.parametrize(
+        "timings",
+        [
+            {"verify": [[1, 1.0]]},
+            {"verify": [], "draft": {}},
+            {"verify": [[1]], "draft": {}},
+            {"verify": [[1, "a"]], "draft": {}},
+            {"verify": [[1, True]], "draft": {}},
+            {"verify": [[1, -1.0]], "draft": {}},
+            {"verify": [[1, float("nan")]], "draft": {}},
+            {"verify": [[1, 1.0]], "draft": [[1, 1.0]]},
+            {"verify": [[1, 1.0]], "draft": {}, "other": 1},
+            [1],
+        ],
+    )
+    def test_anything_else_is_refused(self, timings: Any) -> None:
+        with pytest.raises(OptionError, match="seconds of a forward by nodes"):
+            check_timings(timings)

@@ -13,7 +13,7 @@ from torch import Tensor
 from hf_spec.drafting.length_policy import ConfidencePolicy, LengthPolicy
 from hf_spec.drafting.level_drafter import Graphs, LevelConfig, LevelDrafter, Owners, TreeShape
 from hf_spec.drafting.rank_tree import RankTree
-from hf_spec.execution.runner import ForwardOutput
+from hf_spec.execution.forward_output import ForwardOutput
 from hf_spec.execution.tree import DraftTree, Verdict
 from hf_spec.strategies import GsdConfig, TreeConfig
 from tests.drafting.test_model_drafter import start

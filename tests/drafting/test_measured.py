@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ import hf_spec
 from hf_spec import DiscoConfig, DraftConfig, FalconConfig, GsdConfig, LookupConfig, TreeConfig
 from hf_spec.drafting import costs as round_costs
 from hf_spec.drafting import measured
+from hf_spec.drafting.allowance import FIRST, SHARE
 from hf_spec.drafting.costs import RoundTimes
 from hf_spec.drafting.measured import SelfTimedDrafter, resolve
 from hf_spec.errors import OptionError, UnsupportedError
@@ -130,7 +132,7 @@ class TestTimes:
     def test_what_is_learned_is_the_time_of_the_parts(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        heard: list[tuple[int, float, int, float]] = []
+        heard: list[tuple[float, float, dict[str, tuple[int, float]]]] = []
         monkeypatch.setattr(measured, "known_times", lambda *_: round_costs.RoundTimes())
         monkeypatch.setattr(RoundTimes, "learn", lambda _, *times: heard.append(times))
         ticks = itertools.count()
@@ -138,9 +140,11 @@ class TestTimes:
         stats = generate("draft", draft_model("llama")).spec_stats
         # The first round runs the prompt, which tells nothing of the others.
         assert len(heard) == stats.target_forwards - 1
-        assert all(verify > 0 and draft > 0 for _, verify, _, draft in heard)
+        drafts = [spent["draft"] for *_, spent in heard if "draft" in spent]
+        assert all(verify > 0 for _, verify, _ in heard)
+        assert all(seconds > 0 for _, seconds in drafts)
         assert max(nodes for nodes, *_ in heard) > 1
-        assert sum(forwards for _, _, forwards, _ in heard) <= stats.draft_forwards
+        assert 0 < sum(forwards for forwards, _ in drafts) <= stats.draft_forwards
 
     def test_a_round_with_a_new_prompt_is_not_timed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         heard: list[int] = []
@@ -170,6 +174,134 @@ class TestTimes:
         assert stats.counters["idle_rounds"] > 40
 
 
+class Machine:
+    """A clock that runs while models do: a step of the target takes 1, another node `node`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, node: float, forward: float):
+        self.now = 0.0
+        run = ModelRunner.forward
+
+        def slow(runner: ModelRunner, tree: Any, *arguments: Any) -> Any:
+            is_target = runner.model is build("llama")
+            self.now += 1.0 + node * (tree.num_nodes - 1) if is_target else forward
+            return run(runner, tree, *arguments)
+
+        times = RoundTimes()
+        monkeypatch.setattr(measured, "known_times", lambda *_: times)
+        monkeypatch.setattr(ModelRunner, "forward", slow)
+        monkeypatch.setattr(measured.time, "perf_counter", lambda: self.now)
+
+    def lost(self, given: Any, strategy: Any = "auto", new_tokens: int = 100) -> tuple[float, Any]:
+        """Plain steps that a generation took more than plain decoding, and its statistics."""
+        start = self.now
+        stats = generate(strategy, given, max_new_tokens=new_tokens).spec_stats
+        return self.now - start - new_tokens, stats
+
+
+class TestLosses:
+    @pytest.mark.parametrize("strategy", ["auto", "draft", "tree", "gsd"])
+    def test_drafts_that_never_pay_are_given_up_within_the_bound(
+        self, strategy: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        wrong, forward = hf_spec.truncated_draft(build("llama", seed=5), 1), 0.2
+        machine = Machine(monkeypatch, 0.04, forward)
+        lost = [machine.lost(wrong, strategy) for _ in range(3)]
+        # What the first draft takes is not known before.
+        surprise = 8 * forward
+        assert lost[0][0] <= FIRST + 100 * SHARE + surprise
+        assert all(steps <= FIRST + 100 * SHARE + forward for steps, _ in lost[1:])
+        for _, stats in lost:
+            # A text of a tiny model repeats itself, so that lookups pay.
+            asked = stats.counters.get("asked_tree", 0) if strategy == "auto" else 0
+            idle = stats.counters["rounds"] if strategy == "auto" else stats.counters["idle_rounds"]
+            assert asked <= 20
+            assert idle >= 80 or strategy == "auto"
+
+    def test_what_was_learned_is_not_learned_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        wrong = hf_spec.truncated_draft(build("llama", seed=5), 1)
+        machine = Machine(monkeypatch, 0.04, 0.2)
+        asked = [machine.lost(wrong)[1].counters["asked_tree"] for _ in range(3)]
+        assert asked[0] >= 1
+        assert asked[2] <= asked[0]
+
+    @pytest.mark.parametrize("strategy", ["auto", "draft", "tree", "gsd"])
+    def test_drafts_that_pay_are_made(self, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        right = copy.deepcopy(build("llama"))
+        machine = Machine(monkeypatch, 0.02, 0.05)
+        steps, stats = machine.lost(right, strategy)
+        assert steps < -40
+        assert stats.counters["idle_rounds"] < stats.counters["rounds"] / 3
+
+    def test_plain_steps_are_measured_before_anything_is_drafted(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        sizes: list[float] = []
+        learn = RoundTimes.learn
+
+        def watch(times: RoundTimes, nodes: float, *arguments: Any) -> None:
+            sizes.append(nodes)
+            learn(times, nodes, *arguments)
+
+        monkeypatch.setattr(RoundTimes, "learn", watch)
+        machine = Machine(monkeypatch, 0.02, 0.05)
+        right = copy.deepcopy(build("llama"))
+        machine.lost(right)
+        assert sizes[: measured.PLAIN_STEPS] == [1] * measured.PLAIN_STEPS
+        assert sizes[measured.PLAIN_STEPS] > 1
+        del sizes[:]
+        machine.lost(right)
+        assert sizes[0] > 1
+
+
+class TestNodes:
+    """`max_nodes="auto"` where the length of drafts is given."""
+
+    @pytest.mark.parametrize("kind", [TreeConfig, GsdConfig])
+    @pytest.mark.parametrize("policy", ["static", "heuristic", "confidence"])
+    def test_only_nodes_that_bring_more_than_they_cost_are_sent(
+        self, kind: Any, policy: str, costs: Any
+    ) -> None:
+        drafted, sent = [], []
+        for price in (0.0, 0.3, 3.0):
+            costs(price, 0.01)
+            config = kind(max_draft_tokens=3, length_policy=policy)
+            stats = generate(config, draft_model("llama")).spec_stats
+            sent.append(stats.drafted_tokens / stats.target_forwards)
+            drafted.append(stats.draft_forwards / stats.target_forwards)
+        assert sent[0] > sent[1] >= sent[2] == 0
+        # What is drafted is as long as the policy says, whatever it costs; the prompt's round and
+        # the last one have no room.
+        assert min(drafted) > 0.7
+
+    @pytest.mark.parametrize("price", [0.0, 3.0])
+    def test_a_number_is_kept(self, price: float, costs: Any) -> None:
+        costs(price, 0.5)
+        config = TreeConfig(max_draft_tokens=3, max_nodes=7)
+        stats = generate(config, draft_model("llama")).spec_stats
+        assert stats.drafted_tokens > 5 * (stats.target_forwards - 3)
+
+    @pytest.mark.parametrize("name", ["tree", "gsd", "falcon"])
+    @pytest.mark.parametrize("kind", ["one", "ragged"])
+    def test_greedy_is_plain(self, name: str, kind: str, costs: Any) -> None:
+        costs(0.05, 0.05)
+        config = type(parse_strategy(name))(length_policy="static")
+        drafter = make_drafter(config, build("llama"), assistant(name))
+        assert isinstance(drafter, SelfTimedDrafter)
+        plain = build("llama").generate(
+            **prompts("llama", kind), max_new_tokens=NEW_TOKENS, do_sample=False
+        )
+        assert torch.equal(generate(config, assistant(name), kind).sequences, plain)
+
+    def test_drafts_at_random_are_sent_as_they_are(self) -> None:
+        config = TreeConfig(max_draft_tokens=3, sample_drafts=True)
+        drafter = make_drafter(config, build("llama"), draft_model("llama"))
+        assert not isinstance(drafter, SelfTimedDrafter)
+
+    def test_nothing_else_is_a_word(self) -> None:
+        with pytest.raises(OptionError, match="whole number of at least 1, or 'auto'"):
+            TreeConfig(max_nodes="many")
+
+
 class TestGiven:
     @pytest.mark.parametrize(
         "config",
@@ -177,10 +309,10 @@ class TestGiven:
             DraftConfig(max_draft_tokens=3),
             DraftConfig(length_policy="static"),
             DraftConfig(length_policy="heuristic"),
-            TreeConfig(max_draft_tokens=2),
+            TreeConfig(max_draft_tokens=2, max_nodes=None),
             TreeConfig(max_nodes=5),
             GsdConfig(max_draft_tokens=3, max_nodes=5),
-            FalconConfig(length_policy="static"),
+            FalconConfig(length_policy="static", max_nodes=None),
             FalconConfig(max_nodes=3),
             FalconConfig(tree="chain"),
             DiscoConfig(max_draft_tokens=4),
@@ -212,7 +344,9 @@ class TestGiven:
 
     def test_usual_sizes(self) -> None:
         assert TreeConfig().resolve(measures=False).max_nodes == 15
-        assert TreeConfig(length_policy="heuristic").resolve(measures=True).max_draft_tokens == 5
+        heuristic = TreeConfig(length_policy="heuristic").resolve(measures=True)
+        assert (heuristic.max_draft_tokens, heuristic.max_nodes) == (5, 24)
+        assert TreeConfig(max_nodes=None).resolve(measures=True).max_nodes == 15
         assert GsdConfig(max_nodes=4).resolve(measures=True).max_draft_tokens == 10
         disco = TreeConfig(length_policy="disco", adapter="x").resolve(measures=True)
         assert disco.max_draft_tokens is None
@@ -255,11 +389,11 @@ def test_the_draft_that_runs_the_prompt_is_not_timed(
     observe = SelfTimedDrafter.observe
 
     def watch(self: SelfTimedDrafter, verdict: Any, output: Any) -> None:
-        run.append(self._drafted[0])
+        run.append(self._drafts[strategy][0])
         observe(self, verdict, output)
 
-    def learn(self: RoundTimes, nodes: int, seconds: float, forwards: int, draft: float) -> None:
-        timed.append(forwards)
+    def learn(self: RoundTimes, nodes: float, seconds: float, drafts: Any) -> None:
+        timed.extend(forwards for forwards, _ in drafts.values())
 
     monkeypatch.setattr(measured, "known_times", lambda *_: RoundTimes())
     monkeypatch.setattr(round_costs, "FORWARD_PRICE", 0.01)

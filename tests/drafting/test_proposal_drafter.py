@@ -13,7 +13,7 @@ from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.stopping import StopRules
 from hf_spec.drafting.length_policy import LengthPolicy
 from hf_spec.drafting.proposal_drafter import Lists, ProposalDrafter, Proposals
-from hf_spec.execution.runner import ForwardOutput
+from hf_spec.execution.forward_output import ForwardOutput
 from hf_spec.execution.tree import DraftTree, Verdict
 from hf_spec.strategies.draft_model import TreeConfig
 from tests.tiny_models import VOCAB

@@ -14,11 +14,12 @@ from hf_spec.decoding.stopping import StopRules
 from hf_spec.drafting.sources import (
     EXPECTATION_WEIGHT,
     LEVEL_EXPECTATION,
+    Fared,
     MergedTree,
     Shares,
     Source,
 )
-from hf_spec.execution.runner import ForwardOutput
+from hf_spec.execution.forward_output import ForwardOutput
 from hf_spec.execution.tree import DraftTree, Verdict
 
 ROOT = 5
@@ -198,6 +199,35 @@ class TestSource:
         assert source.values(1) == kept
         asked(source, rows=2)
         assert source.values(0) == source.values(1)
+
+
+class TestMemory:
+    def test_a_generation_begins_with_what_the_others_came_to(self) -> None:
+        memory = Fared.expected((0.5, 0.7))
+        source = Source("s", Fixed(), 3)
+        for _ in range(20):
+            source.start(1, memory)
+            source.ask(state_of(), {0: 3})
+            source.observe(said(99), NOTHING)
+        source.start(2, memory)
+        assert source.level(0, 1) == source.level(1, 1) < 0.2
+        source.ask(state_of(2), {0: 3, 1: 0})
+        before = source.level(1, 1)
+        tree = DraftTree.from_rows([([ROOT, 10], [-1, 0]), ([ROOT], [-1])])
+        source.observe(Verdict(tree, [[1], []], [11, 99]), NOTHING)
+        assert source.level(0, 1) > before
+        assert source.level(1, 1) == pytest.approx(before)
+
+    def test_who_is_never_asked_is_tried_again(self) -> None:
+        memory = Fared.expected((0.5, 0.7))
+        memory.levels.count(1, False)
+        source = Source("s", Fixed(), 3)
+        source.start(1, memory)
+        bad = memory.levels.share(1)
+        for _ in range(2000):
+            source.ask(state_of(), {0: 0})
+            source.observe(said(10), NOTHING)
+        assert bad < memory.levels.share(1) == pytest.approx(LEVEL_EXPECTATION, abs=0.01)
 
 
 class TestMergedTree:

@@ -16,6 +16,8 @@ from tests.adapters.local_hub import local_hub
 from tests.examples.notebooks import EXAMPLES, NOTEBOOKS, execute, faults
 
 SCRIPTS = sorted(EXAMPLES.glob("*.py"))
+# Those that need another tool are run where that is tested.
+ALONE = [path for path in SCRIPTS if path.name != "ray_data.py"]
 TOPICS = {
     "quickstart",
     "five_methods",
@@ -146,7 +148,7 @@ def test_the_shared_adapter_is_pushed_and_fetched(tmp_path: Path) -> None:
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", ALONE, ids=lambda path: path.stem)
 def test_scripts_run(path: Path, tmp_path: Path) -> None:
     """From any folder."""
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}

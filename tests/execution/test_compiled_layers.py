@@ -99,6 +99,18 @@ def test_new_weights_are_used(runs: list[Any]) -> None:
     assert runs
 
 
+def test_autocast_that_begins_inside_the_model_is_left_alone(runs: list[Any]) -> None:
+    """As in a model that accelerate prepared for mixed precision."""
+    target = model("llama")
+    hf_spec.compile(target)
+    generate(target, "llama", spec_strategy="lookup")
+    runs.clear()
+    target.forward = torch.autocast("cpu", torch.bfloat16)(target.forward)
+    found = generate(target, "llama", spec_strategy="lookup")
+    assert runs == []
+    assert torch.equal(found, generate(target, "llama"))
+
+
 def test_a_program_that_computes_something_else_is_not_used(
     monkeypatch: pytest.MonkeyPatch, runs: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -14,7 +14,6 @@ from hf_spec.execution.cross_attention import (
     decoding_parts,
     is_lone_decoder,
     num_layers,
-    silence,
     takes_positions,
 )
 from hf_spec.execution.runner import ModelRunner
@@ -65,7 +64,3 @@ def test_a_forward_is_that_of_the_model() -> None:
             whole = torch.tensor([texts[row][:-1] + path])
             plain = model(sound(2)[row : row + 1], decoder_input_ids=whole).logits[0, -1]
             torch.testing.assert_close(output.logits[node], plain, atol=1e-4, rtol=1e-4)
-
-
-def test_silence_is_as_long_as_sound() -> None:
-    assert silence(build(), 2).shape == build().get_encoder()(sound(2))[0].shape

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 from torch import nn
 
 from hf_spec.execution.own_forwards import OwnForwards
@@ -11,30 +14,58 @@ def ours() -> str:
     return "ours"
 
 
+def all_of(modules: list[nn.Module]) -> dict[nn.Module, Callable[[], str]]:
+    return dict.fromkeys(modules, ours)
+
+
 def test_the_last_user_gives_the_forward_back() -> None:
     module, forwards = nn.Linear(2, 2), OwnForwards()
     before = dict(vars(module))
-    assert not forwards.join(module)
-    forwards.give(module, ours)
-    assert forwards.join(module)
-    forwards.leave(module)
+    asked: list[list[nn.Module]] = []
+
+    def make(modules: list[nn.Module]) -> dict[nn.Module, Callable[[], str]]:
+        asked.append(modules)
+        return all_of(modules)
+
+    first, second = forwards.lent([module], make), forwards.lent([module], make)
+    with first:
+        second.__enter__()
     assert module.forward() == "ours"
-    forwards.leave(module)
+    second.__exit__(None, None, None)
     assert vars(module) == before
-    assert not forwards.join(module)
+    assert asked == [[module], []]
+
+
+def test_modules_may_be_left_as_they_are() -> None:
+    taken, left = nn.Linear(2, 2), nn.Linear(2, 2)
+    with OwnForwards().lent([taken, left], lambda modules: all_of(modules[:1])):
+        assert taken.forward() == "ours"
+        assert "forward" not in vars(left)
+
+
+def test_what_cannot_be_made_leaves_all_as_it_was() -> None:
+    shared, other, forwards = nn.Linear(2, 2), nn.Linear(2, 2), OwnForwards()
+
+    def fail(modules: list[nn.Module]) -> dict[nn.Module, Callable[[], str]]:
+        raise MemoryError
+
+    with forwards.lent([shared], all_of):
+        with pytest.raises(MemoryError), forwards.lent([shared, other], fail):
+            pass
+        assert shared.forward() == "ours"
+    assert "forward" not in {**vars(shared), **vars(other)}
 
 
 def test_a_forward_of_the_module_itself_comes_back() -> None:
     module, forwards = nn.Linear(2, 2), OwnForwards()
     module.forward = lambda: "theirs"
-    forwards.give(module, ours)
-    forwards.leave(module)
+    with forwards.lent([module], all_of):
+        assert module.forward() == "ours"
     assert module.forward() == "theirs"
 
 
 def test_what_somebody_else_put_there_meanwhile_stays() -> None:
     module, forwards = nn.Linear(2, 2), OwnForwards()
-    forwards.give(module, ours)
-    module.forward = lambda: "theirs"
-    forwards.leave(module)
+    with forwards.lent([module], all_of):
+        module.forward = lambda: "theirs"
     assert module.forward() == "theirs"

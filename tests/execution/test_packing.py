@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from hf_spec.execution import runner as runner_module
+from hf_spec.execution.forward_output import ForwardOutput
 from hf_spec.execution.packing import align_right, pack, past_segment
 from hf_spec.execution.row_work import RowWork
-from hf_spec.execution.runner import ForwardOutput, ModelRunner
+from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.tree import DraftTree
 from tests.tiny_models import build
 

@@ -18,9 +18,10 @@ import hf_spec
 from hf_spec.errors import UnsupportedError
 from hf_spec.execution import attention
 from hf_spec.execution import runner as runner_module
+from hf_spec.execution.forward_output import ForwardOutput
 from hf_spec.execution.kv_cache import MIN_CAPACITY, KVPool
 from hf_spec.execution.row_work import BATCHING
-from hf_spec.execution.runner import ForwardOutput, ModelRunner
+from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.tree import DraftTree
 from tests import tiny_models
 from tests.model_watch import snapshot

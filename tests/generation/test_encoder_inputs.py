@@ -35,4 +35,4 @@ def test_a_text_model_hears_nothing() -> None:
     runner = ModelRunner(build_text("llama"), 1)
     prompt = Prompt(ids, torch.ones_like(ids), {"encoder_outputs": (torch.zeros(1, 20, 32),)})
     _attend(runner, build(), prompt, None)
-    assert runner._cross_attention is None
+    assert runner._call.cross_attention is None

@@ -33,6 +33,7 @@ from hf_spec import (
     UnsupportedError,
 )
 from hf_spec.execution.runner import ModelRunner
+from hf_spec.strategies.registry import parse_strategy
 from tests import criteria, tiny_models
 from tests.model_watch import count_forwards, snapshot
 
@@ -114,7 +115,7 @@ class TestEverySequence:
         assert strategy == "none" or outputs.spec_stats.accepted_tokens > 0
         assert len({len(output.generated_tokens) for output in outputs.values()}) > 1
 
-    # What auto drafts depends on measured times.
+    # What auto drafts depends on measured times, and on how drafts fared before.
     @pytest.mark.parametrize(
         "strategy", [name for name in tiny_models.STRATEGIES if name != "auto"]
     )
@@ -122,6 +123,12 @@ class TestEverySequence:
         """A drafter that remembered would draft something else."""
         given = {"max_new_tokens": 12, "do_sample": False, "max_batch": 1}
         given |= tiny_models.speculation("llama", strategy)
+        if isinstance(given["spec_strategy"], str):
+            # So does what these draft without sizes.
+            named = {"strategy": strategy}
+            fields = vars(parse_strategy(strategy))
+            sizes = {"max_draft_tokens": 5, "max_nodes": None}
+            given["spec_strategy"] = named | {k: v for k, v in sizes.items() if k in fields}
         model = tiny_models.build("llama")
         after = list(model.generate_batch(PROMPTS[:3], **given).values())
         for prompt, output in zip(PROMPTS[1:3], after[1:], strict=True):

@@ -15,9 +15,17 @@ from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, StopStringCriteria
 
 import hf_spec
-from hf_spec import LookupConfig, OptionError, SpecGenerateOutput, TreeConfig, UnsupportedError
-from hf_spec.generation import hook
-from tests.tiny_models import VOCAB, build, repetitive_prompt
+from hf_spec import (
+    LookupConfig,
+    OptionError,
+    SpecGenerateOutput,
+    TreeConfig,
+    UnsupportedError,
+    collect_stats,
+    truncated_draft,
+)
+from hf_spec.generation import settling
+from tests.tiny_models import TIMINGS, VOCAB, build, repetitive_prompt
 
 PROMPT = repetitive_prompt()
 
@@ -47,13 +55,13 @@ def tokenizer() -> T.PreTrainedTokenizerFast:
 def speculative_calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Gains the strategy of every call that is decoded speculatively."""
     seen: list[Any] = []
-    works = hook.make_drafter
+    works = settling.make_drafter
 
     def make_drafter(config: Any, *args: Any) -> Any:
         seen.append(config)
         return works(config, *args)
 
-    monkeypatch.setattr(hook, "make_drafter", make_drafter)
+    monkeypatch.setattr(settling, "make_drafter", make_drafter)
     return seen
 
 
@@ -185,6 +193,59 @@ class TestWhereTheStrategyComesFrom:
         assert copy.deepcopy(config).spec_strategy == "lookup"
         assert GenerationConfig().spec_strategy is None
         assert "spec_strategy" not in GenerationConfig().to_dict()
+
+
+class TestStoredAssistants:
+    @pytest.fixture
+    def folder(self, model: T.PreTrainedModel, tmp_path: Path) -> Path:
+        truncated_draft(model, 2).save_pretrained(tmp_path / "draft")
+        return tmp_path / "draft"
+
+    def test_tools_that_only_make_a_config_can_name_one(
+        self, model: T.PreTrainedModel, folder: Path
+    ) -> None:
+        plain = model.generate(PROMPT, max_new_tokens=9)
+        for assistant in (folder, str(folder), [folder]):
+            strategy = {"strategy": "auto", "timings": TIMINGS}
+            given = GenerationConfig(max_new_tokens=9, spec_strategy=strategy, assistant=assistant)
+            with collect_stats() as stats:
+                assert torch.equal(model.generate(PROMPT, generation_config=given), plain)
+            assert stats[0].draft_forwards > 0
+
+    def test_it_is_saved_with_the_model(
+        self, model: T.PreTrainedModel, folder: Path, tmp_path: Path
+    ) -> None:
+        model.generation_config.spec_strategy = "draft"
+        model.generation_config.assistant = folder
+        model.save_pretrained(tmp_path / "target")
+        loaded = T.AutoModelForCausalLM.from_pretrained(tmp_path / "target")
+        assert loaded.generation_config.assistant == str(folder)
+        with collect_stats() as stats:
+            loaded.generate(PROMPT, max_new_tokens=9)
+        assert stats[0].draft_forwards > 0
+
+    def test_it_goes_with_the_stored_strategy_alone(
+        self, model: T.PreTrainedModel, folder: Path
+    ) -> None:
+        plain = model.generate(PROMPT, max_new_tokens=9)
+        model.generation_config.spec_strategy = "draft"
+        model.generation_config.assistant = folder
+        with collect_stats() as stats:
+            assert torch.equal(
+                model.generate(PROMPT, max_new_tokens=9, spec_strategy="lookup"), plain
+            )
+            model.generate(PROMPT, max_new_tokens=9, assistant=truncated_draft(model, 1))
+            model.generate_batch([PROMPT[0].tolist()], max_new_tokens=9)
+        assert [one.draft_forwards > 0 for one in stats] == [False, True, True]
+        (ended,) = model.generate_batch_iter([PROMPT[0].tolist()], max_new_tokens=9)
+        assert ended.spec_stats.drafted_tokens > 0
+        model.generation_config.spec_strategy = None
+        assert torch.equal(model.generate(PROMPT, max_new_tokens=9), plain)
+
+    def test_objects_are_refused(self, model: T.PreTrainedModel) -> None:
+        for given in (model, [model], 3):
+            with pytest.raises(OptionError, match="holds folders and Hub ids"):
+                model.generation_config.assistant = given
 
 
 class TestAssistedDecodingOfTransformers:

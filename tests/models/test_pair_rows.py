@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_spec.execution.runner import ForwardOutput
+from hf_spec.execution.forward_output import ForwardOutput
 from hf_spec.execution.tree import DraftTree, Verdict
 from hf_spec.models.pair_rows import PairRows
 

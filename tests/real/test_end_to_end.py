@@ -15,6 +15,7 @@ import pytest
 
 from hf_spec.adapters.folder import load_adapter
 from hf_spec.data.small_models import smollm2_135m_instruct
+from hf_spec.strategies.assistants import strategy_of
 from tests.adapters.local_hub import LocalHub, local_hub
 from tests.installed import ROOT, User
 
@@ -142,7 +143,7 @@ def test_the_demo(user: User) -> None:
 
 @pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda path: path.name)
 def test_the_shipped_adapters(quick: User, model: Path, plain: str, adapter: Path) -> None:
-    found = generate(quick, model, f"{load_adapter(adapter).strategy}@{adapter}")
+    found = generate(quick, model, f"{strategy_of(str(adapter))}@{adapter}")
     assert found["text"] == plain
     assert found["stats"]["drafted_tokens"] > 0
 
@@ -162,7 +163,10 @@ def test_verify(user: User, model: Path, head: Path, prompts: Path) -> None:
     mixed = user.home / "mixed.jsonl"
     mixed.write_text(f"{known}\n{json.dumps(copied)}\n")
     # On a busy machine the measured lengths may be zero, and nothing be proven.
-    fixed = ("lookup:max_draft_tokens=5", f'falcon:length_policy="static"@{head.name}')
+    fixed = (
+        "lookup:max_draft_tokens=5",
+        f'falcon:length_policy="static",max_nodes=null@{head.name}',
+    )
     what = ("--strategy", fixed[0], "--strategy", fixed[1], "--prompts", mixed)
     few = ("--new-tokens", 24, "--sampled-prompts", 0, "--out", "report.json")
     page = user.hf_spec("verify", model, *what, *few)
@@ -174,7 +178,8 @@ def test_verify(user: User, model: Path, head: Path, prompts: Path) -> None:
 
 def test_verify_sampling(user: User, model: Path, prompts: Path) -> None:
     """With the target as its own draft model, of which some is always accepted."""
-    what = ("--strategy", f"draft@{model}", "--prompts", prompts, "--per-task", 1)
+    drafts = f"draft:max_draft_tokens=2@{model}"
+    what = ("--strategy", drafts, "--prompts", prompts, "--per-task", 1)
     page = user.hf_spec("verify", model, *what, "--new-tokens", 4, "--draws", 20)
     assert "passed" in page
     assert "sampling: 20 draws" in page

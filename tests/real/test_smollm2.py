@@ -37,6 +37,7 @@ ASSISTANTS = {
     "tree": ADAPTERS / "smollm2-135m-draft",
     "gsd": ADAPTERS / "smollm2-135m-draft",
     "disco": ADAPTERS / "smollm2-135m-disco",
+    "eagle": ADAPTERS / "smollm2-135m-eagle3",
     "falcon": ADAPTERS / "smollm2-135m-falcon",
     "sdsat": ADAPTERS / "smollm2-135m-sdsat",
 }
@@ -197,7 +198,10 @@ def test_untrained_falcon_heads(
     assert output.tolist() == expected[SHORTEST.id][:, :length].tolist()
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in ADAPTERS.iterdir()))
+# A published head names its target by its sizes alone.
+@pytest.mark.parametrize(
+    "name", sorted(file.parent.name for file in ADAPTERS.glob("*/adapter_config.json"))
+)
 def test_a_shipped_adapter_fits_the_model_on_the_hub(smollm2: Any, name: str) -> None:
     """Ours was stored in 8 bits: the original is at most half a step away, and in bfloat16."""
     model, _ = smollm2

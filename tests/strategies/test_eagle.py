@@ -92,7 +92,7 @@ class TestLengths:
     def test_measured_where_no_size_is_given(self) -> None:
         folder, model = sample("eagle3").folder, build("llama")
         assert isinstance(make_drafter(EagleConfig(), model, folder), SelfTimedDrafter)
-        drafter = make_drafter(EagleConfig(max_draft_tokens=3), model, folder)
+        drafter = make_drafter(EagleConfig(max_draft_tokens=3, max_nodes=None), model, folder)
         assert isinstance(drafter, PairDrafter)
         assert (drafter.max_depth, drafter.shape.max_nodes, drafter.shape.children) == (3, 24, 8)
 
@@ -122,7 +122,9 @@ class TestAssistants:
         assert resolve(folder) is not head
 
     def test_readings(self) -> None:
-        config = EagleConfig(aux_layers=[3, 1, 0], rope_theta=5e5, max_draft_tokens=2)
+        config = EagleConfig(
+            aux_layers=[3, 1, 0], rope_theta=5e5, max_draft_tokens=2, max_nodes=None
+        )
         drafter = make_drafter(config, build("llama"), sample("eagle3").folder)
         assert drafter.hidden_layers == (BEFORE_NORM, 1, 0)
         assert isinstance(drafter, PairDrafter)

@@ -410,7 +410,7 @@ class TestTrees:
             generate("llama", "batch", tmp_path, tree=BUSHY.paths)
         options: dict[str, Any] = {"tree": BUSHY.paths, "max_nodes": 7}
         if stored:
-            options = {"length_policy": "static"}
+            options = {"length_policy": "static", "max_nodes": None}
         with watch_drafts() as pruned:
             output = generate("llama", "batch", tmp_path, **options)
         whole, some = seen[1][0], pruned[1][0]

@@ -18,7 +18,7 @@ from hf_spec.decoding.verification import NodeDraw
 from hf_spec.drafting.graph import TokenGraph, Unmerged
 from hf_spec.drafting.lossy_rules import IndependentAcceptance
 from hf_spec.drafting.model_drafter import DraftModelDrafter
-from hf_spec.execution.runner import ForwardOutput
+from hf_spec.execution.forward_output import ForwardOutput
 from hf_spec.execution.tree import DraftTree, Verdict
 from tests.tiny_models import build, draft_model, prompts, ragged_batch, repetitive_prompt
 

@@ -21,7 +21,7 @@ from hf_spec.decoding.stopping import StopRules
 from hf_spec.decoding.verification import NodeDraw
 from hf_spec.drafting.lossy_rules import PathSampling
 from hf_spec.drafting.rank_tree import published_trees
-from hf_spec.execution.runner import ForwardOutput
+from hf_spec.execution.forward_output import ForwardOutput
 from hf_spec.models.adaptive_tokens import from_adapter
 from hf_spec.strategies.registry import parse_strategy
 from hf_spec.strategies.sdsat import SdsatDrafter

@@ -195,7 +195,10 @@ def test_rows_that_end_early_hand_back_the_state_of_plain_generate() -> None:
     assert found.tolist() == expected.tolist()
     for our, their in zip(ours.layers, theirs.layers, strict=True):
         if hasattr(our, "conv_states"):
-            torch.testing.assert_close(our.conv_states[0], their.conv_states[0])
+            # Sums of several tokens at once round otherwise than those of one.
+            torch.testing.assert_close(
+                our.conv_states[0], their.conv_states[0], atol=1e-4, rtol=1e-4
+            )
 
 
 @pytest.mark.parametrize("name", sorted(MAMBA_1 - PURE))

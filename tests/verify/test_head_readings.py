@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from hf_spec import AssistantError
 from hf_spec.verify.head_readings import Agreement, Texts, check_readings, own_answers
-from tests.published_heads import WIDTH, plain_config, sample, save
+from tests.published_heads import WIDTH, bare, embeddings, plain_config, sample, save
 from tests.tiny_models import VOCAB, build, repetitive_prompt
 
 KEY = "eagle_aux_hidden_state_layer_ids"
@@ -26,12 +25,9 @@ def head(layers: list[int]) -> str:
 
     Its attention and its MLP give nothing.
     """
-    tensors = {}
-    for name, tensor in sample("every token").tensors.items():
-        tensors[name] = torch.ones_like(tensor) if "norm" in name else torch.zeros_like(tensor)
+    tensors = bare(sample("every token").tensors)
     tensors["fc.weight"] = torch.eye(WIDTH, 3 * WIDTH)
-    table: Any = build("llama").get_input_embeddings()
-    rows = torch.nn.functional.normalize(table.weight.detach(), dim=-1)
+    rows = torch.nn.functional.normalize(embeddings(), dim=-1)
     following = (5 * torch.arange(VOCAB) + 3) % VOCAB
     tensors["lm_head.weight"] = torch.zeros_like(rows).index_copy(0, following, rows)
     return save(f"readings{layers[0]}", plain_config(**{KEY: layers}), tensors)
@@ -62,13 +58,7 @@ def test_a_right_config_is_kept() -> None:
     assert best.share > 0.95
 
 
-def test_a_first_eagle() -> None:
-    heard: list[Agreement] = []
-    check_readings(sample("eagle").folder, build("llama"), TEXTS, heard.append)
-    assert [name for one in heard for name, _ in one.changes] == ["embedding"]
-
-
 def test_a_head_of_another_kind(tmp_path: Path) -> None:
     build("llama").save_pretrained(tmp_path)
-    with pytest.raises(AssistantError, match="no published head; readings are open"):
+    with pytest.raises(AssistantError, match="no published head; readings are open in"):
         check_readings(str(tmp_path), build("llama"), TEXTS, print)

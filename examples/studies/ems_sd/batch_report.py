@@ -27,9 +27,11 @@ def summary(records: Sequence[Mapping[str, Any]], caps: Mapping[str, int]) -> li
 
     Returns:
         Rows with `ratio`, `tokens_per_second` and `linear_tokens` (per generated token) by
-        contender, medians over batches and repetitions; `unpadded_to_padded`, the speed of one
-        relative to the other in the same repetition; `padding_ratio` as measured and
-        `padding_ratio_model`; the accepted lengths; and how many outputs were identical.
+        contender, medians over batches and repetitions; `decoding_ratio` and `decoding_tokens`,
+        the same of all after the first token, without prompts; `unpadded_to_padded` and
+        `decoding_unpadded_to_padded`, the speed of one relative to the other in the same
+        repetition; `padding_ratio` as measured and `padding_ratio_model`; the accepted lengths;
+        and how many outputs were identical.
     """
     rows = []
     groups = dict.fromkeys((r["method"], r["batch_size"]) for r in records)
@@ -48,8 +50,19 @@ def summary(records: Sequence[Mapping[str, Any]], caps: Mapping[str, int]) -> li
                     name: median(r["plain_seconds"] / r["seconds"] for r in found)
                     for name, found in by_name.items()
                 },
+                "decoding_ratio": {
+                    name: median(
+                        (r["plain_seconds"] - r["plain_prompt_seconds"]) / _decoding(r)
+                        for r in found
+                    )
+                    for name, found in by_name.items()
+                },
                 "unpadded_to_padded": median(
                     slow["seconds"] / fast["seconds"]
+                    for slow, fast in zip(by_name["padded"], measured, strict=True)
+                ),
+                "decoding_unpadded_to_padded": median(
+                    _decoding(slow) / _decoding(fast)
                     for slow, fast in zip(by_name["padded"], measured, strict=True)
                 ),
                 "tokens_per_second": {
@@ -58,6 +71,12 @@ def summary(records: Sequence[Mapping[str, Any]], caps: Mapping[str, int]) -> li
                 },
                 "linear_tokens": {
                     name: median(r["linear_tokens"] / r["new_tokens"] for r in found)
+                    for name, found in by_name.items()
+                },
+                "decoding_tokens": {
+                    name: median(
+                        (r["linear_tokens"] - r["prompt_tokens"]) / r["new_tokens"] for r in found
+                    )
                     for name, found in by_name.items()
                 },
                 "padding_ratio": fmean(r["padding_ratio"] for r in measured),
@@ -73,12 +92,18 @@ def summary(records: Sequence[Mapping[str, Any]], caps: Mapping[str, int]) -> li
     return rows
 
 
+def _decoding(record: Mapping[str, Any]) -> float:
+    """Seconds after the first token."""
+    seconds: float = record["seconds"] - record["prompt_seconds"]
+    return seconds
+
+
 def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A table per method: speeds, then tokens run and padding."""
+    """Tables of each method: speeds, those without prompts, then tokens run and padding."""
     parts = []
     for method in dict.fromkeys(row["method"] for row in rows):
         mine = [row for row in rows if row["method"] == method]
-        tables = (Table.of(columns, mine).markdown() for columns in (SPEEDS, PADDING))
+        tables = (Table.of(columns, mine).markdown() for columns in (SPEEDS, DECODING, PADDING))
         parts += [f"### {method}", *tables]
     return "\n\n".join(parts) + "\n"
 
@@ -93,6 +118,14 @@ SPEEDS = {
     **{mode: _figure("ratio", mode) for mode in MODES},
     "unpadded to padded": _figure("unpadded_to_padded"),
     "identical": lambda row: f"{row['identical']} of {row['outputs']}",
+}
+DECODING = {
+    "batch, without prompts": _figure("batch_size", form=""),
+    **{mode: _figure("decoding_ratio", mode) for mode in MODES},
+    "unpadded to padded": _figure("decoding_unpadded_to_padded"),
+    "tokens run per new token: plain": _figure("decoding_tokens", "plain"),
+    "padded": _figure("decoding_tokens", "padded"),
+    "unpadded": _figure("decoding_tokens", "unpadded"),
 }
 PADDING = {
     "batch": _figure("batch_size", form=""),

@@ -1,21 +1,17 @@
-"""`hf-spec generate`: one prompt, one answer."""
+"""`hf-spec generate`: one prompt, one answer; or those of a file."""
 
 from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from hf_spec.cli import options
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from hf_spec.cli.answer.speaker import Speaker
 
 
 @options.from_settings
@@ -28,6 +24,25 @@ def generate(  # noqa: PLR0913 - one parameter an option
     prompt_file: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="Text file with the prompt.")
     ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="Many prompts: JSON lines with turns and id (.jsonl), or a text file with one a "
+            "line. Processes of accelerate or torchrun share them.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="JSON lines with the answers to --prompts, in their order; an interrupted run "
+            "resumes."
+        ),
+    ] = None,
+    batch_size: Annotated[
+        int, typer.Option(min=1, help="Prompts of --prompts that are answered at a time.")
+    ] = 8,
     settings: options.AnswerSettings,
     assistant: options.Assistants = None,
     chat_template: Annotated[
@@ -55,13 +70,22 @@ def generate(  # noqa: PLR0913 - one parameter an option
         hf-spec generate MODEL --prompt-file code.py --raw --strategy lookup
         git diff | hf-spec generate MODEL - --strategy falcon@HEAD --max-new-tokens 64
         hf-spec generate MODEL "A story." --sample --temperature 0.8 --seed 1 --json
+        accelerate launch -m hf_spec generate MODEL --prompts in.jsonl --out out.jsonl
     """
     from hf_spec.cli.answer.console_streamer import ConsoleStreamer
     from hf_spec.cli.answer.speaker import Speaker
 
+    if prompts is not None or out is not None:
+        if prompts is None or out is None or prompt is not None or prompt_file is not None:
+            raise typer.BadParameter("--prompts and --out go together, without another prompt")
+        from hf_spec.cli.answer.many import answer_all
+
+        load = partial(Speaker.load, model, placement, settings, assistant)
+        answer_all(load, prompts, out, batch_size, chat_template)
+        return
     text = _prompt(prompt, prompt_file)
     speaker = Speaker.load(model, placement, settings, assistant)
-    ids = _encode(speaker, text, chat_template)
+    ids = speaker.encode_text(text, chat_template)
     console = Console(highlight=False)
     live = console.is_terminal and not as_json
     streamer = ConsoleStreamer(speaker.tokenizer, console) if live else None
@@ -87,16 +111,8 @@ def generate(  # noqa: PLR0913 - one parameter an option
 def _prompt(prompt: str | None, file: Path | None) -> str:
     if (prompt is None) == (file is None):
         raise typer.BadParameter("give a prompt (- for standard input) or --prompt-file")
-    if file is not None:
-        return file.read_text(encoding="utf-8")
-    return sys.stdin.read() if prompt == "-" else str(prompt)
-
-
-def _encode(speaker: Speaker, text: str, chat_template: bool | None) -> Tensor:
+    text = file.read_text(encoding="utf-8") if file is not None else str(prompt)
+    text = sys.stdin.read() if prompt == "-" else text
     if not text:
         raise typer.BadParameter("the prompt is empty")
-    if chat_template is None:
-        chat_template = speaker.tokenizer.chat_template is not None
-    if chat_template:
-        return speaker.encode([{"role": "user", "content": text}])
-    return speaker.tokenizer(text, return_tensors="pt")["input_ids"]
+    return text

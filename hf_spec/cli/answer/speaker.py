@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -62,6 +62,15 @@ class Speaker:
             )
         return encode_chat(self.tokenizer, messages)
 
+    def encode_text(self, text: str, chat_template: bool | None) -> Tensor:
+        """(1, L) int64: a text in the chat template, or as it is; None: in one if there is one."""
+        if chat_template is None:
+            chat_template = self.tokenizer.chat_template is not None
+        if chat_template:
+            return self.encode([{"role": "user", "content": text}])
+        ids: Tensor = self.tokenizer(text, return_tensors="pt")["input_ids"]
+        return ids
+
     def generate(self, ids: Tensor, streamer: Any = None) -> SpecGenerateOutput:
         """Generate after (1, L) ids.
 
@@ -69,20 +78,40 @@ class Speaker:
             OptionError: if prompt and output are longer than the model's context.
             SpecError: if the model cannot be served.
         """
-        prompt_len, new_tokens = ids.shape[1], self.settings.max_new_tokens
+        self._check_room(ids.shape[1])
+        ids = ids.to(self.model.device)
+        return self.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            streamer=streamer,
+            return_dict_in_generate=True,
+            **self._arguments,
+        )
+
+    def generate_each(
+        self, prompts: Sequence[Tensor], batch_size: int
+    ) -> Iterator[tuple[int, list[int]]]:
+        """Generate after each (1, L) ids, so many at a time: its number and its new tokens.
+
+        They come in the order in which they end; errors are those of `generate`.
+        """
+        for ids in prompts:
+            self._check_room(ids.shape[1])
+        given = [ids[0].tolist() for ids in prompts]
+        ended = self.model.generate_batch_iter(given, max_batch=batch_size, **self._arguments)
+        for output in ended:
+            yield int(output.request_id.removeprefix("req_")), output.generated_tokens
+
+    @property
+    def _arguments(self) -> dict[str, Any]:
+        length = {"max_new_tokens": self.settings.max_new_tokens}
+        return {**length, **self.entry.method, **self.settings.sampling}
+
+    def _check_room(self, prompt_len: int) -> None:
+        new_tokens = self.settings.max_new_tokens
         longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         if longest is not None and prompt_len + new_tokens > longest:
             raise OptionError(
                 f"the prompt has {prompt_len} tokens; with {new_tokens} new ones that is more than "
                 f"the {longest} of the model's context: shorten it, or lower --max-new-tokens"
             )
-        ids = ids.to(self.model.device)
-        return self.model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=new_tokens,
-            streamer=streamer,
-            return_dict_in_generate=True,
-            **self.entry.method,
-            **self.settings.sampling,
-        )

@@ -22,8 +22,12 @@ def records(size: int) -> list[dict[str, Any]]:
             "contender": name,
             "seconds": seconds * factor,
             "plain_seconds": 4.0 * factor,
+            # Prompts take one second, padded ones and plain's two.
+            "prompt_seconds": (2.0 if name in ("plain", "padded") else 1.0) * factor,
+            "plain_prompt_seconds": 2.0 * factor,
             "new_tokens": 100,
             "linear_tokens": 700 if name == "padded" else 300,
+            "prompt_tokens": 100,
             "identical": name != "unpadded_kv",
             "padding_ratio": None if name == "plain" else 0.5,
             "accepted_length_mean": None if name == "plain" else 2.5,
@@ -47,6 +51,19 @@ def test_speeds_compare_within_a_repetition() -> None:
     assert row["tokens_per_second"]["plain"] == pytest.approx((25 + 12.5) / 2)
     assert row["linear_tokens"]["padded"] == 7
     assert (row["identical"], row["outputs"]) == (8, 10)
+
+
+def test_decoding_alone() -> None:
+    (row,) = summary(records(8), {"lookup": 8})
+    assert row["decoding_ratio"] == {
+        "plain": 1.0,
+        "padded": pytest.approx(2 / 3),
+        "unpadded_input": pytest.approx(2 / 3),
+        "unpadded_kv": 1.0,
+        "unpadded": 2.0,
+    }
+    assert row["decoding_unpadded_to_padded"] == 3.0
+    assert row["decoding_tokens"]["padded"] == 6
 
 
 def test_the_model_is_for_the_same_accepted_length() -> None:

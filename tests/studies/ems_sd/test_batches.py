@@ -64,7 +64,19 @@ def test_every_contender_meets_every_batch(
             and r.contender == "plain"
         )
         assert record.plain_seconds == plain.seconds
+        assert record.plain_prompt_seconds == plain.prompt_seconds
+        assert 0 < record.prompt_seconds < record.seconds
         assert record.new_tokens == 10 * record.batch_size
+
+
+def test_prompts_of_one_length_are_not_padded(model: Any, tokenizer: Any) -> None:
+    prompts = [Prompt(text, "text", (text,)) for text in ("one two three one two", "a b c", "a")]
+    lengths = sorted(prompt.encode(tokenizer).shape[1] for prompt in prompts)
+    extent = Extent((2,), 1, 6, 1, prompt_tokens=lengths[1])
+    (records,) = time_batches(model, tokenizer, [Method("lookup", LOOKUP)], prompts, extent)
+    assert {record.prompt_tokens for record in records} == {2 * lengths[1]}
+    with pytest.raises(SystemExit, match="no prompt has 900 tokens"):
+        next(time_batches(model, tokenizer, [], prompts, Extent(prompt_tokens=900)))
 
 
 def test_tokens_run_are_those_that_enter_a_linear_layer(model: Any, tokenizer: Any) -> None:
@@ -83,13 +95,14 @@ def test_tokens_run_are_those_that_enter_a_linear_layer(model: Any, tokenizer: A
     # Plain runs the padded prompts, then one token of every row until the last has ended.
     width = max(prompt.encode(tokenizer).shape[1] for prompt in prompts)
     assert by_name["plain"].linear_tokens == 3 * (width + 9)
+    assert by_name["plain"].prompt_tokens == 3 * width
     run_by_us = {name: r.linear_tokens for name, r in by_name.items() if name != "plain"}
     assert run_by_us["unpadded"] == run_by_us["unpadded_input"]
     assert run_by_us["padded"] == run_by_us["unpadded_kv"]
     assert run_by_us["padded"] - by_name["padded"].padding_tokens == run_by_us["unpadded"]
     assert by_name["padded"].padding_tokens > 0
     # The first runs of every contender, which are not recorded, come before the others.
-    recorded = sum(record.linear_tokens for record in records)
+    recorded = sum(record.linear_tokens + record.prompt_tokens for record in records)
     assert recorded in {sum(counts[start:]) for start in range(len(counts))}
 
 

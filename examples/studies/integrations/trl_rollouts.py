@@ -1,0 +1,126 @@
+"""GRPO with TRL: seconds of a rollout with a strategy beside one of plain `generate()`.
+
+    python -m examples.studies.integrations.trl_rollouts [--out RECORD] [--steps 4]
+
+SmolLM2-135M-Instruct in float32, one thread. Every rollout of the training is sampled twice from
+the policy as it is at that moment, plain and with the strategy, in turn first and second; the step
+that follows changes all weights. Time is that of the process, so that others matter less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+
+import hf_spec
+from hf_spec.data.machine import environment
+
+NEW_TOKENS = 48
+PROMPTS = (
+    "Repeat this sentence three times: The old clock in the hall has stopped at noon.",
+    "Correct the spelling and write it out again: I have recieved teh letter yesterdey.",
+)
+
+
+def shorter(completions: list[Any], **_: Any) -> list[float]:
+    """A reward that teaches something."""
+    return [-float(len(str(completion))) for completion in completions]
+
+
+def measure(model: Any, tokenizer: Any, strategy: str, greedy: bool, steps: int) -> dict[str, Any]:
+    """Train a copy of the model, and time every rollout both ways."""
+    rollouts: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        args = GRPOConfig(
+            output_dir=folder,
+            per_device_train_batch_size=4,
+            num_generations=2,
+            max_completion_length=NEW_TOKENS,
+            max_steps=steps,
+            learning_rate=1e-5,
+            use_cpu=True,
+            bf16=False,
+            report_to=[],
+            save_strategy="no",
+            generation_kwargs={
+                "do_sample": not greedy,
+                "spec_strategy": strategy,
+                # Rollouts of equal length, whatever was drawn.
+                "min_new_tokens": NEW_TOKENS,
+            },
+        )
+        texts = Dataset.from_list(
+            [{"prompt": [{"role": "user", "content": text}]} for text in PROMPTS]
+        )
+        trainer = GRPOTrainer(
+            copy.deepcopy(model), shorter, args, texts, processing_class=tokenizer
+        )
+        policy: Any = trainer.model
+        own = policy.generate
+
+        def generate(*given: Any, generation_config: Any, **options: Any) -> Any:
+            found, timed = dict[str, Any](), dict[str, Any]()
+            plain = copy.deepcopy(generation_config)
+            plain.spec_strategy = None
+            order = [("plain", plain), ("speculative", generation_config)]
+            for name, config in order if len(rollouts) % 2 else order[::-1]:
+                start = time.process_time()
+                with hf_spec.collect_stats() as stats:
+                    found[name] = own(*given, generation_config=config, **options)
+                timed[name] = time.process_time() - start
+                if stats:
+                    timed["forwards"] = stats[0].target_forwards
+                    timed["tau"] = stats[0].tau
+            same = torch.equal(found["plain"], found["speculative"])
+            rollouts.append({**timed, "same": same})
+            return found["speculative"]
+
+        object.__setattr__(policy, "generate", generate)
+        trainer.train()
+    # The first one packs weights and measures costs.
+    counted = rollouts[1:]
+    ratios = sorted(one["plain"] / one["speculative"] for one in counted)
+    return {
+        "strategy": strategy,
+        "greedy": greedy,
+        "speed": round(statistics.median(ratios), 3),
+        "least": round(ratios[0], 3),
+        "most": round(ratios[-1], 3),
+        "same": f"{sum(one['same'] for one in rollouts)} of {len(rollouts)}" if greedy else None,
+        "rollouts": rollouts,
+    }
+
+
+def main() -> None:
+    """Measure, print and record."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("trl.json"))
+    parser.add_argument("--steps", type=int, default=4)
+    options = parser.parse_args()
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from hf_spec.data.small_models import smollm2_135m_instruct
+
+    torch.set_num_threads(1)
+    folder = smollm2_135m_instruct()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    found = []
+    for strategy, greedy in (("lookup", True), ("lookup", False), ("auto", True), ("auto", False)):
+        found.append(measure(model, tokenizer, strategy, greedy, options.steps))
+        print({k: v for k, v in found[-1].items() if k != "rollouts"}, flush=True)
+        options.out.write_text(json.dumps({"machine": environment(), "runs": found}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,360 @@
+"""What a server does under load: 32 streams at a time, among them clients that go away or err.
+
+`transformers serve`, the same with its continuous batching, and `hf-spec serve` are started beside
+each other on 127.0.0.1 with one model, and take turns: a part of the requests goes to each. Of ten
+requests one is cancelled after its first words, one is malformed and one has a prompt longer than
+the limit; the others are greedy, half of them streamed. Each must end as it should, and each whole
+answer must be what plain `generate()` says in this process. transformers' server knows no limit and
+gets no such prompts. Everything is bounded in count and time.
+
+Run as `python -m examples.studies.serving.load --help` says; needs the extra `serve`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import quantiles
+from typing import Any
+
+import httpx2
+import openai
+import psutil
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_spec.bench.tables import Table
+from hf_spec.data.machine import environment
+from hf_spec.data.prompts import load_prompts
+
+PLAIN, BATCHED, SPECULATIVE = NAMES = (
+    "transformers serve",
+    "transformers serve --continuous-batching",
+    "hf-spec serve",
+)
+WHOLE, STREAM, CANCELLED, MALFORMED, TOO_LONG = KINDS = (
+    "whole",
+    "stream",
+    "cancelled",
+    "malformed",
+    "too long",
+)
+ANSWERED = (WHOLE, STREAM)
+# Seconds: for a server to load its model, and for one request with all that wait before it.
+START_SECONDS, REQUEST_SECONDS = 120, 300
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request: its number, its kind, and what is asked."""
+
+    number: int
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server that was started here."""
+
+    name: str
+    url: str
+    process: psutil.Process
+
+    @property
+    def memory(self) -> float:
+        """Resident memory of it and its children, in MiB."""
+        everybody = [self.process, *self.process.children(recursive=True)]
+        return sum(one.memory_info().rss for one in everybody) / MIB
+
+    def metrics(self) -> dict[str, float]:
+        """What `/metrics` says, by name and labels."""
+        lines = httpx2.get(f"{self.url}/metrics", timeout=30).text.splitlines()
+        pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        return {name: float(value) for name, value in pairs}
+
+
+def kind_of(number: int) -> str:
+    """The kinds in turn: of ten, seven are answered."""
+    return {3: CANCELLED, 6: MALFORMED, 9: TOO_LONG}.get(
+        number % 10, STREAM if number % 2 else WHOLE
+    )
+
+
+def requests(texts: Sequence[str], count: int) -> list[Asked]:
+    """So many requests, about the texts in turn."""
+    return [Asked(n, kind_of(n), texts[n % len(texts)]) for n in range(count)]
+
+
+@contextmanager
+def served(name: str, command: Sequence[str], log: Path) -> Iterator[Server]:
+    """Start a server on a free port, wait until it answers, and end it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    arguments = [*command, "--host", "127.0.0.1", "--port", str(port)]
+    with log.open("w") as output:
+        process = subprocess.Popen(arguments, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            _wait(process, f"{url}/health", log)
+            yield Server(name, url, psutil.Process(process.pid))
+        finally:
+            process.terminate()
+            try:
+                process.wait(timeout=30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    for _ in range(START_SECONDS * 4):
+        if process.poll() is not None:
+            raise RuntimeError(f"the server ended: {log.read_text()[-2000:]}")
+        try:
+            if httpx2.get(url, timeout=5).status_code == 200:
+                return
+        except httpx2.TransportError:
+            pass
+        time.sleep(0.25)
+    raise RuntimeError(f"no answer from {url} within {START_SECONDS} s: {log.read_text()[-2000:]}")
+
+
+async def ask_all(
+    server: Server, model: str, asked: Sequence[Asked], streams: int, new_tokens: int
+) -> list[dict[str, Any]]:
+    """A record per request, at most `streams` of them under way."""
+    places = asyncio.Semaphore(streams)
+    limits = httpx2.Limits(max_connections=streams)
+    async with openai.AsyncOpenAI(
+        base_url=f"{server.url}/v1",
+        api_key="none",
+        max_retries=0,
+        timeout=REQUEST_SECONDS,
+        http_client=openai.DefaultAsyncHttpxClient(limits=limits),
+    ) as client:
+
+        async def one(request: Asked) -> dict[str, Any]:
+            async with places:
+                asking = ask(client, model, request, new_tokens)
+                return await asyncio.wait_for(asking, REQUEST_SECONDS)
+
+        return list(await asyncio.gather(*map(one, asked)))
+
+
+async def ask(client: Any, model: str, request: Asked, new_tokens: int) -> dict[str, Any]:
+    """Ask once; the record says what came and when."""
+    began = time.perf_counter()
+    found: dict[str, Any] = {"number": request.number, "kind": request.kind, "status": 200}
+    try:
+        found |= await _answer(client, model, request, new_tokens, began)
+    except openai.APIStatusError as error:
+        found["status"] = error.status_code
+    except openai.APIError as error:
+        found["status"] = f"{type(error).__name__}: {error}"
+    return {**found, "seconds": time.perf_counter() - began}
+
+
+async def _answer(
+    client: Any, model: str, request: Asked, new_tokens: int, began: float
+) -> dict[str, Any]:
+    messages: Any = [{"role": "user", "content": request.text}]
+    if request.kind == MALFORMED:
+        messages = [[], "no list", [{"content": "no role"}]][request.number // 10 % 3]
+    given = {"model": model, "messages": messages, "max_tokens": new_tokens, "temperature": 0}
+    if request.kind in (WHOLE, MALFORMED, TOO_LONG):
+        answer = await client.chat.completions.create(**given)
+        return {"text": answer.choices[0].message.content}
+    pieces: list[str] = []
+    first = None
+    async with await client.chat.completions.create(**given, stream=True) as stream:
+        async for chunk in stream:
+            if not (piece := chunk.choices[0].delta.content):
+                continue
+            first = first or time.perf_counter() - began
+            pieces.append(piece)
+            if request.kind == CANCELLED and len(pieces) == 2:
+                break
+    return {"text": "".join(pieces), "first_seconds": first}
+
+
+def reference(model: Any, tokenizer: Any, texts: Sequence[str], new_tokens: int) -> dict[str, str]:
+    """What plain `generate()` answers."""
+    found = {}
+    for text in texts:
+        inputs = tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}],
+            add_generation_prompt=True,
+            return_dict=True,
+            return_tensors="pt",
+        )
+        output = model.generate(**inputs, max_new_tokens=new_tokens, do_sample=False)
+        answer = output[0, inputs["input_ids"].shape[1] :]
+        found[text] = tokenizer.decode(answer, skip_special_tokens=True)
+    return found
+
+
+def judge(record: dict[str, Any], asked: Asked, expected: str) -> bool:
+    """Whether a request ended as it should."""
+    if record["kind"] in ANSWERED:
+        return record["status"] == 200 and record["text"] == expected
+    if record["kind"] == CANCELLED:
+        return record["status"] == 200 and expected.startswith(record["text"])
+    return isinstance(record["status"], int) and record["status"] in (400, 422)
+
+
+def percentiles(seconds: Sequence[float]) -> dict[str, float]:
+    """The 50th, 90th and 99th."""
+    cuts = quantiles(seconds, n=100, method="inclusive")
+    return {"p50": cuts[49], "p90": cuts[89], "p99": cuts[98]}
+
+
+def summary(records: Sequence[dict[str, Any]], seconds: float) -> dict[str, Any]:
+    """One server: what came of its requests, and how long whole answers took."""
+    answered = [r for r in records if r["kind"] in ANSWERED]
+    firsts = [r["first_seconds"] for r in answered if r.get("first_seconds") is not None]
+    return {
+        "requests": len(records),
+        "kinds": Counter(r["kind"] for r in records),
+        "as_expected": sum(r["as_expected"] for r in records),
+        "statuses": Counter(f"{r['kind']}: {r['status']}" for r in records),
+        "seconds": seconds,
+        "answered_per_second": len(answered) / seconds,
+        "answer_seconds": percentiles([r["seconds"] for r in answered]),
+        "first_words_seconds": percentiles(firsts),
+    }
+
+
+def table(summaries: dict[str, dict[str, Any]]) -> str:
+    """Markdown."""
+    head = ["", "requests", "as expected", "answers per second", "answer p50", "p90", "p99"]
+    rows = [
+        [
+            name,
+            str(found["requests"]),
+            str(found["as_expected"]),
+            f"{found['answered_per_second']:.2f}",
+            *(f"{value:.2f} s" for value in found["answer_seconds"].values()),
+        ]
+        for name, found in summaries.items()
+    ]
+    return Table(head, rows).markdown()
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Start the servers, send the requests in turns, and sum up."""
+    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype="float32").eval()
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    texts = [prompt.turns[0][: arguments.letters] for prompt in load_prompts()][: arguments.prompts]
+    expected = reference(model, tokenizer, texts, arguments.new_tokens)
+    del model
+    asked = requests(texts, arguments.requests)
+    # As long as the limit in tokens at least, since a token of a word has a letter.
+    endless = "the cat sat on the mat, " * arguments.max_length
+    asked = [Asked(a.number, a.kind, endless) if a.kind == TOO_LONG else a for a in asked]
+    records: dict[str, list[dict[str, Any]]] = {name: [] for name in NAMES}
+    seconds = dict.fromkeys(records, 0.0)
+    memory: dict[str, list[float]] = {name: [] for name in records}
+    with ExitStack() as stack:
+        servers = [
+            stack.enter_context(served(name, command, arguments.logs / f"serve_{index}.log"))
+            for index, (name, command) in enumerate(commands(arguments).items())
+        ]
+        for part in parts(asked, arguments.parts):
+            for server in servers:
+                mine = [a for a in part if server.name == SPECULATIVE or a.kind != TOO_LONG]
+                began = time.perf_counter()
+                given = (server, arguments.model, mine, arguments.streams, arguments.new_tokens)
+                found = asyncio.run(ask_all(*given))
+                seconds[server.name] += time.perf_counter() - began
+                for record, request in zip(found, mine, strict=True):
+                    text = expected.get(request.text, "")
+                    record["as_expected"] = judge(record, request, text)
+                records[server.name] += found
+                memory[server.name].append(_idle(server).memory)
+        metrics = servers[-1].metrics()
+    return {
+        "environment": environment(),
+        "command": sys.argv[1:],
+        "servers": {name: summary(records[name], seconds[name]) for name in records},
+        "memory_mib_after_each_part": memory,
+        "metrics": metrics,
+        "records": records,
+    }
+
+
+def commands(arguments: argparse.Namespace) -> dict[str, list[str]]:
+    """How each server is started, without its address."""
+    ours = [sys.executable, "-m", "hf_spec", "serve", arguments.model]
+    ours += ["--strategy", arguments.strategy, "--device", "cpu"]
+    ours += ["--max-batch", str(arguments.max_batch), "--max-length", str(arguments.max_length)]
+    for name in arguments.assistant:
+        ours += ["--assistant", name]
+    theirs = "from transformers.cli.transformers import main; main()"
+    plain = [sys.executable, "-c", theirs, "serve", arguments.model]
+    plain += ["--device", "cpu", "--dtype", "float32"]
+    # Left to itself it takes more than half of a CPU's memory for keys and values.
+    batched = [*plain, "--continuous-batching", "--cb-num-blocks", "256"]
+    batched += ["--cb-max-batch-tokens", "512"]
+    return {PLAIN: plain, BATCHED: batched, SPECULATIVE: ours}
+
+
+def parts(asked: Sequence[Asked], count: int) -> list[Sequence[Asked]]:
+    """The requests in so many parts, one after the other."""
+    size = -(-len(asked) // count)
+    return [asked[start : start + size] for start in range(0, len(asked), size)]
+
+
+def _idle(server: Server) -> Server:
+    """The same server, once it has nothing to do, as far as that can be seen."""
+    if server.name == SPECULATIVE:
+        for _ in range(200):
+            now = server.metrics()
+            if not (now["hf_spec_running"] or now["hf_spec_queue_length"]):
+                return server
+            time.sleep(0.1)
+        raise RuntimeError("the server goes on though nobody waits for anything")
+    return server
+
+
+def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True, help="folder or Hub id")
+    parser.add_argument("--strategy", default="auto")
+    parser.add_argument("--assistant", action="append", default=[])
+    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--streams", type=int, default=32, help="requests under way")
+    parser.add_argument("--parts", type=int, default=4, help="turns of each server")
+    parser.add_argument("--prompts", type=int, default=20, help="different ones")
+    parser.add_argument("--letters", type=int, default=300, help="longest prompt")
+    parser.add_argument("--new-tokens", type=int, default=16)
+    parser.add_argument("--max-batch", type=int, default=8)
+    parser.add_argument("--max-length", type=int, default=512)
+    parser.add_argument("--logs", type=Path, default=Path(), help="folder for the servers' logs")
+    parser.add_argument("--out", type=Path, required=True)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = arguments_of(argv)
+    # The servers compare under the same conditions, and neither looks for a Hub.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    found = run(arguments)
+    arguments.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(table(found["servers"]))
+
+
+if __name__ == "__main__":
+    main()

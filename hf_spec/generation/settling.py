@@ -1,0 +1,83 @@
+"""What a call with a strategy settles before anything runs: model, settings and drafter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.generation import StoppingCriteriaList, StopStringCriteria
+
+from hf_spec.decoding.drafter import Drafter
+from hf_spec.drafting.config import StrategyConfig
+from hf_spec.errors import AssistantError, OptionError, UnsupportedError
+from hf_spec.execution.model_checks import check_model
+from hf_spec.generation.call_checks import Settings, check_settings
+from hf_spec.generation.target_checks import check_evaluation
+from hf_spec.strategies.assistants import find_assistant
+from hf_spec.strategies.registry import make_drafter, parse_strategy
+from hf_spec.strategies.translated import with_tokenizers
+
+# Arguments of generate() that choose or feed another decoding method.
+REFUSED_ARGUMENTS = {
+    "assistant_model": "pass the draft model as assistant=; for transformers' own assisted "
+    "decoding set model.generation_config.spec_strategy = None",
+    "custom_generate": "it replaces the decoding loop, and so does spec_strategy",
+    "negative_prompt_ids": "classifier-free guidance is not available with spec_strategy",
+    "synced_gpus": "FSDP and ZeRO-3 generation is not available with spec_strategy",
+    "inputs_embeds": "give the prompt as input_ids",
+    "cache_params": "it does not say how many tokens it holds; give the whole text as input_ids",
+}
+
+
+def settle(
+    model: PreTrainedModel, strategy: Any, given: dict[str, Any]
+) -> tuple[StrategyConfig, Settings]:
+    """The strategy and the settings of a call whose model they can serve."""
+    config = parse_strategy(strategy)
+    for name, reason in REFUSED_ARGUMENTS.items():
+        if given.get(name) is not None and given[name] is not False:
+            raise UnsupportedError(f"{name}= cannot be combined with spec_strategy: {reason}")
+    check_model(model)
+    check_evaluation(model)
+    settings = Settings(model, given)
+    check_settings(settings)
+    return config, settings
+
+
+def with_own_storage(settings: Settings, given: dict[str, Any]) -> dict[str, Any]:
+    """Keep `generate()` from reserving a static cache: the engine's storage is one."""
+    static = settings["cache_implementation"] == "static"
+    return {**given, "cache_implementation": None} if static else given
+
+
+def find_drafter(
+    config: StrategyConfig, model: PreTrainedModel, assistant: Any, given: dict[str, Any]
+) -> Drafter:
+    """What drafts for a call, from its assistant and tokenizers."""
+    assistant = find_assistant(assistant, model, config.adapter_methods)
+    if config.needs_assistant and assistant is None:
+        raise AssistantError(
+            f"spec_strategy={config.strategy!r} needs assistant=<model, folder or Hub id>, for "
+            "instance hf_spec.truncated_draft(model, num_layers)"
+        )
+    tokenizers = (given.get(name) for name in ("tokenizer", "assistant_tokenizer"))
+    return make_drafter(config, model, with_tokenizers(config, assistant, *tokenizers))
+
+
+def without_tokenizers(strings: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """Turn stop strings into a criterion here, because tokenizers do not get through."""
+    given = dict(given)
+    given.pop("assistant_tokenizer", None)
+    tokenizer = given.pop("tokenizer", None)
+    if strings is None:
+        return given
+    if tokenizer is None:
+        raise OptionError(
+            f"stop_strings={strings!r} need the model's tokenizer: generate(..., "
+            "tokenizer=tokenizer)"
+        )
+    criteria = StoppingCriteriaList(given.get("stopping_criteria") or [])
+    # As in plain generate(), a criterion that the caller made goes before the setting.
+    if not any(type(criterion) is StopStringCriteria for criterion in criteria):
+        criteria.append(StopStringCriteria(stop_strings=strings, tokenizer=tokenizer))
+    return {**given, "stopping_criteria": criteria, "stop_strings": None}

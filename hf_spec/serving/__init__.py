@@ -1,0 +1,1 @@
+"""transformers' own server, answering with a strategy: the scheduler, its metrics, the app."""

@@ -1,0 +1,191 @@
+"""`hf-spec generate --prompts`: every answer once, whoever was killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+from hf_spec.cli.answer import many
+from hf_spec.cli.app import build_app
+from tests.cli.answer.conftest import PROMPT, make_tokenizer
+from tests.installed import ROOT
+from tests.tiny_models import build
+
+NEW_TOKENS = 24
+TORCHRUN = ["torch.distributed.run", "--nproc-per-node=2", "--master-port=29641"]
+# On a CPU accelerate would start one process; with this switch it does what torchrun does.
+ACCELERATE = ["accelerate.commands.launch", "--multi_gpu", "--num_processes=2"]
+ACCELERATE += ["--main_process_port=29643"]
+
+
+def run(*arguments: Any) -> Any:
+    return CliRunner().invoke(build_app(), ["generate", *map(str, arguments)])
+
+
+def said(result: Any) -> str:
+    """What a command printed, without the frame and the ends of lines."""
+    return re.sub(r"[│\s]+", " ", result.output)
+
+
+def options(source: Path, out: Path) -> list[Any]:
+    length = ("--raw", "--max-new-tokens", NEW_TOKENS, "--strategy", "lookup", "--batch-size", 3)
+    return ["--prompts", source, "--out", out, *length]
+
+
+def texts(count: int) -> list[str]:
+    words = PROMPT.split()
+    return [" ".join(words[n % len(words) :] + words[: n % 5 + 1]) for n in range(count)]
+
+
+def write(source: Path, prompts: list[str]) -> Path:
+    lines = (json.dumps({"id": f"p{n}", "turns": [text]}) for n, text in enumerate(prompts))
+    source.write_text("\n".join(lines))
+    return source
+
+
+def answers(out: Path) -> list[tuple[str, list[int]]]:
+    lines = map(json.loads, out.read_text().splitlines())
+    return [(line["id"], line["token_ids"]) for line in lines]
+
+
+def expected(prompts: list[str]) -> list[tuple[str, list[int]]]:
+    found = []
+    for number, text in enumerate(prompts):
+        ids = make_tokenizer()(text, return_tensors="pt")["input_ids"]
+        said = build("llama").generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)
+        found.append((f"p{number}", said[0, ids.shape[1] :].tolist()))
+    return found
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write(tmp_path / "in.jsonl", texts(7))
+
+
+def test_answers_come_in_the_order_of_the_prompts(
+    folder: Path, source: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out.jsonl"
+    result = run(folder, *options(source, out))
+    assert result.exit_code == 0, result.output
+    assert answers(out) == expected(texts(7))
+    [line, *_] = map(json.loads, out.read_text().splitlines())
+    assert line["text"] == make_tokenizer().decode(line["token_ids"], skip_special_tokens=True)
+    assert sorted(path.name for path in tmp_path.glob("out*")) == ["out.jsonl"]
+    again = run(folder, *options(source, out))
+    assert (again.exit_code, "holds all answers already" in again.stderr) == (0, True)
+
+
+def test_a_run_goes_on_from_whole_lines(
+    folder: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, works = tmp_path / "out.jsonl", many._answers
+
+    def killed(*given: Any) -> Iterator[dict[str, Any]]:
+        yield from islice(works(*given), 3)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(many, "_answers", killed)
+        assert run(folder, *options(source, out)).exit_code != 0
+    [part] = tmp_path.glob("*.part")
+    # As if another process of an earlier run had been cut off in the middle of a line.
+    part = part.rename(tmp_path / "out.jsonl.3.part")
+    part.write_bytes(part.read_bytes()[:-9])
+    result = run(folder, *options(source, out))
+    assert "process 0: 5 of 7" in result.stderr
+    assert answers(out) == expected(texts(7))
+
+
+def test_files_that_are_something_else_are_refused(
+    folder: Path, source: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out.jsonl"
+    cases = {
+        "no file of answers": "not JSON",
+        "holds the answers to other prompts": '{"id": "other"}',
+    }
+    for reason, content in cases.items():
+        out.write_text(content)
+        result = run(folder, *options(source, out))
+        assert (result.exit_code, reason in said(result)) == (2, True)
+    out.unlink()
+    out.with_name("out.jsonl.0.part").write_text('{"format": "hf_spec.answers", "model": "x"}\n')
+    assert "was made with" in said(run(folder, *options(source, out)))
+    for wrong in (["--prompts", source], ["--out", out], [PROMPT, "--prompts", source]):
+        result = run(folder, *wrong)
+        assert result.exit_code == 2
+        assert "--prompts and --out go together" in said(result)
+    source.write_text(json.dumps({"id": "chat", "turns": ["a", "b"]}))
+    assert "'chat' has several turns" in said(run(folder, *options(source, tmp_path / "o")))
+
+
+class TestTwoProcesses:
+    PROMPTS = 60
+
+    def start(self, launch: list[str], folder: Path, source: Path, out: Path) -> Any:
+        given = [str(option) for option in options(source, out)]
+        return subprocess.Popen(
+            [sys.executable, "-m", *launch, "-m", "hf_spec", "generate", str(folder), *given],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def parts(self, out: Path) -> list[str]:
+        """The ids in the parts."""
+        lines = [line for path in out.parent.glob("*.part") for line in whole_lines(path)]
+        return [line["id"] for line in lines if "id" in line]
+
+    def test_one_of_them_is_killed(self, folder: Path, tmp_path: Path) -> None:
+        source, out = write(tmp_path / "in.jsonl", texts(self.PROMPTS)), tmp_path / "out.jsonl"
+        running = self.start(TORCHRUN, folder, source, out)
+        while len(self.parts(out)) < 6:
+            assert running.poll() is None, running.communicate()
+            time.sleep(0.005)
+        workers = [
+            process
+            for process in psutil.Process(running.pid).children(recursive=True)
+            if "--prompts" in process.cmdline()
+        ]
+        workers[-1].kill()
+        running.communicate()
+        assert running.returncode != 0
+        known = self.parts(out)
+        assert 6 <= len(known) < self.PROMPTS
+        assert not out.exists()
+
+        running = self.start(ACCELERATE, folder, source, out)
+        _, said = running.communicate()
+        assert running.returncode == 0, said
+        assert answers(out) == expected(texts(self.PROMPTS))
+        counts = [int(line.split()[2]) for line in said.splitlines() if line.startswith("process ")]
+        assert len(counts) == 2
+        assert sum(counts) == self.PROMPTS - len(known), "known answers are not made again"
+        assert not list(tmp_path.glob("*.part"))
+
+
+def whole_lines(path: Path) -> list[dict[str, Any]]:
+    content = path.read_bytes()
+    return [json.loads(line) for line in content[: content.rfind(b"\n") + 1].splitlines()]
+
+
+def test_a_seed_draws_the_same_again(folder: Path, source: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        sampled = [*options(source, tmp_path / name), "--sample", "--seed", 1]
+        assert run(folder, *sampled).exit_code == 0
+    assert answers(tmp_path / "a") == answers(tmp_path / "b") != expected(texts(7))

@@ -1,0 +1,64 @@
+"""What a call settles first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers.generation import StoppingCriteriaList, StopStringCriteria
+
+from hf_spec import AssistantError, LookupConfig, OptionError, UnsupportedError
+from hf_spec.generation.settling import (
+    REFUSED_ARGUMENTS,
+    find_drafter,
+    settle,
+    with_own_storage,
+    without_tokenizers,
+)
+from hf_spec.strategies.lookup import LookupDrafter
+from hf_spec.strategies.registry import parse_strategy
+from tests import tiny_models
+
+
+def test_strategy_and_settings_come_back() -> None:
+    config, settings = settle(tiny_models.build("llama"), "lookup", {"max_new_tokens": 3})
+    assert config == LookupConfig()
+    assert settings["max_new_tokens"] == 3
+
+
+@pytest.mark.parametrize("name", REFUSED_ARGUMENTS)
+def test_arguments_of_other_methods_are_refused(name: str) -> None:
+    with pytest.raises(UnsupportedError, match=name):
+        settle(tiny_models.build("llama"), "lookup", {name: object()})
+
+
+def test_a_static_cache_is_not_reserved() -> None:
+    model = tiny_models.build("llama")
+    given: dict[str, Any] = {"cache_implementation": "static"}
+    _, settings = settle(model, "lookup", given)
+    assert with_own_storage(settings, given) == {"cache_implementation": None}
+    _, settings = settle(model, "lookup", {})
+    assert with_own_storage(settings, {}) == {}
+
+
+def test_drafters_and_what_they_lack() -> None:
+    model = tiny_models.build("llama")
+    assert isinstance(
+        find_drafter(LookupConfig(max_draft_tokens=5), model, None, {}), LookupDrafter
+    )
+    with pytest.raises(AssistantError, match="needs assistant"):
+        find_drafter(parse_strategy("draft"), model, None, {})
+
+
+def test_stop_strings_become_a_criterion() -> None:
+    tokenizer = tiny_models.tokenizer()
+    found = without_tokenizers(["ba"], {"tokenizer": tokenizer, "max_new_tokens": 3})
+    assert set(found) == {"stopping_criteria", "stop_strings", "max_new_tokens"}
+    assert found["stop_strings"] is None
+    assert [type(one) for one in found["stopping_criteria"]] == [StopStringCriteria]
+    own = StoppingCriteriaList(found["stopping_criteria"])
+    again = without_tokenizers(["be"], {"tokenizer": tokenizer, "stopping_criteria": own})
+    assert list(again["stopping_criteria"]) == list(own)
+    assert without_tokenizers(None, {"assistant_tokenizer": tokenizer}) == {}
+    with pytest.raises(OptionError, match="tokenizer"):
+        without_tokenizers(["ba"], {})

@@ -1,0 +1,69 @@
+"""A head trained here in vLLM's speculators: loaded by the package, it says what it says here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as T
+
+from hf_spec.adapters.published import read_published, write_published
+from hf_spec.heads.eagle_head import build
+from hf_spec.training.eagle import new_head
+from hf_spec.training.features import stored_texts
+from hf_spec.training.responses import Response
+from hf_spec.training.settings import EagleTrainSettings
+from tests.tiny_models import LLAMA_LIKE
+
+pytest.importorskip(
+    "speculators.models.eagle3", reason="needs the package speculators in an environment of its own"
+)
+
+from speculators.models.eagle3 import Eagle3DraftModel
+
+pytestmark = pytest.mark.integration
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("vocabulary", [60, None])
+def test_a_head_says_the_same_there(
+    vocabulary: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Its config names the target, which they load, by the name of the folder.
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    target: Any = T.LlamaForCausalLM(T.LlamaConfig(**{**LLAMA_LIKE, "num_hidden_layers": 8}))
+    target.save_pretrained(tmp_path / "target")
+    target = T.AutoModelForCausalLM.from_pretrained(tmp_path / "target").eval()
+    responses = [
+        Response(f"r{n}", "t", [5, 6], [7 + (n * m) % 80 for m in range(9)]) for n in range(9)
+    ]
+    settings = EagleTrainSettings(vocabulary_size=vocabulary)
+    texts = stored_texts(target, responses, tmp_path / "features", (2, 4, 5, 8))
+    made = new_head(target, texts, settings, tmp_path / "head")
+    # Weights of their own in every place.
+    tensors = {
+        name: torch.randn_like(t) * 0.3 if t.is_floating_point() and t.ndim > 1 else t
+        for name, t in made.tensors.items()
+    }
+    tensors["lm_head.weight"] = made.tensors["lm_head.weight"]
+    write_published(tmp_path / "head", made.config, tensors, "")
+    head = build(read_published(tmp_path / "head"), target)
+    theirs = Eagle3DraftModel.from_pretrained(tmp_path / "head").eval().float()
+    # The embedding is the target's, which a file of the head would only repeat.
+    theirs.embed_tokens.weight.data.copy_(target.get_input_embeddings().weight)
+
+    tokens = torch.randint(3, 90, (1, 12))
+    states = torch.randn(1, 12, 3 * target.config.hidden_size)
+    said: list[torch.Tensor] = []
+    theirs.lm_head.register_forward_hook(lambda *given: said.append(given[2]))
+    theirs(states, tokens, torch.zeros_like(tokens), ttt_steps=1)
+
+    mixed, _ = head.mix(tokens, head.fuse(states.chunk(3, dim=-1)))
+    mask = torch.ones(12, 12, dtype=torch.bool).tril()[None, None]
+    outputs = head.attend(mixed, attention_mask=mask, position_ids=torch.arange(12)[None])
+    torch.testing.assert_close(head.head.known(outputs), said[0], rtol=1e-4, atol=1e-4)
+    assert said[0].shape[-1] == len(made.tensors["lm_head.weight"])
+    assert len(said[0].argmax(-1).unique()) > 3

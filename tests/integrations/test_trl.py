@@ -1,0 +1,272 @@
+"""TRL with strategies in `generation_kwargs`: rollouts of a policy whose weights change every step.
+
+Every rollout is compared with one of plain `generate()` on the same policy at the same moment.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from tokenizers import Regex
+from tokenizers.pre_tokenizers import Split
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+import hf_spec
+from hf_spec import SpecStats, UnsupportedError, collect_stats
+from hf_spec.execution.cpu_linear import clear_cpu_packing, cpu_packing_bytes, set_cpu_packing
+from hf_spec.verify.distribution import chi_square
+from tests import tiny_models
+
+pytest.importorskip("trl", reason="needs the extra 'rl'")
+# A message of the experimental trainers to their users.
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
+
+pytestmark = pytest.mark.integration
+
+STEPS = 3
+NEW_TOKENS = 20
+# Wide enough that products on the CPU use packed weights.
+WIDE = {**tiny_models.LLAMA_LIKE, "hidden_size": 256, "intermediate_size": 256}
+FEW_TOKENS = 400
+
+
+@pytest.fixture(autouse=True)
+def packed() -> Iterator[None]:
+    set_cpu_packing("on")
+    yield
+    set_cpu_packing("auto")
+    clear_cpu_packing()
+
+
+def new_policy(**options: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    policy: Any = LlamaForCausalLM(LlamaConfig(**{**WIDE, "initializer_range": 0.1, **options}))
+    return policy
+
+
+def tokenizer() -> Any:
+    made = copy.deepcopy(tiny_models.tokenizer())
+    made.backend_tokenizer.pre_tokenizer = Split(Regex(".."), "isolated")
+    made.add_special_tokens({"eos_token": "abcdef"})
+    made.padding_side = "left"
+    return made
+
+
+def prompts() -> list[str]:
+    batch = tiny_models.prompts("llama", "ragged")
+    rows = zip(*batch.values(), strict=True)
+    return [tiny_models.tokenizer().decode(ids[mask.bool()]) for ids, mask in rows][:4]
+
+
+def reward(completions: list[str], **_: Any) -> list[float]:
+    """Each better than the one before, so that every step teaches something."""
+    return [float(place) for place in range(len(completions))]
+
+
+@dataclass
+class Rollouts:
+    """What the rollouts of a training were like.
+
+    Attributes:
+        said, plain: their sequences, and those of plain `generate()`, one tensor a rollout.
+        weights: what the policy's weights added up to.
+        stats: what speculation did.
+        packed: bytes of packed weights in each.
+    """
+
+    said: list[Any] = field(default_factory=list)
+    plain: list[Any] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
+    stats: list[SpecStats] = field(default_factory=list)
+    packed: list[int] = field(default_factory=list)
+
+    def watch(self, trainer: Any, method: str = "generate") -> None:
+        """Let the policy note its rollouts."""
+        policy = trainer.accelerator.unwrap_model(trainer.model_wrapped)
+        own = getattr(policy, method)
+
+        def watched(*args: Any, generation_config: Any, **options: Any) -> Any:
+            with collect_stats() as stats:
+                said = own(*args, generation_config=generation_config, **options)
+            self.packed.append(cpu_packing_bytes())
+            plain = copy.deepcopy(generation_config)
+            plain.spec_strategy = None
+            self.said.append(said)
+            self.plain.append(own(*args, generation_config=plain, **options))
+            self.weights.append(float(sum(p.double().sum() for p in policy.parameters())))
+            self.stats += stats
+            return said
+
+        object.__setattr__(policy, method, watched)
+
+    def check(self) -> None:
+        assert len(self.said) == len(self.stats) == STEPS
+        for said, plain in zip(self.said, self.plain, strict=True):
+            assert torch.equal(said, plain)
+        assert len(set(self.weights)) == STEPS, "every step changes the policy"
+        assert sum(self.stats, SpecStats([])).accepted_tokens > 0
+        assert all(self.packed)
+
+
+def settings(folder: Path, **options: Any) -> dict[str, Any]:
+    given = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 4,
+        "max_steps": STEPS,
+        "learning_rate": 1e-3,
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
+    return {**given, **options}
+
+
+def grpo(policy: PreTrainedModel, folder: Path, strategy: dict[str, Any], **options: Any) -> Any:
+    lora = options.pop("peft_config", None)
+    generation = {"do_sample": False, **strategy}
+    args = GRPOConfig(
+        **settings(folder, **options),
+        num_generations=2,
+        max_completion_length=NEW_TOKENS,
+        generation_kwargs=generation,
+    )
+    return GRPOTrainer(
+        policy,
+        reward,
+        args,
+        Dataset.from_list([{"prompt": text} for text in prompts()]),
+        processing_class=tokenizer(),
+        peft_config=lora,
+    )
+
+
+def online_dpo(
+    policy: PreTrainedModel, folder: Path, strategy: dict[str, Any], **options: Any
+) -> Any:
+    # With gradient checkpointing, its default, TRL asks for rollouts without a cache.
+    generation = {"do_sample": False, "use_cache": True, **strategy}
+    args = OnlineDPOConfig(
+        **settings(folder, **options),
+        max_new_tokens=NEW_TOKENS,
+        missing_eos_penalty=None,
+        generation_kwargs=generation,
+    )
+    return OnlineDPOTrainer(
+        policy,
+        reward_funcs=reward,
+        args=args,
+        train_dataset=Dataset.from_list([{"prompt": text} for text in prompts()]),
+        processing_class=tokenizer(),
+    )
+
+
+TRAINERS = {"grpo": grpo, "online_dpo": online_dpo}
+
+
+def train(trainer: Any, method: str = "generate") -> Rollouts:
+    found = Rollouts()
+    found.watch(trainer, method)
+    trainer.train()
+    return found
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Folder of a draft model, as the first layers of the policy were at first."""
+    folder = tmp_path_factory.mktemp("draft")
+    hf_spec.truncated_draft(new_policy(), 2).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [("grpo", "lookup"), ("grpo", "auto"), ("online_dpo", "lookup"), ("online_dpo", "draft")],
+)
+def test_rollouts_are_those_of_the_policy_as_it_is(
+    name: str, strategy: str, draft: str, tmp_path: Path
+) -> None:
+    given: dict[str, Any] = {"spec_strategy": strategy}
+    if strategy == "auto":
+        given["spec_strategy"] = {"strategy": "auto", "timings": tiny_models.TIMINGS}
+    if strategy != "lookup":
+        given["assistant"] = draft
+    train(TRAINERS[name](new_policy(), tmp_path, given)).check()
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_mixed_precision_and_gradient_checkpointing(checkpointing: bool, tmp_path: Path) -> None:
+    options = {"bf16": True, "gradient_checkpointing": checkpointing}
+    train(grpo(new_policy(), tmp_path, {"spec_strategy": "lookup"}, **options)).check()
+
+
+def test_a_lora_is_part_of_the_policy(tmp_path: Path) -> None:
+    lora = LoraConfig(r=4, lora_alpha=64, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
+    train(grpo(new_policy(), tmp_path, {"spec_strategy": "lookup"}, peft_config=lora)).check()
+
+
+def test_dropout_in_the_policy_is_refused(tmp_path: Path) -> None:
+    trainer = grpo(new_policy(attention_dropout=0.1), tmp_path, {"spec_strategy": "lookup"})
+    with pytest.raises(UnsupportedError, match="training mode with dropout"):
+        trainer.train()
+
+
+def test_weights_from_elsewhere_are_used_at_once(tmp_path: Path) -> None:
+    """As a checkpoint or another process brings them, past everything that counts changes."""
+    trainer = grpo(new_policy(), tmp_path, {"spec_strategy": "lookup"})
+    found = Rollouts()
+    found.watch(trainer)
+    optimise = trainer.training_step
+
+    def step(*args: Any, **options: Any) -> Any:
+        for parameter in trainer.model.parameters():
+            parameter.data.mul_(1.01)
+        return optimise(*args, **options)
+
+    trainer.training_step = step
+    trainer.train()
+    found.check()
+
+
+def test_samples_follow_the_trained_policy(tmp_path: Path) -> None:
+    """Second tokens, which were drafted, beside what plain forwards say of them."""
+    trainer = grpo(new_policy(), tmp_path, {"spec_strategy": "lookup", "do_sample": True})
+    trainer.train()
+    policy = trainer.model.eval()
+    text = tiny_models.settled_prompt("llama")
+    with torch.no_grad():
+        first = policy(text).logits[0, -1].softmax(-1)
+        then = torch.cat([text.expand(len(first), -1), torch.arange(len(first))[:, None]], 1)
+        expected = first @ policy(then).logits[:, -1].softmax(-1)
+    counts = torch.zeros(len(expected))
+    policy.generation_config.eos_token_id = None
+    torch.manual_seed(0)
+    draft = hf_spec.truncated_draft(policy, 2)
+    with collect_stats() as stats:
+        for _ in range(10):
+            said = policy.generate(
+                text,
+                do_sample=True,
+                top_k=0,
+                max_new_tokens=2,
+                num_return_sequences=FEW_TOKENS,
+                spec_strategy=hf_spec.DraftConfig(max_draft_tokens=1),
+                assistant=draft,
+            )
+            counts += torch.bincount(said[:, -1], minlength=len(expected))
+    assert sum(stats, SpecStats([])).drafted_tokens > 0
+    pairs = list(zip((expected * counts.sum()).tolist(), counts.int().tolist(), strict=True))
+    assert chi_square(pairs).p_value > 1e-6

@@ -1,0 +1,133 @@
+"""A server in this process on a free port of 127.0.0.1, and a real client."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Regex
+from tokenizers.pre_tokenizers import Split
+from transformers.cli.serving.model_manager import ModelManager
+
+from hf_spec.serving.manager import SpeculativeManager
+from hf_spec.serving.settings import ServeSettings
+from tests import tiny_models
+
+# Syllables; the long word is one that transformers tries stop strings with.
+WORDS = Regex("abcdef|[bcdfghjklmnpqrstvwxz][aeiou]")
+TEMPLATE = "{% for m in messages %}{{ m['role'] }}{{ m['content'] }}{% endfor %}"
+
+# Seconds: nothing here waits longer.
+LIMIT = 60.0
+
+
+@dataclass(frozen=True)
+class Served:
+    """A running server: its client, its manager, and its model."""
+
+    client: Any
+    manager: SpeculativeManager
+    model: str
+    url: str
+
+    def ask(self, text: str = "babebi", **given: Any) -> Any:
+        """One chat completion, greedy and of 12 tokens unless told otherwise."""
+        settings = {"temperature": 0, "max_tokens": 12, **given}
+        messages = settings.pop("messages", [{"role": "user", "content": text}])
+        return self.client.chat.completions.create(model=self.model, messages=messages, **settings)
+
+    def text(self, text: str = "babebi", **given: Any) -> str:
+        """The whole answer."""
+        return str(self.ask(text, **given).choices[0].message.content)
+
+    def metric(self, name: str) -> float:
+        """One line of `/metrics`, without its prefix."""
+        import httpx2
+
+        for line in httpx2.get(f"{self.url}/metrics").text.splitlines():
+            if line.rsplit(" ", 1)[0] == f"hf_spec_{name}":
+                return float(line.rsplit(" ", 1)[1])
+        return 0.0
+
+    def wait(self, done: Callable[[], bool]) -> None:
+        """Until it is so, within bounds."""
+        ends = time.monotonic() + LIMIT
+        while not done():
+            assert time.monotonic() < ends, "not within bounds"
+            time.sleep(0.02)
+
+
+def speller() -> Any:
+    """A tokenizer of syllables with a chat template."""
+    tokenizer = copy.deepcopy(tiny_models.tokenizer())
+    tokenizer.backend_tokenizer.pre_tokenizer = Split(WORDS, "removed", invert=True)
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny Llama, with that tokenizer."""
+    made = tmp_path_factory.mktemp("served") / "model"
+    tiny_models.build("llama").save_pretrained(made)
+    speller().save_pretrained(made)
+    return made
+
+
+def plain(text: str, new_tokens: int = 12, **settings: Any) -> str:
+    """What plain `generate()` answers to a chat of one message."""
+    tokenizer = speller()
+    given = tokenizer(f"user{text}", return_tensors="pt")
+    with torch.no_grad():
+        output = tiny_models.build("llama").generate(
+            given["input_ids"], max_new_tokens=new_tokens, do_sample=False, **settings
+        )
+    answer = output[0, given["input_ids"].shape[1] :]
+    return tokenizer.decode(answer, skip_special_tokens=True)
+
+
+@pytest.fixture
+def start(folder: Path) -> Iterator[Callable[..., Served]]:
+    """Start servers; all are stopped at the end."""
+    pytest.importorskip("fastapi", reason="needs the extra 'serve'")
+    import openai
+
+    from hf_spec.serving.app import build_app, make_server
+
+    running: list[tuple[Any, threading.Thread, SpeculativeManager]] = []
+
+    def begin(strategy: Any = "lookup", assistant: Any = None, **settings: Any) -> Served:
+        manager = SpeculativeManager(strategy, assistant, ServeSettings(port=0, **settings))
+        models = ModelManager(device="cpu", dtype="float32", force_model=str(folder))
+        server = make_server(build_app(models, manager), "127.0.0.1", 0)
+        thread = threading.Thread(target=server.run)
+        thread.start()
+        running.append((server, thread, manager))
+        ends = time.monotonic() + LIMIT
+        while not server.started:
+            assert time.monotonic() < ends, "the server does not start"
+            time.sleep(0.02)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        url = f"http://127.0.0.1:{port}"
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=LIMIT)
+        return Served(client, manager, str(folder), url)
+
+    yield begin
+    for server, thread, manager in running:
+        manager.stop()
+        server.should_exit = True
+        thread.join(LIMIT)
+        assert not thread.is_alive()
+
+
+@pytest.fixture
+def served(start: Callable[..., Served]) -> Served:
+    """A server with lookup, two sequences at a time."""
+    return start(max_batch=2)

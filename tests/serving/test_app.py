@@ -1,0 +1,233 @@
+"""transformers' server with a strategy, asked by OpenAI's own client."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.serving.conftest import Served, plain, speller
+
+pytest.importorskip("fastapi", reason="needs the extra 'serve'")
+
+import httpx2
+import openai
+
+from hf_spec.serving import app
+
+TEXTS = [f"{one}a{one}e{one}a{one}e" for one in "bcdfghjklmnp"]
+
+
+def test_answers_are_those_of_plain_generate(served: Served) -> None:
+    for text in TEXTS[:3]:
+        assert served.text(text) == plain(text)
+
+
+def test_a_stream_has_the_same_words(served: Served) -> None:
+    chunks = list(served.ask(TEXTS[0], stream=True))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == plain(TEXTS[0])
+    assert len(chunks) > 4, "it came in pieces"
+    assert chunks[-1].choices[0].finish_reason == "length"
+    assert chunks[-1].usage.completion_tokens == 12
+
+
+def test_many_at_a_time_share_forwards_and_nobody_is_mistaken(
+    start: Callable[..., Served],
+) -> None:
+    served = start(max_batch=4)
+
+    def one(number: int) -> str:
+        text = TEXTS[number % len(TEXTS)]
+        if number % 2:
+            return served.text(text)
+        return "".join(c.choices[0].delta.content or "" for c in served.ask(text, stream=True))
+
+    with ThreadPoolExecutor(12) as pool:
+        found = list(pool.map(one, range(24)))
+    assert found == [plain(TEXTS[number % len(TEXTS)]) for number in range(24)]
+    assert served.metric('requests_total{outcome="answered"}') == 24
+    assert served.metric("generated_tokens_total") == 24 * 12
+    assert served.metric("target_forwards_total") < served.metric("rounds_total")
+
+
+def test_greedy_answers_stay_so_beside_drawn_ones(start: Callable[..., Served]) -> None:
+    served = start(max_batch=4)
+    drawn = {"generation_config": '{"do_sample": true, "temperature": 5.0, "top_k": 0}'}
+
+    def one(number: int) -> str:
+        given: dict[str, Any] = {} if number % 2 else {"extra_body": drawn, "temperature": 5.0}
+        return served.text(TEXTS[0], **given)
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(one, range(16)))
+    assert set(found[1::2]) == {plain(TEXTS[0])}
+    assert len(set(found[::2])) > 2
+
+
+def test_settings_of_a_request_are_its_own(served: Served) -> None:
+    text = plain(TEXTS[0], 20)
+    word = text[12:14]
+    with ThreadPoolExecutor(2) as pool:
+        stopped = pool.submit(served.ask, TEXTS[0], max_tokens=20, stop=[word])
+        whole = pool.submit(served.text, TEXTS[0], max_tokens=20, frequency_penalty=0.3)
+    [choice] = stopped.result().choices
+    assert choice.finish_reason == "stop"
+    expected = plain(TEXTS[0], 20, stop_strings=[word], tokenizer=speller())
+    assert choice.message.content == expected != text
+    assert whole.result() == plain(TEXTS[0], 20, repetition_penalty=1.3)
+
+
+def test_the_other_routes_of_text(served: Served) -> None:
+    completion = served.client.completions.create(
+        model=served.model, prompt=f"user{TEXTS[0]}", max_tokens=12, temperature=0
+    )
+    assert completion.choices[0].text == plain(TEXTS[0])
+    [response] = [
+        event.response
+        for event in served.client.responses.create(
+            model=served.model,
+            input=TEXTS[0],
+            max_output_tokens=12,
+            temperature=0,
+            stream=True,
+        )
+        if event.type == "response.completed"
+    ]
+    assert response.output[0].content[0].text == plain(TEXTS[0])
+
+
+class TestCancellation:
+    def test_a_client_that_goes_away_frees_its_place(self, served: Served) -> None:
+        stream = served.ask(TEXTS[0], max_tokens=200, stream=True)
+        pieces = 0
+        for chunk in stream:
+            pieces += bool(chunk.choices[0].delta.content)
+            if pieces == 2:
+                break
+        stream.close()
+        served.wait(lambda: served.metric('requests_total{outcome="cancelled"}') == 1)
+        assert served.metric("running") == 0
+        assert served.metric("generated_tokens_total") < 200
+        assert served.text(TEXTS[1]) == plain(TEXTS[1])
+
+    def test_one_that_waits_may_go_too(self, served: Served) -> None:
+        long = [served.ask(text, max_tokens=200, stream=True) for text in TEXTS[:2]]
+        waits = served.ask(TEXTS[2], stream=True)
+        served.wait(lambda: served.metric("queue_length") == 1)
+        waits.close()
+        served.wait(lambda: served.metric("queue_length") == 0)
+        found = ["".join(c.choices[0].delta.content or "" for c in one) for one in long]
+        assert found == [plain(text, 200) for text in TEXTS[:2]]
+        assert served.metric('requests_total{outcome="cancelled"}') == 1
+
+
+class TestMistakes:
+    @pytest.mark.parametrize(
+        ("given", "said"),
+        [
+            ({"messages": []}, "empty conversation"),
+            ({"messages": "text"}, "TypeError"),
+            ({"messages": [{"content": "no role"}]}, "KeyError: 'role'"),
+            ({"max_tokens": "many"}, "many"),
+            ({"max_tokens": 0}, "max_new_tokens"),
+            ({"extra_body": {"generation_config": "no JSON"}}, "Expecting value"),
+            ({"extra_body": {"generation_config": '{"num_beams": 3}'}}, "num_beams=3"),
+            ({"stream": True, "max_tokens": -1}, "max_new_tokens"),
+        ],
+    )
+    def test_are_named_and_not_tried_again(
+        self, served: Served, given: dict[str, Any], said: str
+    ) -> None:
+        with pytest.raises(openai.BadRequestError, match=said):
+            served.ask(**given)
+        assert served.text(TEXTS[0]) == plain(TEXTS[0])
+
+    def test_a_body_that_is_none(self, served: Served) -> None:
+        url = f"{served.url}/v1/chat/completions"
+        assert httpx2.post(url, json={"model": served.model}).status_code == 400
+        assert httpx2.post(url, content=b"{").status_code == 422
+        with pytest.raises(openai.UnprocessableEntityError, match="422"):
+            served.ask(extra_body={"unheard_of": 1})
+        with pytest.raises(openai.BadRequestError):
+            served.client.chat.completions.create(model="another", messages=[])
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_a_prompt_that_fills_the_context(self, served: Served, stream: bool) -> None:
+        with pytest.raises(openai.BadRequestError, match=r"has 301 tokens.* may have 256"):
+            served.ask("ba" * 300, stream=stream)
+        assert served.metric('requests_total{outcome="refused"}') == 1
+
+    def test_an_answer_ends_where_the_context_does(self, served: Served) -> None:
+        answer = served.ask("babe", max_tokens=100_000)
+        assert answer.choices[0].finish_reason == "length"
+        assert answer.usage.total_tokens == 256
+        assert answer.choices[0].message.content == plain("babe", 253)
+
+    def test_a_limit_of_ones_own(self, start: Callable[..., Served]) -> None:
+        served = start(max_length=20)
+        assert served.ask("babe", max_tokens=50).usage.total_tokens == 20
+        with pytest.raises(openai.BadRequestError, match="may have 20"):
+            served.ask("ba" * 30)
+
+    def test_more_than_may_wait_are_turned_away(self, start: Callable[..., Served]) -> None:
+        served = start(max_batch=1, max_waiting=1)
+        first = served.ask(TEXTS[0], max_tokens=200, stream=True)
+        served.wait(lambda: served.metric("running") == 1)
+        second = served.ask(TEXTS[1], stream=True)
+        with pytest.raises(openai.RateLimitError, match="1 requests wait already") as refused:
+            served.ask(TEXTS[2])
+        assert refused.value.response.headers["Retry-After"] == "1"
+        first.close()
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in second)
+        assert text == plain(TEXTS[1])
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_a_failure_of_the_model_is_no_mistake_of_the_client(
+        self, served: Served, monkeypatch: pytest.MonkeyPatch, stream: bool
+    ) -> None:
+        model = served.manager.scheduler.generation.model
+        with monkeypatch.context() as patch:
+
+            def fails(*_: Any, **__: Any) -> None:
+                raise ValueError('the "memory" is full')
+
+            patch.setattr(model.model.norm, "forward", fails)
+            with pytest.raises(openai.APIError, match=r"500|during streaming") as failed:
+                list(served.ask(TEXTS[0], stream=stream))
+        assert not isinstance(failed.value, openai.BadRequestError)
+        assert served.metric('requests_total{outcome="failed"}') == 1
+        assert served.text(TEXTS[0]) == plain(TEXTS[0])
+
+
+class TestHealthAndMetrics:
+    def test_health_is_that_of_the_thread_that_answers(self, served: Served) -> None:
+        assert httpx2.get(f"{served.url}/health").json() == {"status": "ok"}
+        served.manager.stop()
+        assert httpx2.get(f"{served.url}/health").status_code == 503
+        with pytest.raises(openai.RateLimitError, match="about to stop"):
+            served.ask()
+
+    def test_responses_are_counted_by_route(self, served: Served) -> None:
+        served.text()
+        httpx2.get(f"{served.url}/made/up")
+        route = 'route="/v1/chat/completions"'
+        assert served.metric(f'http_responses_total{{{route},status="200"}}') == 1
+        assert served.metric('http_responses_total{route="none",status="404"}') == 1
+
+    def test_they_are_in_the_format_of_prometheus(self, served: Served) -> None:
+        served.text("babebibabebiba", max_tokens=40)
+        response = httpx2.get(f"{served.url}/metrics")
+        assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+        assert served.metric("tau") == pytest.approx(
+            served.metric("accepted_tokens_total") / served.metric("rounds_total")
+        )
+        assert served.metric("tokens_per_second") > 0
+        assert served.metric("prompt_tokens_total") == 8
+
+
+def test_missing_packages_are_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "is_serve_available", lambda: False)
+    with pytest.raises(ValueError, match=r'fastapi, uvicorn and openai.*pip install "\.\[serve\]"'):
+        app.check_packages()

@@ -1,0 +1,82 @@
+"""What the handlers of transformers' server get their answers from."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from hf_spec import LookupConfig
+from hf_spec.serving.manager import SpeculativeManager, SpeculativeState
+from hf_spec.serving.settings import ServeSettings
+from tests import tiny_models
+from tests.serving.conftest import plain, speller
+
+TEXT = "bacabacaba"
+
+
+@pytest.fixture
+def model() -> Any:
+    return copy.deepcopy(tiny_models.build("llama"))
+
+
+def inputs(**more: Any) -> dict[str, Any]:
+    return {**speller()(f"user{TEXT}", return_tensors="pt"), **more}
+
+
+def answer(manager: SpeculativeManager, model: Any, given: dict[str, Any]) -> str:
+    config = GenerationConfig(max_new_tokens=12, do_sample=False, pad_token_id=0)
+    config.spec_strategy = model.generation_config.spec_strategy  # type: ignore[attr-defined]
+    work = manager.generate_non_streaming(model, speller(), given, config, "name")
+    text, prompt_len, tokens = asyncio.run(work)
+    assert prompt_len == given["input_ids"].shape[1]
+    assert len(tokens) == 12
+    return text
+
+
+def test_the_strategy_is_the_one_named_or_stored_or_auto(model: Any) -> None:
+    def strategy(named: Any) -> str:
+        manager = SpeculativeManager(named, None, ServeSettings())
+        found = manager.open(model, speller()).generation.config.strategy
+        manager.stop()
+        return found
+
+    assert strategy(None) == "auto"
+    model.generation_config.spec_strategy = LookupConfig(match_length=3)
+    assert strategy(None) == "lookup"
+    assert strategy("none") == "none"
+
+
+def test_prompts_with_more_than_text_run_alone(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = SpeculativeManager("lookup", None, ServeSettings())
+    scheduler = manager.open(model, speller())
+    assert answer(manager, model, inputs()) == plain(TEXT)
+    assert scheduler.counts.generated_tokens == 12
+    more = inputs(position_ids=torch.arange(6)[None])
+    assert answer(manager, model, more) == plain(TEXT)
+    assert scheduler.counts.generated_tokens == 12, "not in the batch"
+    manager.stop()
+
+
+def test_a_model_that_was_loaded_again_gets_its_own_thread(model: Any) -> None:
+    manager = SpeculativeManager("lookup", None, ServeSettings())
+    first = manager.open(model, speller())
+    assert manager.open(model, speller()) is first
+    second = manager.open(copy.deepcopy(model), speller())
+    assert second is manager.scheduler is not first
+    assert not first.is_alive
+    manager.stop()
+
+
+def test_the_state_hands_out_the_manager_and_its_health(model: Any) -> None:
+    manager = SpeculativeManager("lookup", None, ServeSettings())
+    manager.open(model, speller())
+    state = SpeculativeState(manager)
+    assert state.get_manager("any") is state.get_manager("other", use_cb=True) is manager
+    assert state.is_cb_alive()
+    state.shutdown()
+    assert not state.is_cb_alive()

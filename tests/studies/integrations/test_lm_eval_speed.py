@@ -1,0 +1,50 @@
+"""The task of the study runs in the harness, with equal answers whatever is stored."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+
+pytest.importorskip("lm_eval", reason="needs the extra 'evaluation'")
+
+from examples.studies.integrations.lm_eval_speed import ITEMS, evaluate, table
+from hf_spec import SpecStats, collect_stats
+from tests.cli.answer.conftest import make_tokenizer
+from tests.tiny_models import build
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.mark.parametrize("batch_size", [1, 8])
+def test_a_stored_strategy_leaves_answers_and_score(batch_size: int) -> None:
+    model, tokenizer = copy.deepcopy(build("llama")), make_tokenizer(None)
+    with collect_stats() as stats:
+        plain = evaluate(model, tokenizer, None, batch_size, 3)
+        assert not stats
+        stored = evaluate(model, tokenizer, "lookup", batch_size, 3)
+    assert (stored.score, stored.answers) == (plain.score, plain.answers)
+    assert len(set(plain.answers)) > 1
+    assert sum(stats, SpecStats([])).accepted_tokens > 0
+    assert model.generation_config.spec_strategy is None
+
+
+def test_the_items_are_right() -> None:
+    items = [json.loads(line) for line in ITEMS.read_text("utf-8").splitlines()]
+    assert len({item["question"] for item in items}) == 20
+    for item in items:
+        assert item["reasoning"].rstrip(".").endswith(f" {item['answer']}")
+
+
+def test_times_are_ratios_to_plain() -> None:
+    def run(strategy: str, seconds: float, answer: str) -> dict[str, Any]:
+        found = {"score": 0.5, "seconds": seconds, "answers": [answer]}
+        return {"batch": 1, "strategy": strategy, **found}
+
+    runs = [run("plain", 2.0, "a"), run("x", 1.0, "a"), run("plain", 3.0, "a"), run("x", 2.0, "b")]
+    plain, other = table(runs)
+    assert (plain["speed"], plain["same_answers"]) == (1.0, True)
+    assert (other["speed"], other["least"], other["most"]) == (1.75, 1.5, 2.0)
+    assert not other["same_answers"]

@@ -1,0 +1,64 @@
+"""The load on real servers with a tiny model: nothing lost, nothing hung, answers as plain."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.serving.conftest import folder  # noqa: F401 - a fixture
+
+pytest.importorskip("fastapi", reason="needs the extra 'serve'")
+
+from examples.studies.serving import load
+from examples.studies.serving.load import BATCHED, KINDS, PLAIN, SPECULATIVE
+
+# MiB that a server may hold more after the last turn than after the first.
+MARGIN = 32
+
+
+def test_of_ten_requests_seven_are_answered() -> None:
+    asked = load.requests(["a", "b"], 20)
+    kinds = [one.kind for one in asked]
+    assert {kind: kinds.count(kind) for kind in KINDS} == {
+        load.WHOLE: 8,
+        load.STREAM: 6,
+        load.CANCELLED: 2,
+        load.MALFORMED: 2,
+        load.TOO_LONG: 2,
+    }
+    assert sum(len(part) for part in load.parts(asked, 3)) == 20
+
+
+def test_what_counts_as_it_should_be() -> None:
+    def judged(kind: str, status: object, text: str = "") -> bool:
+        record = {"kind": kind, "status": status, "text": text}
+        return load.judge(record, load.Asked(0, kind, "a"), "answer")
+
+    assert judged(load.WHOLE, 200, "answer")
+    assert not judged(load.WHOLE, 200, "ans")
+    assert judged(load.CANCELLED, 200, "ans")
+    assert judged(load.MALFORMED, 400)
+    assert not judged(load.MALFORMED, 500)
+    assert not judged(load.TOO_LONG, "APIConnectionError: gone")
+
+
+def test_the_servers_under_load(folder: Path, tmp_path: Path) -> None:  # noqa: F811
+    out = tmp_path / "load.json"
+    options = {"--model": folder, "--strategy": "lookup", "--requests": 40, "--streams": 32}
+    options |= {"--parts": 2, "--logs": tmp_path, "--out": out}
+    load.main([str(part) for pair in options.items() for part in pair])
+    found = json.loads(out.read_text())
+    ours = found["servers"][SPECULATIVE]
+    assert ours["requests"] == ours["as_expected"] == 40
+    for name in (PLAIN, BATCHED):
+        theirs = found["servers"][name]
+        assert theirs["requests"] == 36, "no limit, so nothing beyond it"
+        # All but the malformed, which get status 500 there.
+        assert theirs["as_expected"] == 32
+    first, *_, last = found["memory_mib_after_each_part"][SPECULATIVE]
+    assert last - first < MARGIN
+    metrics = found["metrics"]
+    assert metrics['hf_spec_requests_total{outcome="failed"}'] == 0
+    assert metrics['hf_spec_requests_total{outcome="answered"}'] >= 28
