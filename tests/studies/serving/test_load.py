@@ -12,7 +12,7 @@ from tests.serving.conftest import folder  # noqa: F401 - a fixture
 pytest.importorskip("fastapi", reason="needs the extra 'serve'")
 
 from examples.studies.serving import load
-from examples.studies.serving.load import BATCHED, KINDS, OURS, PLAIN, SPECULATIVE
+from examples.studies.serving.load import BATCHED, KINDS, OURS, PLAIN
 
 # MiB that a server may hold more after the last turn than after the first.
 MARGIN = 32
