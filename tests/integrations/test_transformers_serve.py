@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -26,11 +27,9 @@ TEXTS = ["babebi", "cacecacece", "dadedadede"]
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """The tiny Llama with a strategy in its `generation_config.json`."""
-    model = tiny_models.build("llama")
+    model: Any = copy.deepcopy(tiny_models.build("llama"))
+    model.generation_config.spec_strategy = "lookup"
     model.save_pretrained(tmp_path)
-    model.generation_config.__class__.from_dict(
-        {**model.generation_config.to_dict(), "spec_strategy": "lookup"}
-    ).save_pretrained(tmp_path)
     speller().save_pretrained(tmp_path)
     return tmp_path
 
