@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hf_spec import SpecStats, collect_stats
+from hf_spec import LookupConfig, SpecStats, collect_stats
 from tests import tiny_models
 from tests.serving.conftest import LIMIT, plain, speller
 
@@ -28,7 +28,7 @@ TEXTS = ["babebi", "cacecacece", "dadedadede"]
 def folder(tmp_path: Path) -> Path:
     """The tiny Llama with a strategy in its `generation_config.json`."""
     model: Any = copy.deepcopy(tiny_models.build("llama"))
-    model.generation_config.spec_strategy = "lookup"
+    model.generation_config.spec_strategy = LookupConfig(max_draft_tokens=3).to_dict()
     model.save_pretrained(tmp_path)
     speller().save_pretrained(tmp_path)
     return tmp_path
@@ -70,7 +70,7 @@ def test_it_follows_a_stored_strategy_and_answers_as_plain(folder: Path, served:
         streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
         assert whole.choices[0].message.content == streamed == plain(text)
     assert len(found) == 2 * len(TEXTS)
-    assert sum(found, SpecStats([])).accepted_tokens > 0
+    assert sum(found, SpecStats([])).drafted_tokens > 0
 
 
 def _watched(generate: Callable[..., Any], found: list[SpecStats], *args: Any, **given: Any) -> Any:
