@@ -11,7 +11,7 @@ import transformers as T
 
 from hf_spec.adapters.published import read_published, write_published
 from hf_spec.heads.eagle_head import build
-from hf_spec.training.eagle import new_head
+from hf_spec.training.eagle import layout, new_head
 from hf_spec.training.features import stored_texts
 from hf_spec.training.responses import Response
 from hf_spec.training.settings import EagleTrainSettings
@@ -49,7 +49,7 @@ def test_a_head_says_the_same_there(
         for name, t in made.tensors.items()
     }
     tensors["lm_head.weight"] = made.tensors["lm_head.weight"]
-    write_published(tmp_path / "head", made.config, tensors, "")
+    write_published(tmp_path / "head", *layout(build(made, target), tensors, target, 4), "")
     head = build(read_published(tmp_path / "head"), target)
     theirs = Eagle3DraftModel.from_pretrained(tmp_path / "head").eval().float()
     # The embedding is the target's, which a file of the head would only repeat.
