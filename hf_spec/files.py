@@ -42,6 +42,12 @@ def write_json(path: Path, content: Any, **settings: Any) -> None:
         part.write_text(json.dumps(content, **{"indent": 1, **settings}), encoding="utf-8")
 
 
+def check_new_folder(folder: Path) -> None:
+    """Refuse a folder to be written that there is something in; `OptionError`."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise OptionError(f"{folder} is there already; name a folder that is new or empty")
+
+
 def resume_lines(path: Path, head: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The JSON lines after the first of a file that a run appends to, which may have been killed.
 

@@ -34,12 +34,12 @@ class Verifier:
 
     Attributes:
         name: its Hub id or folder.
-        architecture: its class.
+        architectures: its classes, as its config names them.
         text: the config of its text model.
     """
 
     name: str
-    architecture: str
+    architectures: tuple[str, ...]
     text: Any
 
 
@@ -70,7 +70,10 @@ def for_vllm(
             "algorithm": kind,
             "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": steps}],
-            "verifier": {"name_or_path": verifier.name, "architectures": [verifier.architecture]},
+            "verifier": {
+                "name_or_path": verifier.name,
+                "architectures": list(verifier.architectures),
+            },
         },
     }
     if spec.mask_token is not None:
@@ -89,6 +92,7 @@ def for_sglang(
         AssistantError: if SGLang has no such network, or tokens of the head are not the target's.
     """
     indices = _indices(spec, verifier)
+    usual = indices == list(default_aux_layers(verifier.text.num_hidden_layers))
     obstacles = {
         "drafts in one pass (P-EAGLE)": spec.mask_token is not None,
         "several layers": spec.num_layers > 1,
@@ -98,8 +102,8 @@ def for_sglang(
         "an embedding of another width than the target's": (
             spec.hidden_size != verifier.text.hidden_size
         ),
-        # An id below 1 would be counted from 0, which the first one decides.
-        f"the target layers {indices}": indices[0] < 2,
+        # Outputs from 0 for most of its models, indices for some, unless the first number is 1.
+        f"target layers that it counts in two ways, {indices}": not usual and indices[0] != 2,
     }
     _check(spec, tensors, "SGLang", obstacles)
     known = _with_tokens(spec, tensors, verifier)
@@ -118,11 +122,9 @@ def for_sglang(
         "target_hidden_size": verifier.text.hidden_size,
         **_norms(spec, known),
     }
-    if indices != list(default_aux_layers(verifier.text.num_hidden_layers)):
-        # From a first one of 1 on, SGLang counts outputs of layers from 0, else indices.
-        ids = [index - 1 for index in indices] if indices[0] == 2 else indices
+    if not usual:
         config["eagle_config"] = {
-            "eagle_aux_hidden_state_layer_ids": ids,
+            "eagle_aux_hidden_state_layer_ids": [index - 1 for index in indices],
             "use_aux_hidden_state": True,
         }
     return config, {name.replace("layers.0.", "midlayer."): t for name, t in known.items()}
@@ -148,7 +150,7 @@ def _check(
     if found:
         other = "; vLLM may: --for vllm" if engine != "vLLM" else ""
         raise AssistantError(
-            f"{spec.what} has {', '.join(found)}, which {engine} does not read{other}"
+            f"{spec.what} has what {engine} does not read: {', '.join(found)}{other}"
         )
 
 
@@ -206,4 +208,6 @@ def _layer(spec: EagleSpec, tensors: Mapping[str, Tensor], verifier: Verifier) -
         # Engines draft no further than this, and any position can be computed.
         longest = verifier.text.max_position_embeddings
         layer["max_position_embeddings"] = max(layer["max_position_embeddings"], longest)
-    return {**layer, "vocab_size": verifier.text.vocab_size, "tie_word_embeddings": False}
+    dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")
+    more = {"vocab_size": verifier.text.vocab_size, "tie_word_embeddings": False}
+    return {**layer, **more, "torch_dtype": dtype}

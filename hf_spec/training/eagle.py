@@ -141,7 +141,7 @@ def layout(
 ) -> Layout:
     """The files of a head, to draft `steps` tokens, with `tensors` by the names of its parts."""
     text = model.config.get_text_config()
-    verifier = Verifier(base_name(model), type(model).__name__, text)
+    verifier = Verifier(base_name(model), (type(model).__name__,), text)
     return for_vllm(head.spec, tensors, verifier, steps)
 
 
