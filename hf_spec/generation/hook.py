@@ -13,7 +13,6 @@ import functools
 import inspect
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -28,9 +27,9 @@ from hf_spec.generation.call_checks import check_arguments, check_streamer
 from hf_spec.generation.call_signature import describe
 from hf_spec.generation.encoder_inputs import of_decoder, read_input
 from hf_spec.generation.generate_batch import (
-    GenerateBatchCall,
     make_continuous_batch,
     run_continuous_batch,
+    settle_batch,
 )
 from hf_spec.generation.one_call import generate_with
 from hf_spec.generation.own_prefill import read_prompt
@@ -53,7 +52,6 @@ WITHOUT_STRATEGY = {
 StoredStrategy: TypeAlias = str | StrategyConfig | dict[str, Any] | None
 # Folders and Hub ids of what it drafts with.
 StoredAssistant: TypeAlias = str | list[str] | None
-STORED = {"spec_strategy": StoredStrategy, "assistant": StoredAssistant}
 
 # Attribute of the wrapper that holds what it wraps.
 _WRAPPED = "_hf_spec_wrapped"
@@ -69,10 +67,29 @@ class _Stored:
         return None if config is None else config.__dict__.get(self._name)
 
     def __set__(self, config: GenerationConfig, value: Any) -> None:
-        config.__dict__[self._name] = value if self._name != "assistant" else _names(value)
+        config.__dict__[self._name] = value
         if value is not None:
             # A file that says it was made from a model config loses every unknown key on loading.
             config._from_model_config = None
+
+
+class _StoredNames(_Stored):
+    """A field that is there only while it holds something.
+
+    Some models' own `generate()` moves each argument that a generation config has, into a copy of
+    it, before it calls this one; what a config cannot hold is to come as an argument.
+    """
+
+    def __get__(self, config: GenerationConfig | None, owner: type) -> Any:
+        if config is not None and self._name not in config.__dict__:
+            raise AttributeError(f"no {self._name} is stored")
+        return super().__get__(config, owner)
+
+    def __set__(self, config: GenerationConfig, value: Any) -> None:
+        names = _names(value)
+        super().__set__(config, names)
+        if names is None:
+            del config.__dict__[self._name]
 
 
 def _names(assistant: Any) -> StoredAssistant:
@@ -84,9 +101,16 @@ def _names(assistant: Any) -> StoredAssistant:
     if not isinstance(assistant, (str, os.PathLike)):
         raise OptionError(
             f"generation_config.assistant of type {type(assistant).__name__}: a generation config "
-            "holds folders and Hub ids; pass anything else as generate(..., assistant=)"
+            "holds folders and Hub ids; pass anything else as generate(..., assistant=), and to a "
+            "model with a generate() of its own, such as Whisper, only while none is stored"
         )
     return os.fspath(assistant)
+
+
+STORED = {
+    "spec_strategy": (_Stored("spec_strategy"), StoredStrategy),
+    "assistant": (_StoredNames("assistant"), StoredAssistant),
+}
 
 
 def enable() -> None:
@@ -107,8 +131,8 @@ def enable() -> None:
         # None stands for a name that is new or inherited, where ours goes in front.
         setattr(method, _WRAPPED, vars(GenerationMixin).get(name))
         setattr(GenerationMixin, name, method)
-    for name, kind in STORED.items():
-        setattr(GenerationConfig, name, _Stored(name))
+    for name, (field, kind) in STORED.items():
+        setattr(GenerationConfig, name, field)
         GenerationConfig.__annotations__[name] = kind
 
 
@@ -270,11 +294,8 @@ def _continuous_batch(
 ) -> ContinuousBatch | None:
     """The prompts of a call, a few at a time; None without prompts."""
     assistant = given.pop("assistant")
-    config, settings = settle(model, strategy, given)
-    given = with_own_storage(settings, given)
-    call = GenerateBatchCall.read(model, config.batching, settings, given)
+    config, call = settle_batch(model, strategy, given)
     if not call.requests:
         return None
     drafter = find_drafter(config, model, assistant, given)
-    arguments = without_tokenizers(settings["stop_strings"], call.arguments)
-    return make_continuous_batch(generate, model, drafter, replace(call, arguments=arguments))
+    return make_continuous_batch(generate, model, drafter, call)
