@@ -1,9 +1,9 @@
 """A terminal recording for the front page: a command in a real terminal, as an animated SVG.
 
 `python docs/recording.py record` runs `hf-spec demo` in a pseudo-terminal and keeps what it writes
-in `docs/images/demo.cast` (asciicast v2, which asciinema plays, too; not in git); `python docs/recording.py
-draw` makes the picture from that. Waiting is cut short, so that the picture plays for 20 seconds;
-what is on the screen is as it was. Record on a machine that does nothing else.
+in `docs/images/demo.cast` (asciicast v2, which asciinema plays, too; git leaves it out); `python
+docs/recording.py draw` makes the picture from that. Waiting is cut short, so that the picture plays
+for 20 seconds; what is on the screen is as it was. Record on a machine that does nothing else.
 """
 
 from __future__ import annotations
