@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 import transformers as T
-from tokenizers import Tokenizer, decoders
+from tokenizers import Regex, Tokenizer, decoders
 from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -423,6 +424,9 @@ def save_disco_adapter(folder: Any, model: PreTrainedModel, **options: Any) -> N
     save_adapter(folder, classifier.to_adapter(BaseModel.of(model), **options))
 
 
+SYLLABLES = Regex("abcdef|[bcdfghjklmnpqrstvwxz][aeiou]")
+
+
 @cache
 def tokenizer() -> PreTrainedTokenizerFast:
     """One two-letter word per token, written without spaces between them."""
@@ -432,6 +436,14 @@ def tokenizer() -> PreTrainedTokenizerFast:
     backend = Tokenizer(WordLevel(vocab, unk_token="<pad>"))
     backend.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>")
+
+
+def speller() -> PreTrainedTokenizerFast:
+    """A tokenizer of one's own that also reads these words and pads on the left."""
+    made = copy.deepcopy(tokenizer())
+    made.backend_tokenizer.pre_tokenizer = Split(SYLLABLES, "removed", invert=True)
+    made.padding_side = "left"
+    return made
 
 
 def ragged_batch(lengths: tuple[int, ...] = (12, 9, 5, 11, 3), seed: int = 2) -> dict[str, Tensor]:

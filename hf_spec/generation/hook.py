@@ -54,7 +54,6 @@ WITHOUT_STRATEGY = {
 StoredStrategy: TypeAlias = str | StrategyConfig | dict[str, Any] | None
 # Folders and Hub ids of what it drafts with.
 StoredAssistant: TypeAlias = str | list[str] | None
-STORED = {"spec_strategy": StoredStrategy, "assistant": StoredAssistant}
 
 # Attribute of the wrapper that holds what it wraps.
 _WRAPPED = "_hf_spec_wrapped"
@@ -70,10 +69,29 @@ class _Stored:
         return None if config is None else config.__dict__.get(self._name)
 
     def __set__(self, config: GenerationConfig, value: Any) -> None:
-        config.__dict__[self._name] = value if self._name != "assistant" else _names(value)
+        config.__dict__[self._name] = value
         if value is not None:
             # A file that says it was made from a model config loses every unknown key on loading.
             config._from_model_config = None
+
+
+class _StoredNames(_Stored):
+    """A field that is there only while it holds something.
+
+    Some models' own `generate()` moves each argument that a generation config has, into a copy of
+    it, before it calls this one; what a config cannot hold is to come as an argument.
+    """
+
+    def __get__(self, config: GenerationConfig | None, owner: type) -> Any:
+        if config is not None and self._name not in config.__dict__:
+            raise AttributeError(f"no {self._name} is stored")
+        return super().__get__(config, owner)
+
+    def __set__(self, config: GenerationConfig, value: Any) -> None:
+        names = _names(value)
+        super().__set__(config, names)
+        if names is None:
+            del config.__dict__[self._name]
 
 
 def _names(assistant: Any) -> StoredAssistant:
@@ -85,9 +103,16 @@ def _names(assistant: Any) -> StoredAssistant:
     if not isinstance(assistant, (str, os.PathLike)):
         raise OptionError(
             f"generation_config.assistant of type {type(assistant).__name__}: a generation config "
-            "holds folders and Hub ids; pass anything else as generate(..., assistant=)"
+            "holds folders and Hub ids; pass anything else as generate(..., assistant=), and to a "
+            "model with a generate() of its own, such as Whisper, only while none is stored"
         )
     return os.fspath(assistant)
+
+
+STORED = {
+    "spec_strategy": (_Stored("spec_strategy"), StoredStrategy),
+    "assistant": (_StoredNames("assistant"), StoredAssistant),
+}
 
 
 def enable() -> None:
@@ -108,8 +133,8 @@ def enable() -> None:
         # None stands for a name that is new or inherited, where ours goes in front.
         setattr(method, _WRAPPED, vars(GenerationMixin).get(name))
         setattr(GenerationMixin, name, method)
-    for name, kind in STORED.items():
-        setattr(GenerationConfig, name, _Stored(name))
+    for name, (field, kind) in STORED.items():
+        setattr(GenerationConfig, name, field)
         GenerationConfig.__annotations__[name] = kind
 
 

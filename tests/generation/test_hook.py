@@ -242,6 +242,17 @@ class TestStoredAssistants:
         model.generation_config.spec_strategy = None
         assert torch.equal(model.generate(PROMPT, max_new_tokens=9), plain)
 
+    def test_objects_reach_models_that_move_arguments_into_a_config(
+        self, model: T.PreTrainedModel
+    ) -> None:
+        """As Whisper's own `generate()` does before it calls this one."""
+        config = GenerationConfig(max_new_tokens=9)
+        given = {"spec_strategy": "draft", "assistant": truncated_draft(model, 2)}
+        left = config.update(**given)
+        with collect_stats() as stats:
+            model.generate(PROMPT, generation_config=config, **left)
+        assert stats[0].draft_forwards > 0
+
     def test_objects_are_refused(self, model: T.PreTrainedModel) -> None:
         for given in (model, [model], 3):
             with pytest.raises(OptionError, match="holds folders and Hub ids"):

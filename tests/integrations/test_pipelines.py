@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import transformers as T
 from PIL import Image
-from tokenizers import Regex
-from tokenizers.pre_tokenizers import Split
 
 import hf_spec
 from hf_spec import SpecStats, collect_stats
@@ -25,10 +23,8 @@ SIZE, NEW_TOKENS = 32, 24
 def image_text_pipeline() -> Any:
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-    tokenizer = tiny_models.tokenizer()
-    tokenizer.padding_side = "left"
+    tokenizer = tiny_models.speller()
     image = tokenizer.convert_ids_to_tokens(IMAGE)
-    tokenizer.backend_tokenizer.pre_tokenizer = Split(Regex(".."), "isolated")
     pixels = CLIPImageProcessorPil(
         size={"shortest_edge": SIZE}, crop_size={"height": SIZE, "width": SIZE}
     )
@@ -74,9 +70,7 @@ def test_images_and_texts(strategy: str) -> None:
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_texts_with_a_draft_model(batch_size: int) -> None:
     model = tiny_models.build("llama")
-    tokenizer: Any = tiny_models.tokenizer()
-    tokenizer.padding_side = "left"
-    tokenizer.backend_tokenizer.pre_tokenizer = Split(Regex(".."), "isolated")
+    tokenizer: Any = tiny_models.speller()
     pipe = T.pipeline("text-generation", model=model, tokenizer=tokenizer)
     batch = tiny_models.prompts("llama", "ragged")
     texts = [tokenizer.decode(ids[mask.bool()]) for ids, mask in zip(*batch.values(), strict=True)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Regex
-from tokenizers.pre_tokenizers import Split
 from transformers.cli.serving.model_manager import ModelManager
 
 from hf_spec.serving.manager import SpeculativeManager
@@ -21,7 +18,6 @@ from hf_spec.serving.settings import ServeSettings
 from tests import tiny_models
 
 # Syllables; the long word is one that transformers tries stop strings with.
-WORDS = Regex("abcdef|[bcdfghjklmnpqrstvwxz][aeiou]")
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}{{ m['content'] }}{% endfor %}"
 
 # Seconds: nothing here waits longer.
@@ -66,8 +62,7 @@ class Served:
 
 def speller() -> Any:
     """A tokenizer of syllables with a chat template."""
-    tokenizer = copy.deepcopy(tiny_models.tokenizer())
-    tokenizer.backend_tokenizer.pre_tokenizer = Split(WORDS, "removed", invert=True)
+    tokenizer = tiny_models.speller()
     tokenizer.chat_template = TEMPLATE
     return tokenizer
 

@@ -22,7 +22,7 @@ from transformers import EncoderDecoderCache, GenerationMixin, PreTrainedModel
 import hf_spec
 from hf_spec import SpecStats, collect_stats
 from hf_spec.decoding import drafter
-from hf_spec.execution import cross_attention, runner
+from hf_spec.execution import cross_attention, model_call, runner
 from hf_spec.generation import hook
 from hf_spec.generation.one_call import generate_with
 from hf_spec.models.pair_runner import check_packed
@@ -104,7 +104,7 @@ def planted(mistake: str) -> Iterator[None]:
 
             patch.setattr(cross_attention.CrossAttention, "__init__", wrong)
         elif mistake == "positions by storage":
-            patch.setattr(runner, "takes_positions", lambda model: False)
+            patch.setattr(model_call, "takes_positions", lambda model: False)
         else:
             patch.setattr(runner, "align_right", _one_position_on(runner.align_right))
         yield
