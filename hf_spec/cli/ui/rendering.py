@@ -23,7 +23,7 @@ WAITING = (
 )
 LEGEND = (
     '<p class="hs-legend"><span class="hs-drafted">drafted and accepted</span> '
-    "<span>the model's own token, one a round</span> "
+    "<span>the model's own token, one per round</span> "
     "<span>a click on a word shows its round</span></p>"
 )
 # The colours of Gradio's theme, but for quiet text, which it makes too pale to read.
