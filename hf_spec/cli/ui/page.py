@@ -114,7 +114,9 @@ def serve_page(page: gr.Blocks, settings: UiSettings) -> str:
     # Without it Gradio counts its users, and asks for newer versions.
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
     # Fonts of the reader's own machine; a theme may name some that come from elsewhere.
-    fonts = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}
+    theme = gr.themes.Default(
+        font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]
+    )
     try:
         _, address, _ = page.queue(max_size=MAX_WAITING).launch(
             server_name=settings.host,
@@ -123,7 +125,7 @@ def serve_page(page: gr.Blocks, settings: UiSettings) -> str:
             quiet=True,
             prevent_thread_lock=True,
             footer_links=[],
-            theme=gr.themes.Default(**fonts),
+            theme=theme,
             css=rendering.STYLE,
         )
     except OSError as error:

@@ -40,14 +40,13 @@ STYLE = f"""
   background: var(--background-fill-primary); }}
 .hs-figures > div, .hs-answers > section {{ padding: 12px 14px; }}
 .hs-figures dt {{ font-size: 13px; line-height: 1.35; color: var(--quiet); }}
-.hs-figures dd {{ margin: 0 0 2px; font-size: 23px; font-weight: 600;
+.hs-figures dd {{ margin: 0 0 2px; font-size: 20px; font-weight: 600; white-space: nowrap;
   font-variant-numeric: tabular-nums; }}
 .hs-figures .hs-bad {{ border: 2px solid {DARK[PADDING]}; }}
-.hs-answers header {{ display: flex; flex-wrap: wrap; gap: 2px 12px; align-items: baseline;
-  justify-content: space-between; margin-bottom: 8px; padding-bottom: 6px;
+.hs-answers header {{ margin-bottom: 8px; padding-bottom: 6px;
   border-bottom: 1px solid var(--border-color-primary); }}
 .hs-answers h3 {{ margin: 0; font-size: 15px; font-weight: 600; overflow-wrap: anywhere; }}
-.hs-clock {{ font-size: 13px; font-variant-numeric: tabular-nums; }}
+.hs-clock {{ display: block; font-size: 13px; font-variant-numeric: tabular-nums; }}
 .hs-text {{ white-space: pre-wrap; overflow-wrap: anywhere; font-size: 15px; line-height: 1.6; }}
 .hs-drafted {{ background: {ACCEPTED}; color: {INK}; border-radius: 3px;
   -webkit-box-decoration-break: clone; box-decoration-break: clone; }}
