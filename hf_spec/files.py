@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -42,25 +43,25 @@ def write_json(path: Path, content: Any, **settings: Any) -> None:
         part.write_text(json.dumps(content, **{"indent": 1, **settings}), encoding="utf-8")
 
 
-def resume_lines(path: Path, head: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The JSON lines after the first of a file that a run appends to, which may have been killed.
+def check_new_folder(folder: Path) -> None:
+    """Refuse a folder to be written that there is something in; `OptionError`."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise OptionError(f"{folder} is there already; name a folder that is new or empty")
 
-    The first line is `head`, by which the run is known; a file that is missing or empty begins with
-    it. A line that was cut off is removed.
+
+def whole_lines(path: Path, head: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The JSON lines after the first of a file that a run appends to, and may be writing to now.
+
+    The first line is `head`, by which the run is known; a file that is missing has no lines. A last
+    line that is not whole is left out.
 
     Raises:
         OptionError: if the file begins with another head.
     """
-    content = path.read_bytes() if path.exists() else b""
-    whole = content[: content.rfind(b"\n") + 1]
-    if not whole:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(head) + "\n", encoding="utf-8")
+    content = _whole(path)
+    if not content:
         return []
-    if len(whole) < len(content):
-        with path.open("rb+") as file:
-            file.truncate(len(whole))
-    found, *lines = map(json.loads, whole.splitlines())
+    found, *lines = map(json.loads, content.splitlines())
     if found != head:
         differing = sorted(k for k in {*found, *head} if found.get(k) != head.get(k))
         raise OptionError(
@@ -69,6 +70,26 @@ def resume_lines(path: Path, head: Mapping[str, Any]) -> list[dict[str, Any]]:
             + "; choose another file or the same settings"
         )
     return lines
+
+
+def resume_lines(path: Path, head: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The same, and make the file ready to be appended to after a run that may have been killed.
+
+    A file that is missing or empty begins with `head`. A line that was cut off is removed.
+    """
+    lines = whole_lines(path, head)
+    size = len(_whole(path))
+    if not size:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(head) + "\n", encoding="utf-8")
+    elif size < path.stat().st_size:
+        os.truncate(path, size)
+    return lines
+
+
+def _whole(path: Path) -> bytes:
+    content = path.read_bytes() if path.exists() else b""
+    return content[: content.rfind(b"\n") + 1]
 
 
 def _remove(path: Path) -> None:

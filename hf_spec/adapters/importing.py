@@ -20,7 +20,8 @@ from hf_spec.adapters.card import CARD_NAME, GENERATED
 from hf_spec.adapters.hub import Place
 from hf_spec.adapters.published import CONFIG, MTP_INSIDE, recognise, write_published
 from hf_spec.adapters.reading import PICKLES, read_json, regular_file
-from hf_spec.errors import AssistantError, OptionError
+from hf_spec.errors import AssistantError
+from hf_spec.files import check_new_folder
 
 # Of the repository, what is looked at.
 LOOKED_AT = (CONFIG, CARD_NAME, *(f"*{ending}" for ending in sorted(PICKLES)))
@@ -37,8 +38,7 @@ def import_head(name: str | os.PathLike[str], out: Path) -> Path:
         AssistantError: if it is no published head, or has no pickle that holds tensors alone.
         HubError: if the Hub cannot be reached.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise OptionError(f"{out} is there already; name a folder that is new or empty")
+    check_new_folder(out)
     folder = Path(name)
     if not folder.is_dir():
         folder = Place.of(os.fspath(name)).fetch(LOOKED_AT)
@@ -80,14 +80,20 @@ def _digest(path: Path) -> str:
     return digest.hexdigest()
 
 
+def licence_of(folder: Path) -> str | None:
+    """The licence that the card in a folder names."""
+    if not (folder / CARD_NAME).is_file():
+        return None
+    try:
+        licence: str | None = ModelCard.load(regular_file(folder, CARD_NAME)).data.license
+    except (ValueError, TypeError):
+        return None
+    return licence
+
+
 def _card(name: str, family: str, digests: Mapping[str, str], folder: Path) -> str:
     """A card with the source, and the licence that its own card names."""
-    licence = None
-    if (folder / CARD_NAME).is_file():
-        try:
-            licence = ModelCard.load(regular_file(folder, CARD_NAME)).data.license
-        except (ValueError, TypeError):
-            licence = None
+    licence = licence_of(folder)
     lines = [
         *(["---", f"license: {licence}", "---", ""] if licence else []),
         GENERATED,

@@ -147,6 +147,14 @@ def read_published(name: str | os.PathLike[str]) -> PublishedHead | None:
     return PublishedHead(family, config, read_weights(folder, os.fspath(name)), folder, str(name))
 
 
+def known_head(name: str | os.PathLike[str]) -> PublishedHead:
+    """As `read_published`; what is no published head is an `AssistantError`, too."""
+    head = read_published(name)
+    if head is None:
+        raise AssistantError(f"{os.fspath(name)!r} is no published head: its config describes none")
+    return head
+
+
 def read_weights(
     folder: Path, name: str, wanted: Callable[[str], bool] | None = None
 ) -> dict[str, Tensor]:

@@ -56,6 +56,10 @@ COMMANDS = {
         "hf_spec.cli.import_head:import_head",
         "Convert a published head that lies on the Hub as a pickle to safetensors.",
     ),
+    "export": (
+        "hf_spec.cli.export:export",
+        "Write an EAGLE-3 head in the layout that vLLM or SGLang reads.",
+    ),
     "card": ("hf_spec.cli.card:card", "Write the model card of an adapter."),
     "push": ("hf_spec.cli.push:push", "Put an adapter on the Hugging Face Hub."),
     "ui": (

@@ -13,11 +13,11 @@ from hf_spec.drafting.length_policy import HEAD, MEASURED, check_policy
 from hf_spec.errors import OptionError, choices
 from hf_spec.execution.row_work import BATCHING
 
-# Of the number of nodes sent: as many as are worth their time.
-AUTO = "auto"
-
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+# Of the number of nodes sent: as many as are worth their time.
+AUTO = "auto"
 
 
 @dataclass(frozen=True)

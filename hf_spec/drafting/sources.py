@@ -75,9 +75,9 @@ class Shares:
         self._trials = {kind: (kept * h, kept * t) for kind, (h, t) in self._trials.items()}
 
 
-def shares_of_levels() -> Shares:
+def shares_of_levels(decay: float = DECAY) -> Shares:
     """How often the target went on by a level, which is to be learned fast."""
-    return Shares(lambda _: LEVEL_EXPECTATION, LEVEL_WEIGHT)
+    return Shares(lambda _: LEVEL_EXPECTATION, LEVEL_WEIGHT, decay)
 
 
 @dataclass(eq=False)
@@ -91,7 +91,7 @@ class Fared:
     def expected(cls, shares: tuple[float, float], decay: float = DECAY) -> Fared:
         """Nothing is known; `shares` as in `Source.expected`."""
         nodes = Shares(partial(_expected_share, shares), EXPECTATION_WEIGHT, decay)
-        return cls(nodes, Shares(lambda _: LEVEL_EXPECTATION, LEVEL_WEIGHT, decay))
+        return cls(nodes, shares_of_levels(decay))
 
     @classmethod
     def after(cls, earlier: Fared) -> Fared:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,11 +24,13 @@ from hf_spec.decoding.processors import check_processors
 from hf_spec.decoding.stopping import StopRules, for_one_sequence
 from hf_spec.devices.distributed_checks import check_ranks
 from hf_spec.devices.placement import execution_device
+from hf_spec.drafting.config import StrategyConfig
 from hf_spec.errors import OptionError, UnsupportedError
 from hf_spec.execution.row_work import BATCHING
 from hf_spec.execution.vocabulary import num_embeddings
 from hf_spec.generation import own_prefill
 from hf_spec.generation.call_checks import Settings, check_batch_streamer, check_inputs
+from hf_spec.generation.settling import settle, with_own_storage, without_tokenizers
 from hf_spec.outputs import SpecBatchOutput, SpecRequestOutput, SpecStats, hand_in
 
 # Sequences at a time where the call does not say.
@@ -106,6 +108,18 @@ class GenerateBatchCall:
         allowed = given.pop("prefix_allowed_tokens_fn", None)
         given["num_return_sequences"] = 1
         return cls(requests, max_batch, batching, streamer, allowed, given)
+
+
+def settle_batch(
+    model: PreTrainedModel, strategy: Any, given: dict[str, Any]
+) -> tuple[StrategyConfig, GenerateBatchCall]:
+    """The strategy of a call whose model and settings it can serve, and the call."""
+    config, settings = settle(model, strategy, given)
+    call = GenerateBatchCall.read(
+        model, config.batching, settings, with_own_storage(settings, given)
+    )
+    arguments = without_tokenizers(settings["stop_strings"], call.arguments)
+    return config, replace(call, arguments=arguments)
 
 
 def make_continuous_batch(

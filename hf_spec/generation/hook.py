@@ -13,7 +13,6 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -29,9 +28,9 @@ from hf_spec.generation.call_checks import check_arguments, check_streamer
 from hf_spec.generation.call_signature import describe
 from hf_spec.generation.encoder_inputs import of_decoder, read_input
 from hf_spec.generation.generate_batch import (
-    GenerateBatchCall,
     make_continuous_batch,
     run_continuous_batch,
+    settle_batch,
 )
 from hf_spec.generation.one_call import generate_with
 from hf_spec.generation.own_prefill import read_prompt
@@ -311,11 +310,8 @@ def _continuous_batch(
 ) -> ContinuousBatch | None:
     """The prompts of a call, a few at a time; None without prompts."""
     assistant = given.pop("assistant")
-    config, settings = settle(model, strategy, given)
-    given = with_own_storage(settings, given)
-    call = GenerateBatchCall.read(model, config.batching, settings, given)
+    config, call = settle_batch(model, strategy, given)
     if not call.requests:
         return None
     drafter = find_drafter(config, model, assistant, given)
-    arguments = without_tokenizers(settings["stop_strings"], call.arguments)
-    return make_continuous_batch(generate, model, drafter, replace(call, arguments=arguments))
+    return make_continuous_batch(generate, model, drafter, call)

@@ -11,9 +11,9 @@ from transformers import GenerationConfig, PreTrainedModel
 from hf_spec.decoding.continuous_batching import Prepared, Request
 from hf_spec.decoding.open_batch import OpenBatch
 from hf_spec.errors import OptionError
-from hf_spec.generation.generate_batch import GenerateBatchCall, prepare_request
+from hf_spec.generation.generate_batch import prepare_request, settle_batch
 from hf_spec.generation.hook import original_generate
-from hf_spec.generation.settling import find_drafter, settle, with_own_storage, without_tokenizers
+from hf_spec.generation.settling import find_drafter, settle
 from hf_spec.strategies.registry import parse_strategy
 
 
@@ -52,14 +52,9 @@ class OpenGeneration:
                 f"strategy, which is {self.config.strategy!r} here; leave it out"
             )
         given = {"inputs": [prompt], "generation_config": config, "tokenizer": self._tokenizer}
-        _, settings = settle(self.model, self.config, given)
-        given = with_own_storage(settings, given)
-        call = GenerateBatchCall.read(self.model, self.config.batching, settings, given)
-        arguments = without_tokenizers(settings["stop_strings"], call.arguments)
+        _, call = settle_batch(self.model, self.config, given)
         # transformers warns of settings beside a config.
-        for name in [name for name in arguments if hasattr(config, name)]:
-            setattr(config, name, arguments.pop(name))
-        call = replace(call, arguments=arguments)
+        call = replace(call, arguments=config.update(**call.arguments))
         # Further sequences of the prompt are not asked for.
         request = replace(call.requests[-1], request_id=request_id)
         return Ready(request, prepare_request(original_generate(), self.model, call, request))

@@ -30,7 +30,7 @@ from hf_spec.adapters.reading import check_tensors
 from hf_spec.devices.placement import weight_rows
 from hf_spec.errors import AssistantError
 from hf_spec.execution.vocabulary import PADDED_ROWS, num_embeddings
-from hf_spec.heads.eagle_spec import EagleSpec, normal_names, read_spec
+from hf_spec.heads.eagle_spec import EagleSpec, layer_config, normal_names, read_spec
 from hf_spec.heads.published_weights import head_dtype, known_tokens
 from hf_spec.models.draft_head import FewTokensHead
 from hf_spec.models.pair_rows import State
@@ -40,7 +40,6 @@ logger = logging.getLogger(__name__)
 
 STRATEGY = "eagle"
 FAMILIES = ("eagle3", "peagle", "eagle")
-BIASES = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 @dataclass(frozen=True)
@@ -249,7 +248,7 @@ def build(head: PublishedHead, target: PreTrainedModel) -> EagleHead:
         AssistantError: if it is damaged, or for a target of other sizes.
     """
     tensors = normal_names(head.tensors)
-    spec = read_spec(head, tensors, target)
+    spec = read_spec(head, tensors, target.config.get_text_config())
     _compare_names(spec.what, head, target)
     kind = FirstEagleHead if head.family == "eagle" else EagleHead
     return kind(spec, tensors, target)
@@ -267,26 +266,15 @@ def _compare_names(what: str, head: PublishedHead, target: PreTrainedModel) -> N
 
 def _stack(spec: EagleSpec, tensors: dict[str, Tensor]) -> Any:
     """A model of ordinary layers of the head's sizes, without weights or an embedding."""
-    attention = "layers.0.self_attn."
-    normed = f"{attention}q_norm.weight" in tensors
-    layer = spec.layer
     sizes: dict[str, Any] = {
-        "hidden_size": spec.hidden_size,
-        "intermediate_size": spec.inner_size,
-        "num_hidden_layers": spec.num_layers,
-        "num_attention_heads": spec.num_heads,
-        "num_key_value_heads": spec.num_key_heads,
-        "head_dim": spec.head_size,
-        "hidden_act": layer.get("hidden_act", "silu"),
-        "rms_norm_eps": layer.get("rms_norm_eps", 1e-6),
-        "max_position_embeddings": layer.get("max_position_embeddings", 2048),
+        **layer_config(spec, tensors),
         "rope_parameters": spec.rope,
-        "attention_bias": any(f"{attention}{name}.bias" in tensors for name in BIASES),
         "vocab_size": 1,
         **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
     }
+    kind = sizes.pop("model_type")
     with torch.device("meta"):
-        if normed:
+        if kind == "qwen3":
             stack: Any = Qwen3Model(Qwen3Config(**sizes))
         else:
             stack = LlamaModel(LlamaConfig(**sizes))

@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 # RoPE's base where a config names none, whatever the target's own is.
 THETA = 10000.0
 EMBEDDINGS = ("target", "own", "scaled")
+# Projections that may have one.
+BIASES = ("q_proj", "k_proj", "v_proj", "o_proj")
 # Names under which the token of places to come is published.
 MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
 
@@ -81,8 +83,10 @@ class EagleSpec:
     mask_token: int | None
 
 
-def read_spec(head: PublishedHead, tensors: Mapping[str, Tensor], target: Any) -> EagleSpec:
-    """The spec of a head for a target; `tensors` are its own, by the names of `normal_names`.
+def read_spec(head: PublishedHead, tensors: Mapping[str, Tensor], text: Any) -> EagleSpec:
+    """The spec of a head for a target, of which `text` is the config of its text model.
+
+    `tensors` are the head's own, by the names of `normal_names`.
 
     Raises:
         AssistantError: if it is damaged or for a target of other sizes.
@@ -97,7 +101,6 @@ def read_spec(head: PublishedHead, tensors: Mapping[str, Tensor], target: Any) -
     hidden_size, width = shape_of(what, tensors, "fc.weight")
     heads, key_heads, head_size = _heads(what, tensors, layer)
     first = head.family == "eagle"
-    text: Any = target.config.get_text_config()
     _check_target(what, config, text)
     count = _num_features(what, width, hidden_size if first else 0, text.hidden_size)
     aux = (-1,) if first else _aux_layers(what, head, reading, count, text.num_hidden_layers)
@@ -134,6 +137,24 @@ def shape_of(what: str, tensors: Mapping[str, Tensor], name: str) -> tuple[int, 
     if len(shape) != 2 or 0 in shape:
         raise AssistantError(f"{what} is damaged: {name} is {shape or 'missing'}, no matrix")
     return shape[0], shape[1]
+
+
+def layer_config(spec: EagleSpec, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """What configs of transformers say of a head's layers, all but their rotary positions."""
+    attention = "layers.0.self_attn."
+    return {
+        "model_type": "qwen3" if f"{attention}q_norm.weight" in tensors else "llama",
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.inner_size,
+        "num_hidden_layers": spec.num_layers,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_key_heads,
+        "head_dim": spec.head_size,
+        "hidden_act": spec.layer.get("hidden_act", "silu"),
+        "rms_norm_eps": spec.layer.get("rms_norm_eps", 1e-6),
+        "max_position_embeddings": spec.layer.get("max_position_embeddings", 2048),
+        "attention_bias": any(f"{attention}{name}.bias" in tensors for name in BIASES),
+    }
 
 
 def default_aux_layers(num_layers: int) -> tuple[int, ...]:

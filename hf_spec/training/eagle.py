@@ -22,8 +22,11 @@ from transformers import DynamicCache, PreTrainedModel
 from hf_spec.adapters.base_name import base_name, is_hub_id
 from hf_spec.adapters.card import GENERATED
 from hf_spec.adapters.published import PublishedHead, write_published
+from hf_spec.errors import OptionError
+from hf_spec.execution.vocabulary import num_embeddings
 from hf_spec.heads.eagle_head import EagleHead, build
-from hf_spec.heads.eagle_spec import default_aux_layers
+from hf_spec.heads.eagle_layouts import Layout, Verifier, for_vllm
+from hf_spec.heads.eagle_spec import default_aux_layers, normal_names, read_spec
 from hf_spec.models.draft_head import FewTokensHead, check_plain_head
 from hf_spec.models.truncated import last_layers
 from hf_spec.training.csgd import Pairs, cut_prompt, read_pairs
@@ -50,24 +53,30 @@ def train_eagle(
     folder: Path,
     settings: EagleTrainSettings,
     run: TrainSettings = EAGLE_RUN,
+    start: PublishedHead | None = None,
 ) -> dict[str, float]:
     """Train a head on a frozen target's answers and write it to `folder`.
 
     Several answers to one prompt share an id; features, where texts have them, are those of
-    `text_layers`. Checkpoint and metrics go into the `training` folder.
+    `text_layers`. Checkpoint and metrics go into the `training` folder. `start` is a head to go on
+    from, in any layout, by default the target's last layer; it keeps the tokens that it knows.
 
     Returns:
         Figures on the texts held back, see `acceptance`.
 
     Raises:
         UnsupportedError: if the target changes its logits after the head.
-        OptionError: if nothing is left to train on or to evaluate with.
+        OptionError: if nothing is left to train on or to evaluate with, or `start` is of another
+            kind, or has other sizes than `settings`.
+        AssistantError: if `start` belongs to another model.
     """
     check_plain_head(model)
+    if start is not None:
+        check_start(start, model, settings)
     learned, held = learned_and_held(texts, settings.held_back, "texts")
     torch.manual_seed(run.seed)
-    start = new_head(model, learned, settings, folder)
-    head = build(start, model)
+    begun = new_head(model, learned, settings, folder) if start is None else start
+    head = build(begun, model)
     trained = dict(head.attention.named_parameters())
     for parameter in trained.values():
         parameter.requires_grad_(True)
@@ -81,14 +90,18 @@ def train_eagle(
         batches = [held[begin : begin + EVALUATED] for begin in range(0, len(held), EVALUATED)]
         return acceptance([match for batch in batches for match in loss.matches(batch)])
 
-    facts = {**asdict(settings), "texts": len(texts)}
+    # By name: the head goes to others, whom this machine's folders do not concern.
+    started = None if start is None else Path(start.name).name
+    facts = {**asdict(settings), "texts": len(texts), "start": started}
     figures = train(trained, loss, epochs, run, folder / "training", evaluate, facts)
     if processes().is_main_process:
         # Beside what was trained there are the tokens that it knows.
-        tensors = start.tensors | {name: w.detach().bfloat16() for name, w in trained.items()}
+        tensors = normal_names(begun.tensors)
+        tensors |= {name: weight.detach().bfloat16() for name, weight in trained.items()}
+        config, tensors = layout(head, tensors, model, settings.steps)
         told = {"training": {**facts, **asdict(run)}, "held_back": figures}
-        config = {**start.config, "hf_spec": told}
-        write_published(folder, config, tensors, _card(base_name(model), folder, figures))
+        card = _card(base_name(model), folder, figures)
+        write_published(folder, {**config, "hf_spec": told}, tensors, card)
     return figures
 
 
@@ -104,11 +117,9 @@ def new_head(
     )
     config: Any = model.config.get_text_config()
     width, heads = config.hidden_size, config.num_attention_heads
-    layer = {
-        "model_type": "llama",
+    described = {
         "hidden_size": width,
         "intermediate_size": settings.mlp_size or config.intermediate_size,
-        "num_hidden_layers": 1,
         "num_attention_heads": heads,
         "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
         "head_dim": getattr(config, "head_dim", None) or width // heads,
@@ -116,34 +127,58 @@ def new_head(
         "rms_norm_eps": getattr(config, "rms_norm_eps", 1e-6),
         "rope_theta": (getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10000.0),
         "max_position_embeddings": config.max_position_embeddings,
-        "vocab_size": config.vocab_size,
-    }
-    method = {"proposal_type": "greedy", "speculative_tokens": settings.steps}
-    scores = FewTokensHead(model.get_output_embeddings(), vocabulary).scores
-    described = {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
-        "draft_vocab_size": len(scores.weight),
         "eagle_aux_hidden_state_layer_ids": list(text_layers(model)[:-1]),
-        "norm_before_residual": False,
-        "target_hidden_size": width,
-        "transformer_layer_config": layer,
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [method],
-            "verifier": {
-                "name_or_path": base_name(model),
-                "architectures": [type(model).__name__],
-            },
-        },
     }
-    tensors = {**_first_weights(model, layer), "lm_head.weight": scores.weight.detach().clone()}
+    scores = FewTokensHead(model.get_output_embeddings(), vocabulary).scores
+    tensors = {**_first_weights(model, described), "lm_head.weight": scores.weight.detach().clone()}
     if vocabulary is not None:
         tensors["d2t"] = vocabulary.cpu() - torch.arange(len(vocabulary))
-        tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool)
-        tensors["t2d"][vocabulary.cpu()] = True
     return PublishedHead("eagle3", described, tensors, folder, str(folder))
+
+
+def layout(
+    head: EagleHead, tensors: Mapping[str, Tensor], model: PreTrainedModel, steps: int
+) -> Layout:
+    """The files of a head, to draft `steps` tokens, with `tensors` by the names of its parts."""
+    text = model.config.get_text_config()
+    verifier = Verifier(base_name(model), (type(model).__name__,), text)
+    return for_vllm(head.spec, tensors, verifier, steps)
+
+
+def check_start(start: PublishedHead, model: PreTrainedModel, settings: EagleTrainSettings) -> None:
+    """Refuse a head to go on from that training does not fit, or that is not what is asked for.
+
+    Raises:
+        OptionError: if it is of another kind, or has other sizes than `settings`.
+        AssistantError: if it belongs to another model.
+    """
+    what = f"the head to go on from, {start.name!r},"
+    if start.family != "eagle3":
+        raise OptionError(f"{what} is of the family {start.family!r}, not 'eagle3'")
+    tensors = normal_names(start.tensors)
+    spec = read_spec(start, tensors, model.config.get_text_config())
+    layers = text_layers(model)[:-1]
+    if spec.hidden_layers != layers:
+        raise OptionError(f"{what} reads the layers {spec.hidden_layers}; training reads {layers}")
+    full, asked = num_embeddings(model), settings.vocabulary_size
+    known = min(len(tensors.get("lm_head.weight", ())) or full, full)
+    # Answers may have had fewer tokens than the head was allowed.
+    if asked not in (known, _allowed(start)) and (asked or full) != known:
+        raise OptionError(
+            f"{what} knows {known} of {full} tokens, which stay the same, and vocabulary_size is "
+            f"{asked}: ask for {known if known < full else None}"
+        )
+    if settings.mlp_size not in (None, spec.inner_size):
+        raise OptionError(
+            f"{what} has an MLP of {spec.inner_size}, and mlp_size is {settings.mlp_size}"
+        )
+
+
+def _allowed(start: PublishedHead) -> object:
+    """Of how many tokens a head was to know at most, if it was trained here."""
+    told = start.config.get("hf_spec")
+    training = told.get("training") if isinstance(told, dict) else None
+    return training.get("vocabulary_size", ()) if isinstance(training, dict) else ()
 
 
 class StepsLoss:

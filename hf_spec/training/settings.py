@@ -171,7 +171,7 @@ class EagleTrainSettings(Settings):
     Attributes:
         steps: draft steps in a row that it is trained on; the paper's training-time test.
         step_weight: of the loss of a step, by that of the step before it.
-        mlp_size: width of its MLP; the target's by default.
+        mlp_size: width of its MLP; by default the target's, or that of the head to go on from.
         vocabulary_size: most frequent tokens that it can propose; None for all.
         max_context: last tokens of a prompt that are read in training; None for all.
         held_back: share of the prompts kept for evaluation, chosen by a hash of their ids.

@@ -20,8 +20,7 @@ DEPTH = 36
 
 
 def target() -> Any:
-    text = SimpleNamespace(num_hidden_layers=DEPTH, hidden_size=heads.WIDTH)
-    return SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: text))
+    return SimpleNamespace(num_hidden_layers=DEPTH, hidden_size=heads.WIDTH)
 
 
 def spec(

@@ -1,7 +1,8 @@
-"""A head trained here in vLLM's speculators: loaded by the package, it says what it says here."""
+"""Heads trained here or exported, loaded by vLLM's speculators: they say what they say here."""
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,16 @@ import pytest
 import torch
 import transformers as T
 
-from hf_spec.adapters.published import read_published, write_published
+from hf_spec.adapters.published import known_head, write_published
 from hf_spec.heads.eagle_head import build
-from hf_spec.training.eagle import new_head
+from hf_spec.heads.exporting import export_head
+from hf_spec.training.eagle import layout, new_head
 from hf_spec.training.features import stored_texts
 from hf_spec.training.responses import Response
 from hf_spec.training.settings import EagleTrainSettings
+from tests import published_heads as heads
 from tests.tiny_models import LLAMA_LIKE
+from tests.tiny_models import build as tiny
 
 pytest.importorskip(
     "speculators.models.eagle3", reason="needs the package speculators in an environment of its own"
@@ -49,9 +53,35 @@ def test_a_head_says_the_same_there(
         for name, t in made.tensors.items()
     }
     tensors["lm_head.weight"] = made.tensors["lm_head.weight"]
-    write_published(tmp_path / "head", made.config, tensors, "")
-    head = build(read_published(tmp_path / "head"), target)
-    theirs = Eagle3DraftModel.from_pretrained(tmp_path / "head").eval().float()
+    write_published(tmp_path / "head", *layout(build(made, target), tensors, target, 4), "")
+    said = compared(tmp_path / "head", target)
+    assert said.shape[-1] == len(made.tensors["lm_head.weight"])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["eagle3", "specforge", "every token", "EAGLE-3.1"])
+def test_an_exported_head_says_the_same_there(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Published in other layouts, and with the norms of later versions."""
+    monkeypatch.chdir(tmp_path)
+    target: Any = copy.deepcopy(tiny("llama"))
+    target.save_pretrained(tmp_path / "target")
+    target = T.AutoModelForCausalLM.from_pretrained(tmp_path / "target").eval()
+    source = heads.sample("eagle3").folder if kind == "EAGLE-3.1" else heads.sample(kind).folder
+    if kind == "EAGLE-3.1":
+        norms = {f"fc_norm.{i}.weight": (heads.WIDTH,) for i in range(3)}
+        tensors = {**known_head(source).tensors, **heads.random_tensors(norms)}
+        source = heads.save("eagle31", heads.plain_config(fc_norm=True, norm_output=True), tensors)
+    export_head(source, tmp_path / "head", "vllm", "target")
+    assert build(known_head(source), target).spec.norm_output == (kind == "EAGLE-3.1")
+    compared(tmp_path / "head", target)
+
+
+def compared(folder: Path, target: Any) -> torch.Tensor:
+    """Logits of the package's model of a head, which are those of ours."""
+    head = build(known_head(folder), target)
+    theirs = Eagle3DraftModel.from_pretrained(folder).eval().float()
     # The embedding is the target's, which a file of the head would only repeat.
     theirs.embed_tokens.weight.data.copy_(target.get_input_embeddings().weight)
 
@@ -65,5 +95,5 @@ def test_a_head_says_the_same_there(
     mask = torch.ones(12, 12, dtype=torch.bool).tril()[None, None]
     outputs = head.attend(mixed, attention_mask=mask, position_ids=torch.arange(12)[None])
     torch.testing.assert_close(head.head.known(outputs), said[0], rtol=1e-4, atol=1e-4)
-    assert said[0].shape[-1] == len(made.tensors["lm_head.weight"])
     assert len(said[0].argmax(-1).unique()) > 3
+    return said[0]

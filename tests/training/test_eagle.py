@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from hf_spec import OptionError
-from hf_spec.adapters.published import read_published
+from hf_spec import AssistantError, OptionError
+from hf_spec.adapters.published import PublishedHead, known_head, read_published
 from hf_spec.heads.eagle_head import EagleHead, build
 from hf_spec.training.eagle import StepsLoss, draft_steps, new_head, text_layers, train_eagle
 from hf_spec.training.features import Text, stored_texts
@@ -19,6 +20,7 @@ from hf_spec.training.held_back import acceptance, split_by_hash
 from hf_spec.training.responses import Response
 from hf_spec.training.settings import EagleTrainSettings, TrainSettings
 from hf_spec.training.trainer import METRICS, MicroBatch
+from tests import published_heads as heads
 
 SETTINGS = EagleTrainSettings(steps=3, vocabulary_size=60, mlp_size=24, held_back=0.4)
 RUN = TrainSettings(epochs=30, batch_tokens=100, learning_rate=0.01, evaluate_every=10)
@@ -38,6 +40,11 @@ def head(model: PreTrainedModel, texts: list[Text], tmp_path: Path) -> EagleHead
 def rows(folder: Path) -> list[dict[str, float]]:
     lines = (folder / "training" / METRICS).read_text().splitlines()
     return [json.loads(line) for line in lines]
+
+
+def loss_of(some: list[dict[str, float]]) -> float:
+    """Per token."""
+    return sum(row["loss"] * row["tokens"] for row in some) / sum(row["tokens"] for row in some)
 
 
 def alone(head: EagleHead, tokens: list[int], features: torch.Tensor) -> torch.Tensor:
@@ -116,6 +123,85 @@ def test_features_on_the_fly_teach_the_same(
     for one, other in zip(rows(tmp_path / "stored"), rows(tmp_path / "fresh"), strict=True):
         assert one["tokens"] == other["tokens"]
         assert one["loss"] == pytest.approx(other["loss"], rel=0.05)
+
+
+class TestGoingOn:
+    def test_it_starts_where_the_saved_head_ended(
+        self, model: PreTrainedModel, texts: list[Text], tmp_path: Path
+    ) -> None:
+        """Without learning, the loss is that of the saved head; with it, it falls further."""
+        ended = train_eagle(model, texts, tmp_path / "first", SETTINGS, RUN)
+        first = rows(tmp_path / "first")
+        per_epoch = len(first) // RUN.epochs
+        still = replace(RUN, epochs=1, learning_rate=0.0)
+        start = known_head(tmp_path / "first")
+        same = train_eagle(model, texts, tmp_path / "same", SETTINGS, still, start)
+        assert same == pytest.approx(ended, abs=0.05)
+        fresh = loss_of(first[:per_epoch])
+        saved = loss_of(rows(tmp_path / "same"))
+        # The weights of the saved head are those of the last step, in bfloat16.
+        assert saved == pytest.approx(loss_of(first[-per_epoch:]), rel=0.02)
+        assert saved < fresh - 1
+        train_eagle(model, texts, tmp_path / "more", SETTINGS, replace(RUN, epochs=8), start)
+        assert loss_of(rows(tmp_path / "more")[-per_epoch:]) < saved
+        written = known_head(tmp_path / "more")
+        assert written.config["hf_spec"]["training"]["start"] == "first"
+        assert written.config.keys() == start.config.keys()
+        assert {k: v.shape for k, v in written.tensors.items()} == {
+            k: v.shape for k, v in start.tensors.items()
+        }
+        assert torch.equal(written.tensors["d2t"], start.tensors["d2t"])
+
+    def test_from_another_layout(
+        self, model: PreTrainedModel, texts: list[Text], tmp_path: Path
+    ) -> None:
+        """What is written has the one layout, and what was not trained stays in it."""
+        config = {**heads.plain_config(), "eagle_aux_hidden_state_layer_ids": [2, 1, 0]}
+        tensors = known_head(heads.sample().folder).tensors
+        start = PublishedHead("eagle3", config, tensors, tmp_path, "somebody's")
+        settings = replace(SETTINGS, vocabulary_size=heads.KNOWN, mlp_size=None)
+        train_eagle(model, texts, tmp_path / "mine", settings, replace(RUN, epochs=1), start)
+        written = known_head(tmp_path / "mine")
+        assert written.config["speculators_model_type"] == "eagle3"
+        assert torch.equal(written.tensors["d2t"], tensors["d2t"])
+        assert build(written, model).spec.inner_size == heads.INNER
+
+    @pytest.mark.parametrize(
+        ("changes", "reason"),
+        [
+            ({"vocabulary_size": 50}, "knows 60 of .* vocabulary_size is 50: ask for 60"),
+            ({"vocabulary_size": None}, "vocabulary_size is None: ask for 60"),
+            ({"mlp_size": 32}, "has an MLP of 24, and mlp_size is 32"),
+        ],
+    )
+    def test_other_sizes_are_refused(
+        self,
+        changes: dict[str, Any],
+        reason: str,
+        model: PreTrainedModel,
+        texts: list[Text],
+        tmp_path: Path,
+    ) -> None:
+        start = new_head(model, texts, SETTINGS, tmp_path)
+        with pytest.raises(OptionError, match=reason):
+            train_eagle(model, texts, tmp_path / "x", replace(SETTINGS, **changes), RUN, start)
+        assert not (tmp_path / "x").exists()
+
+    def test_other_kinds_and_targets_are_refused(
+        self, model: PreTrainedModel, texts: list[Text], tmp_path: Path
+    ) -> None:
+        made = new_head(model, texts, SETTINGS, tmp_path)
+        others = [
+            (replace(made, family="peagle"), "family 'peagle', not 'eagle3'"),
+            (replace(made, reading=(("aux_layers", (2, 1, 1)),)), r"layers \(2, 1, 1\)"),
+        ]
+        for start, reason in others:
+            with pytest.raises(OptionError, match=reason):
+                train_eagle(model, texts, tmp_path / "x", SETTINGS, RUN, start)
+        narrow = heads.random_tensors(heads.sizes(target=heads.WIDTH + 2))
+        start = PublishedHead("eagle3", heads.plain_config(), narrow, tmp_path, "narrow")
+        with pytest.raises(AssistantError, match="is for another target"):
+            train_eagle(model, texts, tmp_path / "x", SETTINGS, RUN, start)
 
 
 def test_later_steps_weigh_less(model: PreTrainedModel, texts: list[Text], head: EagleHead) -> None:

@@ -8,23 +8,20 @@ a cache of its own; "packed" and "compiled", our forward of a tree without and w
 from __future__ import annotations
 
 import argparse
-import json
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 import hf_spec
+from examples.studies import timing
 from hf_spec.bench.step_cost import tree_of
 from hf_spec.bench.tables import Table
-from hf_spec.data.machine import environment
 from hf_spec.execution.cpu_linear import fast_cpu_linears, fast_products
 
 COUNTS = (1, 4, 16)
@@ -118,35 +115,20 @@ def table(seconds: dict[str, dict[int, list[float]]]) -> str:
 def main(argv: list[str] | None = None) -> None:
     """Command line; prints the table and writes every run as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", required=True, help="folder or Hub id")
+    timing.add_options(parser)
     parser.add_argument("--context", type=int, default=200, help="tokens before the root")
     parser.add_argument("--repeats", type=int, default=6)
-    parser.add_argument("--threads", type=int, help="default: PyTorch's")
-    parser.add_argument(
-        "--processor-time", action="store_true", help="count processor seconds, not those that pass"
-    )
-    parser.add_argument("--out", type=Path, help="JSON file")
     options = parser.parse_args(argv)
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
+    model, clock = timing.begin(options)
     vocab = model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
     context = torch.randint(3, vocab, (options.context,), generator=generator).tolist()
-    clock = time.process_time if options.processor_time else time.perf_counter
     report = hf_spec.compile(model)
     print(report)
     seconds = measure(model, context, options.repeats, clock)
     print(table(seconds))
-    if options.out:
-        facts: dict[str, Any] = {
-            "environment": environment(),
-            "context": options.context,
-            "threads": torch.get_num_threads(),
-            "processor_time": options.processor_time,
-            "compile": asdict(report),
-        }
-        options.out.write_text(json.dumps({**facts, "seconds": seconds}, indent=1))
+    record = {"context": options.context, "compile": asdict(report), "seconds": seconds}
+    timing.write_record(options, record)
 
 
 if __name__ == "__main__":

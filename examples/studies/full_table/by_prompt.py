@@ -8,21 +8,18 @@ the machine only ever adds time.
 from __future__ import annotations
 
 import argparse
-import json
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
+from examples.studies import timing
 from hf_spec.bench.contenders import Contender, plain, strategy
 from hf_spec.bench.entries import assistant_finder, parse_entries
 from hf_spec.bench.tables import Table
-from hf_spec.data.machine import environment
 from hf_spec.data.prompts import Prompt, load_prompts
 
 
@@ -123,27 +120,19 @@ def table(records: Sequence[Timed]) -> str:
 def main(argv: list[str] | None = None) -> None:
     """Command line; prints the table and writes every run as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", required=True, help="folder or Hub id")
+    timing.add_options(parser)
     parser.add_argument("--strategy", action="append", required=True, help="as for `bench`")
     parser.add_argument("--assistant", action="append", default=[], help="as for `bench`")
     parser.add_argument("--per-task", type=int, default=2, help="prompts of each of six tasks")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, help="default: PyTorch's")
-    parser.add_argument(
-        "--processor-time", action="store_true", help="count processor seconds, not those that pass"
-    )
-    parser.add_argument("--out", type=Path, help="JSON file")
     options = parser.parse_args(argv)
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
+    model, clock = timing.begin(options)
     find = assistant_finder(model)
     contenders = [plain(model)] + [
         strategy(model, entry.config, find(entry.assistant), entry.short_name)
         for entry in parse_entries(options.strategy, options.assistant)
     ]
-    clock = time.process_time if options.processor_time else time.perf_counter
     records = measure(
         contenders,
         load_prompts(per_task=options.per_task),
@@ -153,17 +142,13 @@ def main(argv: list[str] | None = None) -> None:
         clock,
     )
     print(table(records))
-    if options.out:
-        facts: dict[str, Any] = {
-            "environment": environment(),
-            "threads": torch.get_num_threads(),
-            "processor_time": options.processor_time,
-            "new_tokens": options.new_tokens,
-            "strategies": options.strategy,
-            "assistants": options.assistant,
-        }
-        records_json = [record.__dict__ for record in records]
-        options.out.write_text(json.dumps({**facts, "records": records_json}, indent=1))
+    record = {
+        "new_tokens": options.new_tokens,
+        "strategies": options.strategy,
+        "assistants": options.assistant,
+        "records": [record.__dict__ for record in records],
+    }
+    timing.write_record(options, record)
 
 
 if __name__ == "__main__":

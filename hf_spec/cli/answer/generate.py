@@ -111,8 +111,10 @@ def generate(  # noqa: PLR0913 - one parameter an option
 def _prompt(prompt: str | None, file: Path | None) -> str:
     if (prompt is None) == (file is None):
         raise typer.BadParameter("give a prompt (- for standard input) or --prompt-file")
-    text = file.read_text(encoding="utf-8") if file is not None else str(prompt)
-    text = sys.stdin.read() if prompt == "-" else text
+    if file is not None:
+        text = file.read_text(encoding="utf-8")
+    else:
+        text = sys.stdin.read() if prompt == "-" else str(prompt)
     if not text:
         raise typer.BadParameter("the prompt is empty")
     return text

@@ -26,7 +26,7 @@ from hf_spec.cli.answer.speaker import Speaker
 from hf_spec.cli.options import check_out
 from hf_spec.data.prompts import Prompt, load_prompts
 from hf_spec.errors import OptionError
-from hf_spec.files import resume_lines, written_whole
+from hf_spec.files import resume_lines, whole_lines, written_whole
 from hf_spec.training.trainer import processes
 
 FORMAT = "hf_spec.answers"
@@ -62,7 +62,7 @@ def answer_all(
         **{name: value for name, value in asdict(speaker.settings).items() if name != "strategy"},
     }
     state = processes()
-    known = {line["id"] for part in _parts(out) for line in _read(part, head)}
+    known = {line["id"] for part in _parts(out) for line in whole_lines(part, head)}
     with state.split_between_processes(prompts) as share:
         todo = [prompt for prompt in share if prompt.id not in known]
     own = out.with_name(f"{out.name}.{state.process_index}.part")
@@ -95,22 +95,12 @@ def _parts(out: Path) -> list[Path]:
     return sorted(out.parent.glob(f"{out.name}.*.part"))
 
 
-def _read(part: Path, head: dict[str, Any]) -> list[dict[str, Any]]:
-    """The answers in a part; its last line may be one that is being written."""
-    content = part.read_bytes()
-    lines = content[: content.rfind(b"\n") + 1].splitlines()
-    if lines and json.loads(lines[0]) != head:
-        # Says what differs.
-        resume_lines(part, head)
-    return [json.loads(line) for line in lines[1:]]
-
-
 def _finish(out: Path, prompts: Sequence[Prompt], head: dict[str, Any]) -> None:
     """Join the parts if no answer lacks."""
     lock = out.with_name(f"{out.name}.lock")
     with FileLock(lock):
         parts = _parts(out)
-        answers = {line["id"]: line for part in parts for line in _read(part, head)}
+        answers = {line["id"]: line for part in parts for line in whole_lines(part, head)}
         if out.exists() or any(prompt.id not in answers for prompt in prompts):
             return
         with written_whole(out) as whole:

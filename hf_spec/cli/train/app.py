@@ -99,7 +99,7 @@ def train_falcon_command(  # noqa: PLR0913 - one parameter an option
     run: kinds.TrainSettings = kinds.FALCON_RUN,
     features: common.FeaturesFolder = None,
     store: common.StoreFeatures = True,
-    init: Annotated[Path | None, typer.Option(help="A Falcon adapter to go on from.")] = None,
+    init: common.InitHead = None,
     placement: options.Placement,
 ) -> None:
     """Train a Falcon head, which drafts several tokens in one pass.
@@ -138,6 +138,7 @@ def train_eagle_command(  # noqa: PLR0913 - one parameter an option
     run: kinds.TrainSettings = kinds.EAGLE_RUN,
     features: common.FeaturesFolder = None,
     store: common.StoreFeatures = True,
+    init: common.InitHead = None,
     placement: options.Placement,
 ) -> None:
     """Train an EAGLE-3 head, in the layout of vLLM's speculators.
@@ -146,13 +147,19 @@ def train_eagle_command(  # noqa: PLR0913 - one parameter an option
     answers. Use the head with model.generate(..., spec_strategy="eagle", assistant=OUT).
 
         hf-spec train eagle --model MODEL --responses answers.jsonl --out my-head --steps 4
+        hf-spec train eagle --model MODEL --responses more.jsonl --out my-next-head --init my-head
     """
+    from hf_spec.adapters.published import known_head
     from hf_spec.cli.loading import load_target
-    from hf_spec.training.eagle import text_layers, train_eagle
+    from hf_spec.training.eagle import check_start, text_layers, train_eagle
 
+    start = None if init is None else known_head(init)
     target = load_target(model, placement)
+    if start is not None:
+        # Before the features, which take a while.
+        check_start(start, target, settings)
     known = common.known_texts(target, responses, text_layers(target), features, store)
-    figures = train_eagle(target, known, out, settings, run)
+    figures = train_eagle(target, known, out, settings, run, start)
     common.conclude(figures, common.bench_command(model, f"eagle@{out}", placement))
 
 

@@ -40,6 +40,10 @@ StoreFeatures = Annotated[
     bool, typer.Option(help="Keep the features on disk, or compute them in every step.")
 ]
 
+InitHead = Annotated[
+    str | None, typer.Option(help="A head to go on from: folder or Hub id; sizes must agree.")
+]
+
 
 class RecordedCommand(TyperCommand):
     """A command whose options stand in the run record of the training that it starts."""

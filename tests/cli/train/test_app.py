@@ -181,6 +181,15 @@ class TestEagle:
         result = run(*words, *short_bench(tmp_path))
         assert result.exit_code == 0, result.output
         assert "eagle@my head  " in result.stdout
+        # A head to go on from, and one of another size.
+        train = (*train[:-1], tmp_path / "again", "--init", out, "--no-store", *self.SMALL)
+        result = run(*train, "--mlp-size", 32)
+        assert result.exit_code == 2
+        assert "has an MLP of 16, and mlp_size is 32" in " ".join(result.output.split())
+        result = run(*train)
+        assert result.exit_code == 0, result.output
+        told = json.loads((tmp_path / "again" / "config.json").read_text())
+        assert told["hf_spec"]["training"]["start"] == "my head"
 
 
 class TestSdsat:

@@ -1,0 +1,44 @@
+"""What the studies share that take times on a machine: options, the clock, and the record."""
+
+from __future__ import annotations
+
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from hf_spec.data.machine import environment
+from hf_spec.files import write_json
+
+
+def add_options(parser: ArgumentParser) -> None:
+    """`--model`, `--threads`, `--processor-time` and `--out`."""
+    parser.add_argument("--model", required=True, help="folder or Hub id")
+    parser.add_argument("--threads", type=int, help="default: PyTorch's")
+    parser.add_argument(
+        "--processor-time", action="store_true", help="count processor seconds, not those that pass"
+    )
+    parser.add_argument("--out", type=Path, help="JSON file")
+
+
+def begin(options: Namespace) -> tuple[PreTrainedModel, Callable[[], float]]:
+    """The model in float32, and the clock; from here on as many threads run as are asked for."""
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
+    return model, time.process_time if options.processor_time else time.perf_counter
+
+
+def write_record(options: Namespace, content: dict[str, Any]) -> None:
+    """Write what was measured behind the facts of machine and clock, where a file is named."""
+    if options.out:
+        facts = {
+            "environment": environment(),
+            "threads": torch.get_num_threads(),
+            "processor_time": options.processor_time,
+        }
+        write_json(options.out, {**facts, **content})
