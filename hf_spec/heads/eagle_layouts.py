@@ -148,7 +148,7 @@ def _check(
     }
     found = [what for what, is_there in {**common, **obstacles}.items() if is_there]
     if found:
-        other = "; vLLM may: --for vllm" if engine != "vLLM" else ""
+        other = "" if any(common.values()) else "; vLLM may: --for vllm"
         raise AssistantError(
             f"{spec.what} has what {engine} does not read: {', '.join(found)}{other}"
         )
@@ -206,7 +206,7 @@ def _layer(spec: EagleSpec, tensors: Mapping[str, Tensor], verifier: Verifier) -
         layer["rope_scaling"] = scaling
     else:
         # Engines draft no further than this, and any position can be computed.
-        longest = verifier.text.max_position_embeddings
+        longest = getattr(verifier.text, "max_position_embeddings", None) or 0
         layer["max_position_embeddings"] = max(layer["max_position_embeddings"], longest)
     dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")
     more = {"vocab_size": verifier.text.vocab_size, "tie_word_embeddings": False}

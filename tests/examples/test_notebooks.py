@@ -13,7 +13,8 @@ import pytest
 from nbformat.v4 import new_code_cell, new_notebook, new_output
 
 from tests.adapters.local_hub import local_hub
-from tests.examples.notebooks import EXAMPLES, NOTEBOOKS, execute, faults
+from tests.examples.notebooks import EXAMPLES, NOTEBOOKS, RECORDED, execute, faults
+from tests.examples.stand_ins import STAND_INS
 
 SCRIPTS = sorted(EXAMPLES.glob("*.py"))
 # Those that need another tool are run where that is tested.
@@ -25,6 +26,9 @@ TOPICS = {
     "disco",
     "batches",
     "share_an_adapter",
+    "eight_billion_on_colab",
+    "images",
+    "serving",
 }
 
 
@@ -38,7 +42,7 @@ def test_every_topic_has_its_notebook() -> None:
     assert {path.stem for path in NOTEBOOKS} == TOPICS
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
 def test_committed_notebooks_are_whole(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
@@ -46,6 +50,15 @@ def test_committed_notebooks_are_whole(path: Path) -> None:
     numbers = [cell.execution_count for cell in notebook.cells if cell.cell_type == "code"]
     assert numbers == list(range(1, len(numbers) + 1))
     assert notebook.cells[0].source.startswith("# ")
+
+
+@pytest.mark.parametrize("name", STAND_INS)
+def test_nothing_is_recorded_of_stand_ins(name: str) -> None:
+    notebook = nbformat.read(EXAMPLES / f"{name}.ipynb", as_version=4)
+    nbformat.validate(notebook)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert all(cell.execution_count is None and not cell.outputs for cell in cells)
+    assert "No outputs are stored here" in notebook.cells[0].source
 
 
 def test_faults_are_seen() -> None:
@@ -78,15 +91,21 @@ SMALLER = {
         "max_new_tokens=64": "max_new_tokens=20",
         '"max_new_tokens": 64': '"max_new_tokens": 20',
     },
+    "eight_billion_on_colab": {"128, 3": "24, 1"},
     "five_methods": {
         '"max_new_tokens": 48': '"max_new_tokens": 16',
         "max_new_tokens=48": "max_new_tokens=16",
+    },
+    "images": {
+        "max_new_tokens=160": "max_new_tokens=32",
+        '"max_new_tokens": 48': '"max_new_tokens": 16',
     },
     "quickstart": {
         '"max_new_tokens": 80': '"max_new_tokens": 32',
         "max_new_tokens=40": "max_new_tokens=16",
         "max_new_tokens=32": "max_new_tokens=12",
     },
+    "serving": {"max_tokens=48": "max_tokens=16", "in range(3)": "in range(2)"},
     "share_an_adapter": {
         "[:24]": "[:8]",
         "max_new_tokens=48": "max_new_tokens=16",
@@ -117,8 +136,21 @@ exec(compile(sys.stdin.read(), path, "exec"), {"__file__": path, "__name__": "__
 """
 
 
+@pytest.mark.parametrize("name", STAND_INS)
+def test_notebooks_run_with_stand_ins(name: str, tmp_path: Path) -> None:
+    """As they are, where tiny models have the names of the large ones."""
+    STAND_INS[name](tmp_path)
+    notebook = execute(EXAMPLES / f"{name}.ipynb", {"HF_HUB_OFFLINE": "1"}, SMALLER[name], tmp_path)
+    assert faults(notebook) == []
+    outputs = [one for cell in notebook.cells for one in cell.get("outputs", [])]
+    said = "".join(one.get("text", "") for one in outputs)
+    assert "times as fast" in said
+    assert "same text" in said
+    assert "False" not in said
+
+
 @pytest.mark.real
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
 def test_notebooks_run(path: Path) -> None:
     before = contents()
     assert faults(execute(path, smaller=SMALLER.get(path.stem))) == []

@@ -219,8 +219,9 @@ def test_what_sglang_has_no_network_for(change: dict[str, Any], reason: str) -> 
 @pytest.mark.parametrize("engine", LAYOUTS)
 def test_what_no_engine_reads(engine: str) -> None:
     spec, tensors = plain()
-    with pytest.raises(AssistantError, match="a single, normed state"):
+    with pytest.raises(AssistantError, match="a single, normed state") as refused:
         LAYOUTS[engine](replace(spec, hidden_layers=(-1,)), tensors, VERIFIER, 3)
+    assert "vLLM may" not in str(refused.value)
     with pytest.raises(AssistantError, match="a bias before its layer"):
         LAYOUTS[engine](spec, {**tensors, "fc.bias": torch.ones(heads.WIDTH)}, VERIFIER, 3)
     with pytest.raises(AssistantError, match="scaled"):

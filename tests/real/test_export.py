@@ -26,7 +26,7 @@ def test_the_shipped_head(engine: str, smollm2: Any, tmp_path: Path) -> None:
     prompt = PROMPT.encode(tokenizer)
     inputs = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
     config = EagleConfig(tree="chain", max_draft_tokens=4)
-    given = {"max_new_tokens": 24, "do_sample": False}
+    given = {"max_new_tokens": 12, "do_sample": False}
 
     def drafts(folder: Path) -> tuple[Any, list[list[int]], int]:
         sequences, rounds = record_rounds(model, inputs, config, str(folder), **given)
