@@ -37,12 +37,14 @@ class OpenBatch(Slots):
         batching: str = "unpadded",
     ):
         def hand_on(row: int, tokens: list[int]) -> None:
-            on_tokens(self._running[row][0].request_id, tokens)
+            on_tokens(running[row][0].request_id, tokens)
 
         # No stop rule holds for all: what ends one request may be a word of another. A processor
         # stands for those that any request may bring.
         anybody = Prepared([None], StopRules([], 1), do_sample=False)
         super().__init__(model, drafter, num_slots, anybody, BatchStreamer(hand_on), batching)
+        # Not the batch itself: in a circle, its memory would wait for Python's collector.
+        running = self._running
 
     @property
     def running(self) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -148,3 +150,20 @@ def test_memory_is_that_of_the_slots() -> None:
         return batch._target.pool.nbytes(), state.frames.shape, len(state.stats.rows)
 
     assert measure(12) == measure(2)
+
+
+@pytest.mark.parametrize("strategy", tiny_models.STRATEGIES)
+def test_memory_goes_with_the_batch_and_waits_for_no_collector(strategy: str) -> None:
+    batch = generation(strategy=strategy).make_batch(2, lambda name, tokens: None)
+    ready = generation(strategy=strategy).prepare("one", PROMPTS[0], greedy())
+    batch.add(ready.request, ready.prepared)
+    with batch.active():
+        while batch.unfinished:
+            batch.step()
+    left = weakref.ref(batch), weakref.ref(batch._target)
+    gc.disable()
+    try:
+        del batch
+        assert [one() for one in left] == [None, None]
+    finally:
+        gc.enable()

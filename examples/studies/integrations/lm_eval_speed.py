@@ -1,10 +1,11 @@
 """lm-evaluation-harness with a stored strategy beside plain decoding: scores and processor seconds.
 
-    python -m examples.studies.integrations.lm_eval_speed [--out RECORD] [--items 20] [--repeats 2]
+    python -m examples.studies.integrations.lm_eval_speed --batch-sizes 1
+    python -m examples.studies.integrations.lm_eval_speed --batch-sizes 8 --repeats 2 --add
 
 Twenty sums in words (`sums.jsonl`), asked as GSM8K is: examples with their reasoning first, the
-number after `####` is compared. SmolLM2-135M-Instruct in float32, one thread. Time is that of the
-process, so that others matter less.
+number after `####` is compared. SmolLM2-135M-Instruct in float32, one thread; its Falcon head
+in `examples/adapters` at batch size 1. Time is that of the process, so that others matter less.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from hf_spec.data.machine import environment
 
 ITEMS = Path(__file__).with_name("sums.jsonl")
 NEW_TOKENS = 48
-STRATEGIES = (None, "lookup", "auto")
+STRATEGIES = (None, "lookup", "auto", "falcon")
+HEAD = Path(__file__).parents[2] / "adapters" / "smollm2-135m-falcon"
 SHOWN = [
     {
         "question": "A hen lays 5 eggs a week. How many eggs do 4 hens lay in 2 weeks?",
@@ -63,7 +65,7 @@ def task() -> dict[str, Any]:
         "doc_to_target": "{{reasoning}} #### {{answer}}",
         "target_delimiter": " ",
         "generation_kwargs": {
-            "until": ["Question:"],
+            "until": ["Question:", "\n\n"],
             "do_sample": False,
             "max_gen_toks": NEW_TOKENS,
         },
@@ -91,6 +93,7 @@ def evaluate(
 ) -> Evaluation:
     """Run the task with a strategy stored in the model's generation config; None is plain."""
     model.generation_config.spec_strategy = strategy
+    model.generation_config.assistant = str(HEAD) if strategy == "falcon" else None
     judged: Any = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
     works, seconds = judged.generate_until, 0.0
 
@@ -104,7 +107,7 @@ def evaluate(
     # What the harness does around it takes some seconds, whoever generates.
     judged.generate_until = timed
     found: Any = simple_evaluate(judged, tasks=[task()], limit=items, bootstrap_iters=0)
-    model.generation_config.spec_strategy = None
+    model.generation_config.spec_strategy = model.generation_config.assistant = None
     samples = sorted(found["samples"]["sums"], key=lambda sample: sample["doc_id"])
     score = found["results"]["sums"]["exact_match,number"]
     return Evaluation(score, [sample["resps"][0][0] for sample in samples], seconds)
@@ -115,8 +118,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("lm_eval.json"))
     parser.add_argument("--items", type=int, default=20)
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--add", action="store_true", help="to what the record has")
     options = parser.parse_args()
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -127,12 +131,15 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     runs: list[dict[str, Any]] = []
+    if options.add:
+        runs = json.loads(options.out.read_text("utf-8"))["runs"]
     for size in options.batch_sizes:
+        strategies = STRATEGIES if size == 1 else STRATEGIES[:-1]
         # Packing and the first measurements of costs belong to no run.
-        for strategy in STRATEGIES[1:]:
+        for strategy in strategies[1:]:
             evaluate(model, tokenizer, strategy, size, 1)
         for _ in range(options.repeats):
-            for strategy in STRATEGIES:
+            for strategy in strategies:
                 found = evaluate(model, tokenizer, strategy, size, options.items)
                 runs.append({"batch": size, "strategy": strategy or "plain", **vars(found)})
                 print(size, strategy, f"{found.score:.2f} {found.seconds:.1f} s", flush=True)

@@ -1,6 +1,7 @@
-"""GRPO with TRL: seconds of a rollout with a strategy beside one of plain `generate()`.
+"""GRPO and online DPO with TRL: seconds of a rollout with a strategy beside plain `generate()`.
 
-    python -m examples.studies.integrations.trl_rollouts [--out RECORD] [--steps 4]
+    python -m examples.studies.integrations.trl_rollouts --trainers grpo
+    python -m examples.studies.integrations.trl_rollouts --trainers online_dpo --add
 
 SmolLM2-135M-Instruct in float32, one thread. Every rollout of the training is sampled twice from
 the policy as it is at that moment, plain and with the strategy, in turn first and second; the step
@@ -15,12 +16,14 @@ import json
 import statistics
 import tempfile
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
+from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 
 import hf_spec
 from hf_spec.data.machine import environment
@@ -37,33 +40,68 @@ def shorter(completions: list[Any], **_: Any) -> list[float]:
     return [-float(len(str(completion))) for completion in completions]
 
 
-def measure(model: Any, tokenizer: Any, strategy: str, greedy: bool, steps: int) -> dict[str, Any]:
+def grpo(policy: Any, tokenizer: Any, generation: dict[str, Any], **settings: Any) -> Any:
+    """Two completions of each prompt."""
+    args = GRPOConfig(
+        **settings,
+        per_device_train_batch_size=4,
+        num_generations=2,
+        max_completion_length=NEW_TOKENS,
+        generation_kwargs=generation,
+    )
+    return GRPOTrainer(policy, shorter, args, texts(), processing_class=tokenizer)
+
+
+def online_dpo(policy: Any, tokenizer: Any, generation: dict[str, Any], **settings: Any) -> Any:
+    """Two completions of each prompt, always."""
+    args = OnlineDPOConfig(
+        **settings,
+        per_device_train_batch_size=2,
+        max_new_tokens=NEW_TOKENS,
+        missing_eos_penalty=None,
+        # With gradient checkpointing, its default, TRL asks for rollouts without a cache.
+        generation_kwargs={**generation, "use_cache": True},
+    )
+    return OnlineDPOTrainer(
+        policy,
+        reward_funcs=shorter,
+        args=args,
+        train_dataset=texts(),
+        processing_class=tokenizer,
+    )
+
+
+TRAINERS = {"grpo": grpo, "online_dpo": online_dpo}
+
+
+def texts() -> Dataset:
+    """The prompts as TRL takes them."""
+    return Dataset.from_list([{"prompt": [{"role": "user", "content": text}]} for text in PROMPTS])
+
+
+def measure(
+    method: str, model: Any, tokenizer: Any, strategy: str, greedy: bool, steps: int
+) -> dict[str, Any]:
     """Train a copy of the model, and time every rollout both ways."""
     rollouts: list[dict[str, Any]] = []
+    generation = {
+        "do_sample": not greedy,
+        "spec_strategy": strategy,
+        # Rollouts of equal length, whatever was drawn.
+        "min_new_tokens": NEW_TOKENS,
+    }
     with tempfile.TemporaryDirectory() as folder:
-        args = GRPOConfig(
+        trainer = TRAINERS[method](
+            copy.deepcopy(model),
+            tokenizer,
+            generation,
             output_dir=folder,
-            per_device_train_batch_size=4,
-            num_generations=2,
-            max_completion_length=NEW_TOKENS,
             max_steps=steps,
             learning_rate=1e-5,
             use_cpu=True,
             bf16=False,
             report_to=[],
             save_strategy="no",
-            generation_kwargs={
-                "do_sample": not greedy,
-                "spec_strategy": strategy,
-                # Rollouts of equal length, whatever was drawn.
-                "min_new_tokens": NEW_TOKENS,
-            },
-        )
-        texts = Dataset.from_list(
-            [{"prompt": [{"role": "user", "content": text}]} for text in PROMPTS]
-        )
-        trainer = GRPOTrainer(
-            copy.deepcopy(model), shorter, args, texts, processing_class=tokenizer
         )
         policy: Any = trainer.model
         own = policy.generate
@@ -91,6 +129,7 @@ def measure(model: Any, tokenizer: Any, strategy: str, greedy: bool, steps: int)
     counted = rollouts[1:]
     ratios = sorted(one["plain"] / one["speculative"] for one in counted)
     return {
+        "trainer": method,
         "strategy": strategy,
         "greedy": greedy,
         "speed": round(statistics.median(ratios), 3),
@@ -106,6 +145,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("trl.json"))
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--trainers", nargs="+", choices=TRAINERS, default=list(TRAINERS))
+    parser.add_argument("--strategies", nargs="+", default=["lookup", "auto"])
+    parser.add_argument("--add", action="store_true", help="to what the record has")
     options = parser.parse_args()
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -115,9 +157,9 @@ def main() -> None:
     folder = smollm2_135m_instruct()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-    found = []
-    for strategy, greedy in (("lookup", True), ("lookup", False), ("auto", True), ("auto", False)):
-        found.append(measure(model, tokenizer, strategy, greedy, options.steps))
+    found = json.loads(options.out.read_text("utf-8"))["runs"] if options.add else []
+    for method, strategy, greedy in product(options.trainers, options.strategies, (True, False)):
+        found.append(measure(method, model, tokenizer, strategy, greedy, options.steps))
         print({k: v for k, v in found[-1].items() if k != "rollouts"}, flush=True)
         options.out.write_text(json.dumps({"machine": environment(), "runs": found}, indent=1))
 

@@ -1,7 +1,8 @@
 """What a server does under load: 32 streams at a time, among them clients that go away or err.
 
-`transformers serve`, the same with its continuous batching, and `hf-spec serve` are started beside
-each other on 127.0.0.1 with one model, and take turns: a part of the requests goes to each. Of ten
+`transformers serve`, the same with its continuous batching, and `hf-spec serve` without drafts and
+with a strategy are started beside each other on 127.0.0.1 with one model, and take turns: a part of
+the requests goes to each, to the first two perhaps a smaller one (`--beside`). Of ten
 requests one is cancelled after its first words, one is malformed and one has a prompt longer than
 the limit; the others are greedy, half of them streamed. Each must end as it should, and each whole
 answer must be what plain `generate()` says in this process. transformers' server knows no limit and
@@ -37,11 +38,13 @@ from hf_spec.bench.tables import Table
 from hf_spec.data.machine import environment
 from hf_spec.data.prompts import load_prompts
 
-PLAIN, BATCHED, SPECULATIVE = NAMES = (
+PLAIN, BATCHED, UNDRAFTED, SPECULATIVE = NAMES = (
     "transformers serve",
     "transformers serve --continuous-batching",
+    "hf-spec serve --strategy none",
     "hf-spec serve",
 )
+OURS = (UNDRAFTED, SPECULATIVE)
 WHOLE, STREAM, CANCELLED, MALFORMED, TOO_LONG = KINDS = (
     "whole",
     "stream",
@@ -265,15 +268,16 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     asked = [Asked(a.number, a.kind, endless) if a.kind == TOO_LONG else a for a in asked]
     records: dict[str, list[dict[str, Any]]] = {name: [] for name in NAMES}
     seconds = dict.fromkeys(records, 0.0)
-    memory: dict[str, list[float]] = {name: [] for name in records}
     with ExitStack() as stack:
         servers = [
             stack.enter_context(served(name, command, arguments.logs / f"serve_{index}.log"))
             for index, (name, command) in enumerate(commands(arguments).items())
         ]
+        # First that before any request.
+        memory = {server.name: [server.memory] for server in servers}
         for part in parts(asked, arguments.parts):
             for server in servers:
-                mine = [a for a in part if server.name == SPECULATIVE or a.kind != TOO_LONG]
+                mine = share(server.name, part, arguments)
                 began = time.perf_counter()
                 given = (server, arguments.model, mine, arguments.streams, arguments.new_tokens)
                 found = asyncio.run(ask_all(*given))
@@ -288,7 +292,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "environment": environment(),
         "command": sys.argv[1:],
         "servers": {name: summary(records[name], seconds[name]) for name in records},
-        "memory_mib_after_each_part": memory,
+        "memory_mib_before_and_after_each_part": memory,
         "metrics": metrics,
         "records": records,
     }
@@ -296,9 +300,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def commands(arguments: argparse.Namespace) -> dict[str, list[str]]:
     """How each server is started, without its address."""
-    ours = [sys.executable, "-m", "hf_spec", "serve", arguments.model]
-    ours += ["--strategy", arguments.strategy, "--device", "cpu"]
+    ours = [sys.executable, "-m", "hf_spec", "serve", arguments.model, "--device", "cpu"]
     ours += ["--max-batch", str(arguments.max_batch), "--max-length", str(arguments.max_length)]
+    undrafted = [*ours, "--strategy", "none"]
+    ours += ["--strategy", arguments.strategy]
     for name in arguments.assistant:
         ours += ["--assistant", name]
     theirs = "from transformers.cli.transformers import main; main()"
@@ -307,7 +312,15 @@ def commands(arguments: argparse.Namespace) -> dict[str, list[str]]:
     # Left to itself it takes more than half of a CPU's memory for keys and values.
     batched = [*plain, "--continuous-batching", "--cb-num-blocks", "256"]
     batched += ["--cb-max-batch-tokens", "512"]
-    return {PLAIN: plain, BATCHED: batched, SPECULATIVE: ours}
+    return {PLAIN: plain, BATCHED: batched, UNDRAFTED: undrafted, SPECULATIVE: ours}
+
+
+def share(name: str, part: Sequence[Asked], arguments: argparse.Namespace) -> list[Asked]:
+    """What a server gets of a part: all of it, or what one without a limit is asked for."""
+    if name in OURS:
+        return list(part)
+    count = arguments.beside or arguments.requests
+    return [a for a in part[: -(-count // arguments.parts)] if a.kind != TOO_LONG]
 
 
 def parts(asked: Sequence[Asked], count: int) -> list[Sequence[Asked]]:
@@ -318,7 +331,7 @@ def parts(asked: Sequence[Asked], count: int) -> list[Sequence[Asked]]:
 
 def _idle(server: Server) -> Server:
     """The same server, once it has nothing to do, as far as that can be seen."""
-    if server.name == SPECULATIVE:
+    if server.name in OURS:
         for _ in range(200):
             now = server.metrics()
             if not (now["hf_spec_running"] or now["hf_spec_queue_length"]):
@@ -335,6 +348,7 @@ def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--strategy", default="auto")
     parser.add_argument("--assistant", action="append", default=[])
     parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--beside", type=int, help="of these, those to transformers' own servers")
     parser.add_argument("--streams", type=int, default=32, help="requests under way")
     parser.add_argument("--parts", type=int, default=4, help="turns of each server")
     parser.add_argument("--prompts", type=int, default=20, help="different ones")

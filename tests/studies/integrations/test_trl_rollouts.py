@@ -15,13 +15,16 @@ from tests.tiny_models import build
 pytestmark = pytest.mark.integration
 
 
+@pytest.mark.parametrize("trainer", trl_rollouts.TRAINERS)
 @pytest.mark.parametrize("greedy", [True, False])
-def test_rollouts_are_timed_beside_plain(greedy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rollouts_are_timed_beside_plain(
+    trainer: str, greedy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(trl_rollouts, "NEW_TOKENS", 12)
     tokenizer = make_tokenizer()
     tokenizer.padding_side = "left"
     model = copy.deepcopy(build("llama"))
-    found = trl_rollouts.measure(model, tokenizer, "lookup", greedy, steps=3)
+    found = trl_rollouts.measure(trainer, model, tokenizer, "lookup", greedy, steps=3)
     assert len(found["rollouts"]) == 3
     assert found["same"] == ("3 of 3" if greedy else None)
     assert found["least"] <= found["speed"] <= found["most"]

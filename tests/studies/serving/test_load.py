@@ -12,7 +12,7 @@ from tests.serving.conftest import folder  # noqa: F401 - a fixture
 pytest.importorskip("fastapi", reason="needs the extra 'serve'")
 
 from examples.studies.serving import load
-from examples.studies.serving.load import BATCHED, KINDS, PLAIN, SPECULATIVE
+from examples.studies.serving.load import BATCHED, KINDS, OURS, PLAIN
 
 # MiB that a server may hold more after the last turn than after the first.
 MARGIN = 32
@@ -47,18 +47,20 @@ def test_what_counts_as_it_should_be() -> None:
 def test_the_servers_under_load(folder: Path, tmp_path: Path) -> None:  # noqa: F811
     out = tmp_path / "load.json"
     options = {"--model": folder, "--strategy": "lookup", "--requests": 40, "--streams": 32}
-    options |= {"--parts": 2, "--logs": tmp_path, "--out": out}
+    options |= {"--parts": 2, "--beside": 20, "--logs": tmp_path, "--out": out}
     load.main([str(part) for pair in options.items() for part in pair])
     found = json.loads(out.read_text())
-    ours = found["servers"][SPECULATIVE]
-    assert ours["requests"] == ours["as_expected"] == 40
+    for name in OURS:
+        ours = found["servers"][name]
+        assert ours["requests"] == ours["as_expected"] == 40
+        before, first, last = found["memory_mib_before_and_after_each_part"][name]
+        assert before < first
+        assert last - first < MARGIN
     for name in (PLAIN, BATCHED):
         theirs = found["servers"][name]
-        assert theirs["requests"] == 36, "no limit, so nothing beyond it"
+        assert theirs["requests"] == 18, "no limit, so nothing beyond it"
         # All but the malformed, which get status 500 there.
-        assert theirs["as_expected"] == 32
-    first, *_, last = found["memory_mib_after_each_part"][SPECULATIVE]
-    assert last - first < MARGIN
+        assert theirs["as_expected"] == 16
     metrics = found["metrics"]
     assert metrics['hf_spec_requests_total{outcome="failed"}'] == 0
     assert metrics['hf_spec_requests_total{outcome="answered"}'] >= 28
