@@ -109,7 +109,7 @@ from transformers import GenerationMixin
 middle = time.process_time()
 import hf_spec
 print((time.process_time() - start) / (middle - start))
-print(*{"peft", "bitsandbytes", "matplotlib", "typer", "gguf"} & set(sys.modules))
+print(*{"peft", "bitsandbytes", "matplotlib", "typer", "gguf", "gradio"} & set(sys.modules))
 """
 
 

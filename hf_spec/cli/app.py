@@ -62,6 +62,10 @@ COMMANDS = {
     ),
     "card": ("hf_spec.cli.card:card", "Write the model card of an adapter."),
     "push": ("hf_spec.cli.push:push", "Put an adapter on the Hugging Face Hub."),
+    "ui": (
+        "hf_spec.cli.ui.command:ui",
+        "Compare plain and speculative answers on a page in the browser, and look at the drafts.",
+    ),
     "demo": (
         "hf_spec.cli.demo.command:demo",
         "Answer four prompts plainly and speculatively with a small real model, and compare.",

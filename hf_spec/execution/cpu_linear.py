@@ -6,6 +6,7 @@ row and at a prompt's hundreds too:
 
     form                 products of         takes
     packed weight        any rows            a second copy of the weights in memory
+    the same, padded     1 to 3 rows         where four rows take less time than one
     (weight @ x.T).T     4 to 48 rows        nothing; float32 only
     F.linear             the rest            nothing
 
@@ -20,12 +21,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +49,25 @@ PACKED_ROWS = 16
 # Rows for which (weight @ x.T).T was no slower than F.linear on either of two machines measured.
 TRANSPOSED_ROWS = range(4, 49)
 NO_LIMIT = 1 << 62
+# One row may take longer than so many: on an EPYC of two cores those of SmolLM2-135M took 49 ms by
+# F.linear and 42 ms packed, four packed ones 35 ms.
+PADDED_ROWS = 4
+# Weights of a shape that forms are timed on, in bytes: more than a cache holds, as in a model.
+TIMED_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Which products packed weights are used for.
+
+    Attributes:
+        least, most: rows.
+        padded: fewer rows than this are computed as so many.
+    """
+
+    least: int
+    most: int
+    padded: int = 1
 
 
 class _PackedWeights:
@@ -154,11 +176,12 @@ def _fast_forwards(modules: list[nn.Module]) -> dict[nn.Module, Callable[..., An
     linears = [one for one in modules if type(one) is nn.Linear and _is_suitable(one)]
     with _lock:
         packed = _weights.get_all([linear.weight for linear in linears])
+    pairs = [(linear.weight, copy) for linear, copy in zip(linears, packed, strict=True)]
     forwards: dict[nn.Module, Callable[..., Any]] = {}
     for linear, packed_weight in zip(linears, packed, strict=True):
         if packed_weight is not None:
-            limits = _row_limits(linear.weight.dtype, torch.get_num_threads())
-            forwards[linear] = _packed_forward(linear, packed_weight, *limits)
+            served = _served_rows(linear.weight, pairs)
+            forwards[linear] = _packed_forward(linear, packed_weight, served)
         elif linear.weight.dtype == torch.float32:
             forwards[linear] = _transposed_forward(linear)
     return forwards
@@ -179,24 +202,38 @@ def _is_suitable(module: nn.Linear) -> bool:
     )
 
 
-def _packed_forward(
-    module: nn.Linear, packed: Tensor, least: int, most: int
-) -> Callable[[Tensor], Tensor]:
+def _packed_forward(module: nn.Linear, packed: Tensor, served: _Rows) -> Callable[[Tensor], Tensor]:
     weight, bias, width = module.weight, module.bias, module.in_features
-    linear = torch.ops.mkldnn._linear_pointwise
 
     def forward(input: Tensor) -> Tensor:  # noqa: A002 - the name nn.Linear has
+        rows = input.numel() // width
         if (
-            _chosen.fast
-            and least <= input.numel() // width <= most
-            and input.dtype == weight.dtype
-            and input.shape[-1] == width
-            and not _is_left_alone()
+            not _chosen.fast
+            or not served.least <= rows <= served.most
+            or input.dtype != weight.dtype
+            or input.shape[-1] != width
+            or _is_left_alone()
         ):
-            return linear(input, packed, bias, "none", [], "")
-        return F.linear(input, weight, bias)
+            return F.linear(input, weight, bias)
+        if rows < served.padded:
+            output = _padded_product(input.reshape(rows, width), packed, bias, served.padded)
+            return output.view(*input.shape[:-1], -1)
+        return _packed_product(input, packed, bias)
 
     return forward
+
+
+def _packed_product(states: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
+    output: Tensor = torch.ops.mkldnn._linear_pointwise(states, packed, bias, "none", [], "")
+    return output
+
+
+def _padded_product(
+    states: Tensor, packed: Tensor, bias: Tensor | None = None, rows: int = PADDED_ROWS
+) -> Tensor:
+    """The product of (R, D) states, computed as one of more rows."""
+    more = F.pad(states, (0, 0, 0, rows - len(states)))
+    return _packed_product(more, packed, bias)[: len(states)]
 
 
 def _transposed_forward(module: nn.Linear) -> Callable[[Tensor], Tensor]:
@@ -263,7 +300,7 @@ def _has_operators(dtype: torch.dtype) -> bool:
     bias = torch.randn(48, generator=generator).to(dtype)
     sample = torch.randn(1, 5, 64, generator=generator).to(dtype)
     try:
-        output = torch.ops.mkldnn._linear_pointwise(sample, _pack(weight), bias, "none", [], "")
+        output = _packed_product(sample, _pack(weight), bias)
     except (AttributeError, NotImplementedError, RuntimeError) as error:
         _log_once(f"linear layers in {dtype} are not packed for the CPU: {error}")
         return False
@@ -275,34 +312,74 @@ def _has_operators(dtype: torch.dtype) -> bool:
     return difference < tolerance
 
 
-@functools.cache
-def _row_limits(dtype: torch.dtype, num_threads: int) -> tuple[int, int]:
-    """Least and most rows for which packed weights are used on this machine.
+# (shape, dtype, threads) of weights -> what their packed copies serve, timed once per process.
+_served: dict[tuple[Hashable, ...], _Rows] = {}
 
-    Where they lose at all, it is at 1 and 2 rows or at long prompts; timed once per process.
+
+def _served_rows(weight: Tensor, pairs: list[tuple[Tensor, Tensor | None]]) -> _Rows:
+    """The products for which the packed copies of weights of this shape are used on this machine.
+
+    Where they lose at all, it is at 1 and 2 rows or at long prompts.
+
+    Args:
+        weight: one of them.
+        pairs: all weights of the model and their copies, on which it is timed.
     """
-    # Several weights in turn, as in a model: a single one would stay in the cache.
-    weights = [torch.ones(1024, 1024, dtype=dtype) for _ in range(8)]
-    packed = [_pack(weight) for weight in weights]
-    least = next((rows for rows in (1, 2) if _packed_wins(weights, packed, rows=rows)), 3)
-    most = NO_LIMIT if _packed_wins(weights[:2], packed[:2], rows=256) else 64
-    return least, most
+    key = weight.shape, weight.dtype, torch.get_num_threads()
+    if key not in _served:
+        count = max(1, TIMED_BYTES // weight.nbytes)
+        alike = [(one, copy) for one, copy in pairs if copy is not None and _alike(one, weight)]
+        _served[key] = _fastest_rows(alike[:count])
+    return _served[key]
 
 
-def _packed_wins(weights: list[Tensor], packed: list[Tensor], rows: int) -> bool:
-    """Time both forms in turn; F.linear must be a tenth faster to be preferred."""
-    x = torch.ones(rows, weights[0].shape[1], dtype=weights[0].dtype)
-    plain_seconds, packed_seconds = [], []
-    for _ in range(7):
-        start = time.perf_counter()
-        for weight in weights:
-            F.linear(x, weight)
-        middle = time.perf_counter()
-        for packed_weight in packed:
-            torch.ops.mkldnn._linear_pointwise(x, packed_weight, None, "none", [], "")
-        plain_seconds.append(middle - start)
-        packed_seconds.append(time.perf_counter() - middle)
-    return min(packed_seconds) < 1.1 * min(plain_seconds)
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype
+
+
+@torch.no_grad()
+def _fastest_rows(pairs: list[tuple[Tensor, Tensor]]) -> _Rows:
+    """What packed copies serve; F.linear must be a tenth faster to be preferred."""
+    weights, copies = map(list, zip(*pairs, strict=True))
+    plain, packed = (F.linear, weights), (_packed_product, copies)
+    most = _most_rows(weights[0].dtype, torch.get_num_threads())
+    *as_they_are, by_padded = _least_seconds(1, plain, packed, (_padded_product, copies))
+    if by_padded < 0.9 * min(as_they_are):
+        return _Rows(1, most, PADDED_ROWS)
+    least = next((rows for rows in (1, 2) if _packed_wins(rows, plain, packed)), 3)
+    return _Rows(least, most)
+
+
+@functools.cache
+def _most_rows(dtype: torch.dtype, num_threads: int) -> int:
+    """Most rows for which packed weights are used on this machine."""
+    weights = [torch.ones(1024, 1024, dtype=dtype) for _ in range(2)]
+    copies = [_pack(weight) for weight in weights]
+    wins = _packed_wins(256, (F.linear, weights), (_packed_product, copies))
+    return NO_LIMIT if wins else 64
+
+
+_Form: TypeAlias = tuple[Callable[[Tensor, Tensor], Tensor], list[Tensor]]
+
+
+def _packed_wins(rows: int, plain: _Form, packed: _Form) -> bool:
+    by_plain, by_packed = _least_seconds(rows, plain, packed)
+    return by_packed < 1.1 * by_plain
+
+
+def _least_seconds(rows: int, plain: _Form, *others: _Form) -> list[float]:
+    """The fastest of a few runs of each form of product over its weights; they take turns."""
+    forms = [plain, *others]
+    weight = plain[1][0]
+    states = torch.ones(rows, weight.shape[1], dtype=weight.dtype)
+    least = [math.inf] * len(forms)
+    for _ in range(5):
+        for index, (product, weights) in enumerate(forms):
+            start = time.perf_counter()
+            for one in weights:
+                product(states, one)
+            least[index] = min(least[index], time.perf_counter() - start)
+    return least
 
 
 def _available_bytes() -> int:

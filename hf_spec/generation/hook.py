@@ -12,13 +12,14 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from hf_spec.decoding.continuous_batching import ContinuousBatch, as_they_finish
+from hf_spec.decoding.drafter import Drafter
 from hf_spec.drafting.config import StrategyConfig
 from hf_spec.errors import OptionError
 from hf_spec.execution import attention
@@ -120,7 +121,7 @@ def enable() -> None:
         return
     attention.register()
     peft_hook.enable()
-    one_call = functools.partial(_speculate, generate)
+    one_call = functools.partial(speculate, generate)
     many_prompts = functools.partial(_generate_all, generate)
     ours = ("spec_strategy", "assistant")
     for name, method in (
@@ -250,8 +251,22 @@ def _resolve(
     return strategy, {**others, "assistant": assistant}
 
 
-def _speculate(original: Any, model: PreTrainedModel, strategy: Any, given: dict[str, Any]) -> Any:
-    """A call of `generate` with a strategy."""
+def speculate(
+    original: Any,
+    model: PreTrainedModel,
+    strategy: Any,
+    given: dict[str, Any],
+    watch: Callable[[Drafter], object] = lambda drafter: None,
+) -> Any:
+    """A call of `generate` with a strategy.
+
+    Args:
+        original: transformers' own `generate`.
+        model: the target.
+        strategy: a name or a config.
+        given: the arguments by name, `assistant` among them.
+        watch: called with the drafter before it drafts.
+    """
     assistant = given.pop("assistant")
     config, settings = settle(model, strategy, given)
     check_batching(model, config.batching)
@@ -259,6 +274,7 @@ def _speculate(original: Any, model: PreTrainedModel, strategy: Any, given: dict
     streamer = given.get("streamer")
     check_streamer(streamer)
     drafter = find_drafter(config, model, assistant, given)
+    watch(drafter)
     given = without_tokenizers(settings["stop_strings"], with_own_storage(settings, given))
 
     read = functools.partial(read_prompt, original, given)

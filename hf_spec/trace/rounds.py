@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from transformers import PreTrainedModel
 
+from hf_spec.decoding.drafter import Drafter
 from hf_spec.drafting.config import StrategyConfig
 from hf_spec.drafting.graph import TokenGraph
 from hf_spec.execution.forward_output import ForwardOutput
 from hf_spec.execution.tree import Verdict
-from hf_spec.generation.one_call import generate_with
-from hf_spec.strategies.registry import make_drafter, parse_strategy
+from hf_spec.generation.hook import original_generate, speculate
 
 
 @dataclass(frozen=True)
@@ -54,16 +53,16 @@ def record_rounds(
     Returns:
         What `generate()` returns, and the rounds in order.
     """
-    config = parse_strategy(spec_strategy)
-    drafter = make_drafter(config, model, assistant)
     rounds: list[Round] = []
-    observe = drafter.observe
 
-    def keep(verdict: Verdict, output: ForwardOutput) -> None:
-        rounds.append(Round(verdict, dict(getattr(drafter, "graphs", {}))))
-        observe(verdict, output)
+    def watch(drafter: Drafter) -> None:
+        observe = drafter.observe
 
-    drafter.observe = keep  # type: ignore[method-assign]
-    decode = partial(generate_with, drafter, batching=config.batching)
-    target: Any = model
-    return target.generate(**inputs, **settings, custom_generate=decode), rounds
+        def keep(verdict: Verdict, output: ForwardOutput) -> None:
+            rounds.append(Round(verdict, dict(getattr(drafter, "graphs", {}))))
+            observe(verdict, output)
+
+        drafter.observe = keep  # type: ignore[method-assign]
+
+    given = {**inputs, **settings, "assistant": assistant}
+    return speculate(original_generate(), model, spec_strategy, given, watch), rounds

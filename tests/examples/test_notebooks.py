@@ -105,7 +105,7 @@ SMALLER = {
         "max_new_tokens=40": "max_new_tokens=16",
         "max_new_tokens=32": "max_new_tokens=12",
     },
-    "serving": {"max_tokens=48": "max_tokens=16", "in range(3)": "in range(2)"},
+    "serving": {"max_tokens=48": "max_tokens=8", "in range(3)": "in range(2)"},
     "share_an_adapter": {
         "[:24]": "[:8]",
         "max_new_tokens=48": "max_new_tokens=16",

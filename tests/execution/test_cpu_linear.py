@@ -52,8 +52,12 @@ def clean_store() -> Iterator[None]:
     set_cpu_packing("auto")
     clear_cpu_packing()
     cpu_linear._has_operators.cache_clear()
-    cpu_linear._row_limits.cache_clear()
+    cpu_linear._served.clear()
+    cpu_linear._most_rows.cache_clear()
     assert not cpu_linear._forwards._given
+
+
+EVERY_ROW = cpu_linear._Rows(1, cpu_linear.NO_LIMIT)
 
 
 @pytest.fixture
@@ -68,8 +72,8 @@ def packed_calls(monkeypatch: pytest.MonkeyPatch) -> list[nn.Linear]:
     calls: list[nn.Linear] = []
     original = cpu_linear._packed_forward
 
-    def counting(module: nn.Linear, packed: Tensor, least: int, most: int) -> object:
-        forward = original(module, packed, 1, cpu_linear.NO_LIMIT)
+    def counting(module: nn.Linear, packed: Tensor, served: object) -> object:
+        forward = original(module, packed, EVERY_ROW)
 
         def counted(input: Tensor) -> Tensor:  # noqa: A002
             calls.append(module)
@@ -490,33 +494,65 @@ def test_without_the_private_operators_the_other_form_serves(
 
 
 @pytest.mark.parametrize(
-    ("winning", "limits"),
+    ("winning", "padded", "served"),
     [
-        ({1, 2, 256}, (1, cpu_linear.NO_LIMIT)),
-        ({2, 256}, (2, cpu_linear.NO_LIMIT)),
-        ({1, 2}, (1, 64)),
-        (set(), (3, 64)),
+        ({1, 2, 256}, 1.0, (1, cpu_linear.NO_LIMIT, 1)),
+        ({2, 256}, 1.0, (2, cpu_linear.NO_LIMIT, 1)),
+        ({1, 2}, 1.0, (1, 64, 1)),
+        (set(), 1.0, (3, 64, 1)),
+        (set(), 0.8, (1, 64, 4)),
+        ({1, 256}, 0.8, (1, cpu_linear.NO_LIMIT, 4)),
     ],
 )
-def test_row_limits_follow_what_wins(
-    winning: set[int], limits: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+def test_the_fastest_form_serves(
+    winning: set[int], padded: float, served: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cpu_linear._row_limits.cache_clear()
-    monkeypatch.setattr(cpu_linear, "_packed_wins", lambda *args, rows: rows in winning)
-    assert cpu_linear._row_limits(torch.float32, 1) == limits
-    cpu_linear._row_limits.cache_clear()
+    def seconds(rows: int, *forms: object) -> list[float]:
+        return [1.0, 1.0 if rows in winning else 2.0, padded][: len(forms)]
+
+    monkeypatch.setattr(cpu_linear, "_least_seconds", seconds)
+    weight = torch.randn(320, WIDTH)
+    found = cpu_linear._served_rows(weight, [(weight, cpu_linear._pack(weight))])
+    assert (found.least, found.most, found.padded) == served
 
 
-def test_limits_send_other_rows_to_linear(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_shape_is_timed_once(model: Tied) -> None:
+    run_fast(model)
+    shapes = {key[0] for key in cpu_linear._served}
+    assert shapes == {one.weight.shape for one in model.modules() if isinstance(one, nn.Linear)}
+    known = dict(cpu_linear._served)
+    run_fast(model)
+    assert all(cpu_linear._served[key] is rows for key, rows in known.items())
+
+
+def test_other_rows_are_left_to_linear() -> None:
     linear = nn.Linear(WIDTH, 320)
     poisoned = cpu_linear._pack(torch.full_like(linear.weight, 1e6))
-    forward = cpu_linear._packed_forward(linear, poisoned, 3, 64)
+    forward = cpu_linear._packed_forward(linear, poisoned, cpu_linear._Rows(3, 64))
     with torch.no_grad(), fast_products():
         for rows in (1, 2, 65):
             x = torch.randn(rows, WIDTH)
             assert torch.equal(forward(x), F.linear(x, linear.weight, linear.bias))
         for rows in (3, 64):
             assert forward(torch.ones(rows, WIDTH)).abs().max() > 1e6
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 3), (2, 1), (3,), (1, 4), (1, 7)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_few_rows_are_padded(shape: tuple[int, ...], has_bias: bool) -> None:
+    linear = nn.Linear(WIDTH, 320, bias=has_bias)
+    rows = cpu_linear._Rows(1, cpu_linear.NO_LIMIT, padded=4)
+    x = torch.randn(*shape, WIDTH)
+    with torch.no_grad(), fast_products():
+        forward = cpu_linear._packed_forward(linear, cpu_linear._pack(linear.weight), rows)
+        found = forward(x)
+        torch.testing.assert_close(found, linear(x), atol=1e-4, rtol=0)
+        # Models call `view` on it.
+        assert found.is_contiguous()
+        # Row by row what four rows give.
+        four = F.pad(x.reshape(-1, WIDTH), (0, 0, 0, 3))[:4]
+        if x.numel() // WIDTH < 4:
+            assert torch.equal(found.reshape(-1, 320), forward(four)[: x.numel() // WIDTH])
 
 
 def test_a_transformers_model_keeps_its_logits(packed_calls: list[nn.Linear]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import hf_spec
@@ -50,3 +51,20 @@ def test_graphs_of_a_draft_model_and_their_accepted_paths() -> None:
             assert [graph.tokens[node] for node in nodes] == path
             accepted += len(nodes)
     assert accepted > 0
+
+
+def test_settings_are_those_of_generate() -> None:
+    """A streamer is one, and what cannot be served is refused as there."""
+    model = tiny_models.build("llama")
+    batch = tiny_models.prompts("llama", "ragged")
+    streamed: dict[int, list[int]] = {}
+    streamer = hf_spec.BatchStreamer(lambda row, new: streamed.setdefault(row, []).extend(new))
+    settings = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "streamer": streamer}
+    output, _ = record_rounds(model, batch, "lookup", **settings)
+    for row, tokens in streamed.items():
+        assert output[row, batch["input_ids"].shape[1] :].tolist()[: len(tokens)] == tokens
+    assert streamed.keys() == set(range(len(output)))
+    with pytest.raises(hf_spec.UnsupportedError, match="num_beams"):
+        record_rounds(model, batch, "lookup", num_beams=2)
+    with pytest.raises(hf_spec.AssistantError, match="needs"):
+        record_rounds(model, batch, "tree")

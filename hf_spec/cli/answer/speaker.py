@@ -78,7 +78,7 @@ class Speaker:
             OptionError: if prompt and output are longer than the model's context.
             SpecError: if the model cannot be served.
         """
-        self._check_room(ids.shape[1])
+        check_room(self.model, ids.shape[1], self.settings.max_new_tokens)
         ids = ids.to(self.model.device)
         return self.model.generate(
             ids,
@@ -96,7 +96,7 @@ class Speaker:
         They come in the order in which they end; errors are those of `generate`.
         """
         for ids in prompts:
-            self._check_room(ids.shape[1])
+            check_room(self.model, ids.shape[1], self.settings.max_new_tokens)
         given = [ids[0].tolist() for ids in prompts]
         ended = self.model.generate_batch_iter(given, max_batch=batch_size, **self._arguments)
         for output in ended:
@@ -107,11 +107,16 @@ class Speaker:
         length = {"max_new_tokens": self.settings.max_new_tokens}
         return {**length, **self.entry.method, **self.settings.sampling}
 
-    def _check_room(self, prompt_len: int) -> None:
-        new_tokens = self.settings.max_new_tokens
-        longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        if longest is not None and prompt_len + new_tokens > longest:
-            raise OptionError(
-                f"the prompt has {prompt_len} tokens; with {new_tokens} new ones that is more than "
-                f"the {longest} of the model's context: shorten it, or lower --max-new-tokens"
-            )
+
+def check_room(model: Any, prompt_len: int, new_tokens: int) -> None:
+    """Refuse a prompt that with so many new tokens is longer than the model's context.
+
+    Raises:
+        OptionError: says by how much.
+    """
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if longest is not None and prompt_len + new_tokens > longest:
+        raise OptionError(
+            f"the prompt has {prompt_len} tokens; with {new_tokens} new ones that is more than "
+            f"the {longest} of the model's context: shorten it, or lower --max-new-tokens"
+        )

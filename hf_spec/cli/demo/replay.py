@@ -29,11 +29,12 @@ BORDER_HEIGHT = 2
 
 
 class Piece(NamedTuple):
-    """Text that appeared at once: when, and whether it was drafted and accepted."""
+    """Text that appeared at once: when, whether it was drafted and accepted, and in which block."""
 
     seconds: float
     text: str
     drafted: bool
+    block: int = 0
 
 
 @dataclass(frozen=True)
@@ -78,11 +79,11 @@ class Recording:
     def lane(self, record: Record, tokenizer: PreTrainedTokenizerBase) -> Lane:
         """The text, piece by piece, with the time that `record` has of this generation."""
         pieces: list[Piece] = []
-        seconds = 0.0
+        number, seconds = 0, 0.0
         streamer = DraftedTextStreamer(
-            tokenizer, lambda text, drafted: pieces.append(Piece(seconds, text, drafted))
+            tokenizer, lambda text, drafted: pieces.append(Piece(seconds, text, drafted, number))
         )
-        for seconds, block in self.blocks:  # noqa: B007 - each piece has the time of its block
+        for number, (seconds, block) in enumerate(self.blocks):  # noqa: B007 - pieces have both
             streamer.put_row(0, block)
         streamer.end_row(0)
         return Lane(record.contender, pieces, len(self.token_ids), record.seconds)

@@ -1,0 +1,1 @@
+"""`hf-spec ui`: plain and speculative answers side by side on a page in the browser."""

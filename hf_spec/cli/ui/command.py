@@ -1,0 +1,59 @@
+"""The options of `hf-spec ui`; what they need is imported once they are known to be right."""
+
+from __future__ import annotations
+
+import importlib.util
+from threading import Event
+from typing import Annotated
+
+import typer
+
+from hf_spec.cli import options
+from hf_spec.cli.ui.settings import UiSettings
+from hf_spec.errors import OptionError
+from hf_spec.installing import how_to_install
+
+
+@options.from_settings
+def ui(
+    *,
+    model: options.ModelArgument,
+    strategy: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"{options.ENTRY}; may be repeated, then the page offers a choice. By default "
+            "auto."
+        ),
+    ] = None,
+    assistant: options.Assistants = None,
+    settings: UiSettings,
+    placement: options.Placement,
+) -> None:
+    """Compare plain and speculative answers on a page in the browser, and look at the drafts.
+
+    Both answers are greedy and timed one after the other, then shown side by side as they came.
+    Accepted draft tokens are green, and what was drafted in a round is drawn. The page is on this
+    machine alone unless told otherwise; Ctrl-C ends it.
+
+        hf-spec ui MODEL
+        hf-spec ui MODEL --strategy lookup --strategy falcon@HEAD
+        hf-spec ui MODEL --assistant DRAFT --max-new-tokens 256
+    """
+    if importlib.util.find_spec("gradio") is None:
+        raise OptionError(f"the page needs gradio: {how_to_install('ui')}")
+    from hf_spec.bench.entries import parse_entries
+    from hf_spec.cli.loading import load_target, load_tokenizer
+    from hf_spec.cli.ui.comparison import Comparer
+
+    entries = parse_entries(strategy or ["auto"], assistant or ())
+    comparer = Comparer(load_target(model, placement), load_tokenizer(model), entries)
+    # Its import takes seconds.
+    from hf_spec.cli.ui.page import build_page, serve_page
+
+    page = build_page(comparer, model, settings)
+    try:
+        address = serve_page(page, settings)
+        typer.echo(f"{model} with {', '.join(comparer.entries)} at {address}", err=True)
+        Event().wait()
+    finally:
+        page.close(verbose=False)

@@ -1,0 +1,33 @@
+"""A comparer of the tiny Llama, and prompts that lookup finds drafts for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from hf_spec.bench.entries import parse_entries
+from hf_spec.cli.ui.comparison import Comparer, Comparison
+from tests.serving.conftest import speller
+from tests.tiny_models import build
+
+PROMPT = "babebi" * 4
+# A number of tokens, because measured lengths depend on the machine.
+LOOKUP = "lookup:copy_length=5"
+NEW_TOKENS = 40
+
+
+@pytest.fixture(scope="session")
+def comparer() -> Comparer:
+    return Comparer(build("llama"), speller(), parse_entries([LOOKUP, "none"]))
+
+
+@pytest.fixture(scope="session")
+def compared(comparer: Comparer) -> Callable[[str], Comparison]:
+    return lambda strategy: comparer.compare(PROMPT, strategy, NEW_TOKENS)
+
+
+@pytest.fixture(scope="session")
+def comparison(compared: Callable[[str], Comparison]) -> Comparison:
+    """Plain and with lookup."""
+    return compared(LOOKUP)
