@@ -44,6 +44,8 @@ def test_what_counts_as_it_should_be() -> None:
     assert not judged(load.TOO_LONG, "APIConnectionError: gone")
 
 
+# Four servers start one after another, which takes more than a minute.
+@pytest.mark.slow
 def test_the_servers_under_load(folder: Path, tmp_path: Path) -> None:  # noqa: F811
     out = tmp_path / "load.json"
     options = {"--model": folder, "--strategy": "lookup", "--requests": 40, "--streams": 32}
