@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from examples.studies.disco import ablation, few_tokens
+from examples.studies.ems_sd import halves
 from examples.studies.gsd import sweep
 from hf_spec.bench.tables import Table
 
@@ -23,9 +25,15 @@ CLAIMS = json.loads((TESTS / "paper_claims.json").read_text("utf-8"))
 TREES = "falcon/smollm2_falcon_trees.json"
 ABLATION = "falcon/smollm2_falcon_ablation.json"
 DRAFTS = "disco/smollm2_draft_methods.json"
+LENGTHS = "disco/smollm2_lengths.json"
+CALIBRATION = "disco/smollm2_calibration.json"
+FEW_TOKENS = "disco/smollm2_few_tokens.json"
+FEATURES_LEFT_OUT = "disco/smollm2_ablation.json"
 SDSAT = "sdsat/smollm2_sdsat.json"
 BATCHES = "ems_sd/smollm2_batches.json"
 SWEEP = "gsd/smollm2_sweep.json"
+DECODING = "ems_sd/smollm2_decoding.json"
+HALVES = "ems_sd/smollm2_halves.json"
 MERGES = "gsd/smollm2_merge_divergence.json"
 
 TEMPLATE = """# The five papers
@@ -84,6 +92,21 @@ that the draft model knows.
 F1 of predicting acceptance, on held-back prompts, in per cent:
 
 {disco_f1}
+
+Threshold and longest draft, calibrated on {grid_prompts} prompts that training held back; speed
+over the best static length, medians:
+
+{disco_grid}
+
+Without one of its features, and with labels that are the probability of acceptance (soft, the
+paper's total variation distance) or whether the likeliest token is right (hard); F1 at the
+training's threshold, and how often an accepted token is ranked over a refused one:
+
+{disco_left_out}
+
+A level drafted over all tokens, and over those that the draft model knows:
+
+{disco_cost}
 
 Why: what a classifier can gain is what the oracle gains, and that is smaller here. The paper's
 drafts are accepted for {disco_oracle} tokens in a row (oracle, table 2 there), ours for
@@ -225,16 +248,46 @@ def disco_table() -> str:
         (task, target / best, target / disco, *shares(1 / best, 1 / disco, 1 / oracle))
         for task, target, best, disco, oracle in CLAIMS["disco"]["latency"]
     ]
-    found = rows_of(DRAFTS)
-    speeds = {name: row["total_ratio"] for name, row in found.items()}
-    static = {n: s for n, s in speeds.items() if n.startswith("draft") and "policy" not in n}
-    best = max(static, key=lambda name: static[name])
-    disco = next(name for name in speeds if name.startswith("disco@"))
-    three = static[best], speeds[disco], speeds["oracle"]
-    rows.append((f"ours, six tasks (best: {named(best)})", static[best], speeds[disco]))
-    rows[-1] = (*rows[-1], *shares(*three))
+    for record in (DRAFTS, LENGTHS):
+        rows += disco_rows(record)
     head = ("data", "best static", "DISCO", "DISCO / static", "oracle / static", "captured, %")
     return table(head, rows, ".2f", ".2f", ".2f", ".2f", ".0f")
+
+
+def disco_rows(record: str) -> list[Sequence[Any]]:
+    """Of a record with an oracle, a row for every way of DISCO, in total and in the median."""
+    found, rows = rows_of(record), list[Sequence[Any]]()
+    prompts = len({one["prompt"] for one in load(record)["records"]})
+    for figure, said in (("total_ratio", "in total"), ("ratio", "median")):
+        speeds = {name: row[figure] for name, row in found.items()}
+        static = {n: s for n, s in speeds.items() if n.startswith("draft") and "policy" not in n}
+        best = max(static, key=lambda name: static[name])
+        for name, speed in speeds.items():
+            # A classifier that was trained on code alone is of another question.
+            if name.startswith("disco") and not name.endswith("-code"):
+                three = static[best], speed, speeds["oracle"]
+                what = f"ours, {prompts} prompts, {said}: {named(name)} (best: {named(best)})"
+                rows.append((what, *three[:2], *shares(*three)))
+    return rows
+
+
+def disco_grid() -> str:
+    """Speed of every pair of threshold and longest draft over the best static length."""
+    found = load(CALIBRATION)["calibration"]
+    ways = found["table"]
+    static = ways[found["best_static"]]["ratio"]
+    rows = [
+        (
+            threshold,
+            *(
+                ways[f"threshold {threshold}, longest {n}"]["ratio"] / static
+                for n in found["longest"]
+            ),
+        )
+        for threshold in found["thresholds"]
+    ]
+    head = ("threshold", *(f"longest {n}" for n in found["longest"]))
+    return table(head, rows, *[".2f"] * len(found["longest"]))
 
 
 def sdsat_table() -> str:
@@ -291,6 +344,22 @@ def ems_table(method: str) -> str:
     return table(head, rows, ".2f", ".2f", ".2f")
 
 
+def ems_halves() -> str:
+    """Speed over everything padded, decoding alone: of each half, and of both."""
+    rows: list[Sequence[Any]] = []
+    for size, padded, inputs, keys, both in CLAIMS["ems_sd"]["halves"]:
+        rows.append(("paper", size, inputs / padded, keys / padded, both / padded))
+    for row in load(DECODING)["summary"]:
+        speeds = row["decoding_ratio"]
+        gains = (
+            speeds[mode] / speeds["padded"]
+            for mode in ("unpadded_input", "unpadded_kv", "unpadded")
+        )
+        rows.append(("ours", row["batch_size"], *gains))
+    head = ("drafts: lookup", "batch size", "unpadded inputs", "unpadded keys and values", "both")
+    return table(head, rows, ".2f", ".2f", ".2f")
+
+
 def disco_f1() -> str:
     rules = adapter("disco")["validation"]["rules"]
     f1 = {name: 100 * rule["accepted"]["f1"] for name, rule in rules.items()}
@@ -332,6 +401,10 @@ def page() -> str:
         "disco_table": disco_table,
         "falcon_dialogues": lambda: f"{CLAIMS['falcon']['dialogues']:,}",
         "disco_f1": disco_f1,
+        "disco_grid": disco_grid,
+        "grid_prompts": lambda: str(len(load(CALIBRATION)["calibration"]["prompts"])),
+        "disco_cost": lambda: few_tokens.table(load(FEW_TOKENS)["summary"]),
+        "disco_left_out": lambda: ablation.table(load(FEATURES_LEFT_OUT)["rows"]),
         "disco_oracle": disco_oracle,
         "our_oracle": lambda: f"{rows_of(DRAFTS)['oracle']['tau']:.2f}",
         "sdsat_steps": lambda: f"{CLAIMS['sdsat']['steps']:,}",
@@ -346,6 +419,8 @@ def page() -> str:
         "sweep_prompts": lambda: str(len({one["prompt"] for one in records})),
         "ems_lookup": lambda: ems_table("lookup"),
         "ems_draft": lambda: ems_table("draft"),
+        "ems_halves": ems_halves,
+        "ems_forward": lambda: halves.table(load(HALVES)["summary"]),
     }
     sources = {
         f"{name.removesuffix('_sd')}_source": claims["source"] + "."
