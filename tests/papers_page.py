@@ -10,10 +10,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from statistics import median, quantiles
 from typing import Any
 
-from examples.studies.disco import ablation, few_tokens
-from examples.studies.ems_sd import halves
 from examples.studies.gsd import sweep
 from hf_spec.bench.tables import Table
 
@@ -32,6 +31,7 @@ FEATURES_LEFT_OUT = "disco/smollm2_ablation.json"
 SDSAT = "sdsat/smollm2_sdsat.json"
 BATCHES = "ems_sd/smollm2_batches.json"
 SWEEP = "gsd/smollm2_sweep.json"
+GSD_SPEED = "gsd/smollm2_speed.json"
 DECODING = "ems_sd/smollm2_decoding.json"
 HALVES = "ems_sd/smollm2_halves.json"
 MERGES = "gsd/smollm2_merge_divergence.json"
@@ -98,16 +98,6 @@ over the best static length, medians:
 
 {disco_grid}
 
-Without one of its features, and with labels that are the probability of acceptance (soft, the
-paper's total variation distance) or whether the likeliest token is right (hard); F1 at the
-training's threshold, and how often an accepted token is ranked over a refused one:
-
-{disco_left_out}
-
-A level drafted over all tokens, and over those that the draft model knows:
-
-{disco_cost}
-
 Why: what a classifier can gain is what the oracle gains, and that is smaller here. The paper's
 drafts are accepted for {disco_oracle} tokens in a row (oracle, table 2 there), ours for
 {our_oracle}.
@@ -144,6 +134,14 @@ The same with other thresholds and more nodes sent, counted on {sweep_prompts} p
 
 {gsd_sweep}
 
+What these settings are worth in time, on {speed_prompts} prompts, 32 new tokens each, ratios to
+plain `generate()`: with `max_nodes="auto"`, the default, where measured time decides how much is
+drafted and sent, and with fixed sizes. {num_stalled} answers took more than four times as long as
+plain's, nearly all of it inside forwards of the target and for a reason that was not found; totals
+leave these prompts out.
+
+{gsd_speed}
+
 What merging costs, the mean Kullback-Leibler divergence of table 5 (three children there, four
 here; the paper's unit is not given, so compare the falls):
 
@@ -151,7 +149,9 @@ here; the paper's unit is not given, so compare the falls):
 
 Why: with the paper's thresholds a draft model this small branches little, so there is little to
 merge and to choose from; with less pruning and more nodes tau rises, for the most part without
-merging. See [GSD](gsd.md#measured).
+merging. On a CPU that does not pay: drafting so many nodes and sending a hundred costs more than
+the tokens bring, and where measured time decides the thresholds make no difference beyond the
+spread, so the defaults stay. See [GSD](gsd.md#measured).
 
 ## EMS-SD
 
@@ -248,26 +248,35 @@ def disco_table() -> str:
         (task, target / best, target / disco, *shares(1 / best, 1 / disco, 1 / oracle))
         for task, target, best, disco, oracle in CLAIMS["disco"]["latency"]
     ]
-    for record in (DRAFTS, LENGTHS):
-        rows += disco_rows(record)
+    rows += disco_rows(DRAFTS)
     head = ("data", "best static", "DISCO", "DISCO / static", "oracle / static", "captured, %")
     return table(head, rows, ".2f", ".2f", ".2f", ".2f", ".0f")
 
 
 def disco_rows(record: str) -> list[Sequence[Any]]:
-    """Of a record with an oracle, a row for every way of DISCO, in total and in the median."""
+    """Of a record with an oracle, rows for every way of DISCO: in total, and prompt by prompt."""
     found, rows = rows_of(record), list[Sequence[Any]]()
-    prompts = len({one["prompt"] for one in load(record)["records"]})
-    for figure, said in (("total_ratio", "in total"), ("ratio", "median")):
-        speeds = {name: row[figure] for name, row in found.items()}
-        static = {n: s for n, s in speeds.items() if n.startswith("draft") and "policy" not in n}
-        best = max(static, key=lambda name: static[name])
-        for name, speed in speeds.items():
-            # A classifier that was trained on code alone is of another question.
-            if name.startswith("disco") and not name.endswith("-code"):
-                three = static[best], speed, speeds["oracle"]
-                what = f"ours, {prompts} prompts, {said}: {named(name)} (best: {named(best)})"
-                rows.append((what, *three[:2], *shares(*three)))
+    speeds = {name: row["total_ratio"] for name, row in found.items()}
+    static = {n: s for n, s in speeds.items() if n.startswith("draft") and "policy" not in n}
+    best = max(static, key=lambda name: static[name])
+    seconds: dict[str, list[float]] = {}
+    for one in load(record)["records"]:
+        seconds.setdefault(one["contender"], []).append(one["seconds"])
+
+    def faster(name: str, than: str) -> float:
+        return median(slow / fast for slow, fast in zip(seconds[than], seconds[name], strict=True))
+
+    prompts = len(seconds["plain"])
+    for name, speed in speeds.items():
+        # A classifier that was trained on code alone is of another question.
+        if not name.startswith("disco") or name.endswith("-code"):
+            continue
+        said = f"ours, {prompts} prompts, {named(name)} (best: {named(best)})"
+        total = shares(static[best], speed, speeds["oracle"])
+        paired = shares(1, faster(name, best), faster("oracle", best))
+        rows.append((f"{said}, in total", static[best], speed, *total))
+        ratios = (found[one]["ratio"] for one in (best, name))
+        rows.append((f"{said}, medians of prompts", *ratios, *paired))
     return rows
 
 
@@ -329,6 +338,39 @@ def gsd_table() -> str:
         rows.append(("ours", method, drafted_share(row), ratio, merged, row["total_ratio"]))
     head = ("data", "method", "accepted, %", "drafted / SSD", "rounds with merged, %", "speed")
     return table(head, rows, ".1f", ".2f", ".1f", ".2f")
+
+
+def gsd_speed() -> str:
+    """What the thresholds and nodes sent are worth in time, with and without measured lengths."""
+    records = load(GSD_SPEED)["records"]
+    names = [name for name in dict.fromkeys(one["contender"] for one in records) if name != "plain"]
+    by_prompt: dict[str, dict[str, dict[str, Any]]] = {}
+    for one in records:
+        by_prompt.setdefault(one["prompt"], {})[one["contender"]] = one
+    steady = [found for found in by_prompt.values() if not stalled(found)]
+    rows = []
+    for name in names:
+        pairs = [(found["plain"]["seconds"], found[name]["seconds"]) for found in steady]
+        total = sum(plain for plain, _ in pairs) / sum(ours for _, ours in pairs)
+        every = [found["plain"]["seconds"] / found[name]["seconds"] for found in by_prompt.values()]
+        low, _, _, high = quantiles(every, n=5)
+        same = sum(found[name]["identical"] for found in by_prompt.values())
+        tau = rows_of(GSD_SPEED)[name]["tau"]
+        identical = f"{same} of {len(by_prompt)}"
+        rows.append((named(name), identical, median(every), low, high, total, tau))
+    head = ("strategy", "identical", "median", "p20", "p80", "total", "tau")
+    return table(head, rows, ".2f", ".2f", ".2f", ".2f", ".2f")
+
+
+def stalled(found: dict[str, dict[str, Any]]) -> bool:
+    """Whether an answer to this prompt took four times as long as plain's, or longer."""
+    return any(one["seconds"] > 4 * found["plain"]["seconds"] for one in found.values())
+
+
+def num_stalled() -> str:
+    records = load(GSD_SPEED)["records"]
+    plain = {one["prompt"]: one["seconds"] for one in records if one["contender"] == "plain"}
+    return str(sum(one["seconds"] > 4 * plain[one["prompt"]] for one in records))
 
 
 def ems_table(method: str) -> str:
@@ -403,8 +445,6 @@ def page() -> str:
         "disco_f1": disco_f1,
         "disco_grid": disco_grid,
         "grid_prompts": lambda: str(len(load(CALIBRATION)["calibration"]["prompts"])),
-        "disco_cost": lambda: few_tokens.table(load(FEW_TOKENS)["summary"]),
-        "disco_left_out": lambda: ablation.table(load(FEATURES_LEFT_OUT)["rows"]),
         "disco_oracle": disco_oracle,
         "our_oracle": lambda: f"{rows_of(DRAFTS)['oracle']['tau']:.2f}",
         "sdsat_steps": lambda: f"{CLAIMS['sdsat']['steps']:,}",
@@ -415,12 +455,13 @@ def page() -> str:
         "sdsat_table": sdsat_table,
         "gsd_table": gsd_table,
         "gsd_sweep": lambda: sweep.table(sweep.summary(records)),
+        "gsd_speed": gsd_speed,
+        "num_stalled": num_stalled,
+        "speed_prompts": lambda: str(len({one["prompt"] for one in load(GSD_SPEED)["records"]})),
         "gsd_default": lambda: str(sweep.GsdConfig.usual["max_nodes"]),
         "sweep_prompts": lambda: str(len({one["prompt"] for one in records})),
         "ems_lookup": lambda: ems_table("lookup"),
         "ems_draft": lambda: ems_table("draft"),
-        "ems_halves": ems_halves,
-        "ems_forward": lambda: halves.table(load(HALVES)["summary"]),
     }
     sources = {
         f"{name.removesuffix('_sd')}_source": claims["source"] + "."
