@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import product
 from statistics import median
 from typing import Any
 
@@ -66,8 +67,8 @@ def measure(
     texts: Sequence[Tensor],
     chosen: Mapping[str, tuple[StrategyConfig, Mapping[str, Any]]],
     new_tokens: int,
-) -> Iterator[dict[str, Any]]:
-    """One record per text, way and head: seconds of drafting, levels drafted, and the answer.
+) -> Iterator[list[dict[str, Any]]]:
+    """Of each text a record per way and head: seconds of drafting, levels drafted, and the answer.
 
     Before the first one every way runs once, untimed.
     """
@@ -80,11 +81,13 @@ def measure(
             for way in chosen.values():
                 answer(texts[0], *way)
         for place, text in enumerate(texts):
-            for name, way in chosen.items():
-                # Whichever comes second finds what the first one warmed up.
-                for which in HEADS if place % 2 else reversed(HEADS):
-                    draft.set_output_embeddings(heads[which])
-                    yield {"text": place, "way": name, "head": which, **answer(text, *way)}
+            records = []
+            # Whichever comes second finds what the first one warmed up.
+            for name, which in product(chosen, HEADS if place % 2 else HEADS[::-1]):
+                draft.set_output_embeddings(heads[which])
+                found = answer(text, *chosen[name])
+                records.append({"text": place, "way": name, "head": which, **found})
+            yield records
     finally:
         draft.set_output_embeddings(known)
 
@@ -165,11 +168,11 @@ def main(argv: list[str] | None = None) -> None:
     draft = resolve_draft_model("draft", options.assistant, model)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     texts = [prompt.encode(tokenizer) for prompt in load_prompts(per_task=options.per_task)]
-    found = measure(model, draft, texts, ways(options.classifier), options.new_tokens)
-    records = list(found)
-    rows = summary(records)
-    print(table(rows))
-    write_record(options, {"summary": rows, "records": records})
+    records: list[dict[str, Any]] = []
+    for found in measure(model, draft, texts, ways(options.classifier), options.new_tokens):
+        records += found
+        write_record(options, {"summary": summary(records), "records": records})
+    print(table(summary(records)))
 
 
 if __name__ == "__main__":

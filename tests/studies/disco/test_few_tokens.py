@@ -26,7 +26,8 @@ def test_greedy_drafts_are_the_same_and_the_head_is_given_back() -> None:
     draft, texts = trained(), [repetitive_prompt(9), repetitive_prompt(14)]
     head = draft.get_output_embeddings()
     ways = few_tokens.ways(None)
-    records = list(few_tokens.measure(build("llama"), draft, texts, ways, 6))
+    found = few_tokens.measure(build("llama"), draft, texts, ways, 6)
+    records = [record for of_text in found for record in of_text]
     assert draft.get_output_embeddings() is head
     assert [r["head"] for r in records if r["text"] == 0][:2] == ["all", "few"]
     assert [r["head"] for r in records if r["text"] == 1][:2] == ["few", "all"]
