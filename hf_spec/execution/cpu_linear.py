@@ -232,8 +232,10 @@ def _padded_product(
     states: Tensor, packed: Tensor, bias: Tensor | None = None, rows: int = PADDED_ROWS
 ) -> Tensor:
     """The product of (R, D) states, computed as one of more rows."""
-    more = F.pad(states, (0, 0, 0, rows - len(states)))
-    return _packed_product(more, packed, bias)[: len(states)]
+    count = len(states)
+    # Copies of one row take less time to make than zeros.
+    more = states.expand(rows, -1) if count == 1 else F.pad(states, (0, 0, 0, rows - count))
+    return _packed_product(more, packed, bias).narrow(0, 0, count)
 
 
 def _transposed_forward(module: nn.Linear) -> Callable[[Tensor], Tensor]:

@@ -133,9 +133,15 @@ def _attend(  # noqa: PLR0913 - what attention is told
     return tree_attention(_outside.attention, query, key, value, None, **said)[0].contiguous()
 
 
-def _multiply(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    module: Any = _outside.products.get(id(weight))
-    return F.linear(states, weight, bias) if module is None else module.forward(states)
+def _multiply(
+    states: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+) -> list[Tensor]:
+    found = []
+    for weight, bias in zip(weights, biases, strict=True):
+        module: Any = _outside.products.get(id(weight))
+        linear = module.forward(states) if module else F.linear(states, weight, bias)
+        found.append(linear)
+    return found
 
 
 @cache
@@ -146,15 +152,15 @@ def _operations() -> torch.library.Library:
         "attend(Tensor query, Tensor key, Tensor value, Tensor? sinks, float? scaling, "
         "float? softcap, int? window) -> Tensor"
     )
-    library.define("multiply(Tensor states, Tensor weight, Tensor? bias=None) -> Tensor")
+    library.define("multiply(Tensor states, Tensor[] weights, Tensor?[] biases) -> Tensor[]")
     library.impl("attend", _attend, "CPU")
     library.impl("multiply", _multiply, "CPU")
 
     def attended(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
         return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
 
-    def multiplied(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return states.new_empty(*states.shape[:-1], weight.shape[0])
+    def multiplied(states: Tensor, weights: Sequence[Tensor], biases: object) -> list[Tensor]:
+        return [states.new_empty(*states.shape[:-1], weight.shape[0]) for weight in weights]
 
     torch.library.register_fake("hf_spec::attend", attended, lib=library)
     torch.library.register_fake("hf_spec::multiply", multiplied, lib=library)
@@ -167,7 +173,31 @@ class _OwnProducts(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        return (torch.ops.hf_spec.multiply if func is F.linear else func)(*args, **(kwargs or {}))
+        return (_product if func is F.linear else func)(*args, **(kwargs or {}))
+
+
+def _product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
+    product: Tensor = torch.ops.hf_spec.multiply(input, [weight], [bias])[0]
+    return product
+
+
+def _join_products(graph: torch.fx.Graph) -> None:
+    """Let one operation compute all products of the same states: each takes time to be called."""
+    joint: dict[torch.fx.Node, torch.fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.target is not torch.ops.hf_spec.multiply.default:
+            continue
+        states, weights, biases = node.args
+        # Others may be computed after the first of the products.
+        if any(one is not None and one.op != "placeholder" for one in (*weights, *biases)):
+            continue
+        first = joint.setdefault(states, node)
+        if first is not node:
+            count = len(first.args[1])
+            first.args = (states, [*first.args[1], *weights], [*first.args[2], *biases])
+            for part in list(node.users):
+                part.args = (first, count)
+            graph.erase_node(node)
 
 
 def compile_layer(layer: nn.Module, weights: Mapping[str, Tensor], call: LayerCall) -> Program:
@@ -202,6 +232,8 @@ def compile_layer(layer: nn.Module, weights: Mapping[str, Tensor], call: LayerCa
         graph = make_fx(run)(*inputs)
     if any(node.op == "get_attr" for node in graph.graph.nodes):
         raise RuntimeError("it computes with tensors that are neither parameters nor buffers")
+    _join_products(graph.graph)
+    graph.recompile()
     compiled = _lower(graph, inputs)
     result = as_tuple(returned[0])
     one = not isinstance(returned[0], tuple)
@@ -216,14 +248,25 @@ def compile_layer(layer: nn.Module, weights: Mapping[str, Tensor], call: LayerCa
 
 
 def _lower(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
-    from torch._inductor import config
+    from torch._functorch.config import patch as patch_functorch
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._inductor.config import patch as patch_inductor
 
-    # No pool of processes that stay: a program has a handful of kernels.
-    with config.patch(compile_threads=1):
-        from torch._inductor.compile_fx import compile_fx
+    # What is put around a program by default, for autograd and aliases, takes longer than its
+    # kernels; this has neither, and its results are compared with the layer's own.
+    inner: list[Any] = []
 
-        compiled: Callable[..., Any] = compile_fx(graph, inputs)  # type: ignore[assignment]
-    return compiled
+    def lower(*args: Any, **kwargs: Any) -> Any:
+        inner.append(compile_fx_inner(*args, **kwargs))
+        return inner[-1]
+
+    # No pool of processes that stay: a program has a handful of kernels. Inductor keeps on disk what
+    # it compiles; a second cache, around it, would not ask for it.
+    inductor = patch_inductor(compile_threads=1, size_asserts=False)
+    with inductor, patch_functorch(enable_autograd_cache=False):
+        compile_fx(graph, inputs, inner_compile=lower)
+    [compiled] = inner
+    return lambda *tensors: compiled(list(tensors))
 
 
 def _without_contents(mode: Any, number: int, tensor: Tensor, place: int | None) -> Tensor:
