@@ -281,8 +281,10 @@ def _packed_forward(
         ):
             return plain(input)
         if rows < served.padded:
-            output = _padded_product(input.reshape(rows, width), packed, bias, served.padded)
-            return output.view(*input.shape[:-1], -1)
+            # In a step the rows are one axis: views take as long as other small operations.
+            lines = input if input.shape[-2:-1] == (rows,) else input.reshape(rows, width)
+            output = _padded_product(lines, packed, bias, served.padded)
+            return output if lines is input else output.view(*input.shape[:-1], -1)
         return _packed_product(input, packed, bias)
 
     return forward
@@ -298,11 +300,12 @@ def _packed_product(states: Tensor, packed: Tensor, bias: Tensor | None = None) 
 def _padded_product(
     states: Tensor, packed: Tensor, bias: Tensor | None = None, rows: int = PADDED_ROWS
 ) -> Tensor:
-    """The product of (R, D) states, computed as one of more rows."""
-    count = len(states)
+    """The product of (..., R, D) states with R rows in all, computed as one of more rows."""
+    *axes, count, _ = states.shape
     # Copies of one row take less time to make than zeros.
-    more = states.expand(rows, -1) if count == 1 else F.pad(states, (0, 0, 0, rows - count))
-    return _packed_product(more, packed, bias).narrow(0, 0, count)
+    zeros = (0, 0, 0, rows - count)
+    more = states.expand(*axes, rows, -1) if count == 1 else F.pad(states, zeros)
+    return _packed_product(more, packed, bias).narrow(-2, 0, count)
 
 
 def _transposed_forward(module: nn.Linear) -> Callable[[Tensor], Tensor]:
