@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,20 @@ def begin(options: Namespace) -> tuple[PreTrainedModel, Callable[[], float]]:
         torch.set_num_threads(options.threads)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     return model, time.process_time if options.processor_time else time.perf_counter
+
+
+def gone_on(out: Path | None, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The `records` of an earlier command with the same settings, of which `out` has more."""
+    if out is None or not out.exists():
+        return []
+    earlier = json.loads(out.read_text("utf-8"))
+    differing = [name for name, value in settings.items() if earlier[name] != value]
+    if differing:
+        raise SystemExit(
+            f"{out} was made with another {', '.join(differing)}; choose another --out"
+        )
+    records: list[dict[str, Any]] = earlier["records"]
+    return records
 
 
 def write_record(options: Namespace, content: dict[str, Any]) -> None:

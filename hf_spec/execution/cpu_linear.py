@@ -54,6 +54,8 @@ NO_LIMIT = 1 << 62
 # One row may take longer than so many: on an EPYC of two cores those of SmolLM2-135M took 49 ms by
 # F.linear and 42 ms packed, four packed ones 35 ms.
 PADDED_ROWS = 4
+# Every so manieth word of a weight is looked at by itself; a prime, which no width shares.
+SAMPLED_WORD = 97
 # Weights of a shape that forms are timed on, in bytes: more than a cache holds, as in a model.
 TIMED_BYTES = 64 << 20
 
@@ -341,27 +343,31 @@ def _pack(weight: Tensor) -> Tensor:
 
 
 def _stamp(weight: Tensor) -> tuple[int, ...]:
-    """Identity of a weight's contents: place, shape, version and a hash of its bits in their order.
+    """Identity of a weight's contents: place, shape, version and two hashes of its bits.
 
-    The hash is there because writing through `.data`, as PEFT does when it merges an adapter, moves
-    neither place nor version. It is linear with odd factors, so no change of a single word goes
-    unseen; the product by integers reads the weight as fast as a sum does.
+    The hashes are there because writing through `.data`, as PEFT does when it merges an adapter,
+    moves neither place nor version. One is of the sums of all rows, as integers and times odd
+    factors, so no change of a single word goes unseen; the other is of every 97th word, which
+    covers all columns and shows when they change places. Together they read the weight once.
     """
     version = 0 if weight.is_inference() else weight._version
-    even = weight.shape[1] * weight.element_size() % 4 == 0 and weight.data_ptr() % 4 == 0
-    words = weight.detach().view(torch.int32 if even else torch.int16)
-    by_row = words @ _odd_factors(words.shape[1], words.dtype)
-    mixed = by_row.long() * _odd_factors(len(by_row), torch.int64)
-    return (weight.data_ptr(), *weight.shape, version, int(mixed.sum()))
+    even = weight.shape[1] * weight.element_size() % 8 == 0 and weight.data_ptr() % 8 == 0
+    words = weight.detach().view(torch.int64 if even else torch.int16)
+    hashes = (_mixed(words.sum(1)), _mixed(words.view(-1)[::SAMPLED_WORD].long()))
+    return (weight.data_ptr(), *weight.shape, version, *hashes)
+
+
+def _mixed(words: Tensor) -> int:
+    """A sum of (N,) int64 that depends on their order."""
+    return int((words * _odd_factors(len(words))).sum())
 
 
 @functools.cache
-def _odd_factors(count: int, dtype: torch.dtype) -> Tensor:
-    """(count,) odd integers of all sizes, always the same."""
+def _odd_factors(count: int) -> Tensor:
+    """(count,) int64, odd, of all sizes, always the same."""
     generator = torch.Generator().manual_seed(0)
-    limits = torch.iinfo(dtype)
-    factors = torch.randint(limits.min, limits.max, (count,), generator=generator, dtype=dtype)
-    return factors | 1
+    limits = torch.iinfo(torch.int64)
+    return torch.randint(limits.min, limits.max, (count,), generator=generator) | 1
 
 
 @functools.cache

@@ -245,6 +245,15 @@ def swap_two_rows_through_data(model: Tied) -> None:
     weight[[3, 9]] = weight[[9, 3]]
 
 
+def flip_all_signs_through_data(model: Tied) -> None:
+    model.up.weight.data.neg_()
+
+
+def swap_two_columns_through_data(model: Tied) -> None:
+    weight = model.head.weight.data
+    weight[:, [2, 3]] = weight[:, [3, 2]]
+
+
 def change_data(model: Tied) -> None:
     model.up.weight.data = model.up.weight.data * 2
 
@@ -276,6 +285,8 @@ def change_dtype(model: Tied) -> None:
         permute_rows_through_data,
         permute_columns_through_data,
         swap_two_rows_through_data,
+        swap_two_columns_through_data,
+        flip_all_signs_through_data,
         change_data,
         change_parameter,
         change_state_dict,

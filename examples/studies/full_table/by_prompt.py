@@ -2,25 +2,30 @@
 
 Run as `python -m examples.studies.full_table.by_prompt --help` says. All run in turn on every
 prompt; a prompt counts with its fastest repetition, plain's and the strategy's, since other work on
-the machine only ever adds time.
+the machine only ever adds time. The record is written after every prompt, and a command that is
+given again goes on where it was. Outputs that are not plain's are examined: ties, or mistakes.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import inf
 from statistics import mean, median
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoTokenizer
 
 from examples.studies import timing
 from hf_spec.bench.contenders import Contender, plain, strategy
 from hf_spec.bench.entries import assistant_finder, parse_entries
 from hf_spec.bench.tables import Table
-from hf_spec.data.prompts import Prompt, load_prompts
+from hf_spec.data.prompts import load_prompts
+from hf_spec.verify.mismatch import differences
 
 
 @dataclass(frozen=True)
@@ -30,77 +35,87 @@ class Timed:
     Attributes:
         prompt, contender: their names.
         seconds: of each repetition.
+        elapsed: the same by the clock on the wall, whatever `seconds` counts.
+        new_tokens: that it generated.
         tau: accepted tokens per target forward, in the last repetition; None for plain.
         nodes: target tokens per forward, likewise.
         draft_seconds, verify_seconds: likewise.
         counters: of the drafter, likewise.
-        identical: whether it says what plain says.
+        differences: where it does not say what plain says, with what `verify` finds there.
     """
 
     prompt: str
     contender: str
     seconds: list[float]
+    elapsed: list[float]
+    new_tokens: int
     tau: float | None
     nodes: float | None
     draft_seconds: float | None
     verify_seconds: float | None
     counters: dict[str, int]
-    identical: bool
+    differences: list[dict[str, Any]]
+
+    def per_token(self, clock: str) -> float:
+        """The least time of a token, by `seconds` or `elapsed`."""
+        return min(getattr(self, clock)) / self.new_tokens
 
 
-def measure(
-    contenders: Sequence[Contender],
-    prompts: Sequence[Prompt],
-    tokenizer: Any,
-    new_tokens: int,
-    repeats: int,
-    clock: Callable[[], float],
-) -> list[Timed]:
-    """Every contender on every prompt; the first one is plain."""
-    longest = max((prompt.encode(tokenizer) for prompt in prompts), key=lambda ids: ids.shape[1])
+@dataclass(frozen=True)
+class Subject:
+    """The model, the first contender of which is plain, and how long and often each is timed."""
+
+    model: Any
+    contenders: Sequence[Contender]
+    clock: Callable[[], float]
+    new_tokens: int
+    repeats: int
+
+
+def measure(subject: Subject, name: str, ids: Tensor) -> Iterator[Timed]:
+    """Every contender on a prompt of (1, L) ids."""
+    contenders, new_tokens, clock = subject.contenders, subject.new_tokens, subject.clock
+    mask = torch.ones_like(ids)
+    seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+    elapsed: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+    runs = {}
+    for repeat in range(subject.repeats):
+        turn = repeat % len(contenders)
+        for contender in [*contenders[turn:], *contenders[:turn]]:
+            start, began = clock(), time.perf_counter()
+            runs[contender.name] = contender.run(ids, new_tokens, mask)
+            seconds[contender.name].append(clock() - start)
+            elapsed[contender.name].append(time.perf_counter() - began)
+    said = runs[contenders[0].name].sequence.tolist()
     for contender in contenders:
-        contender.run(longest, 16, torch.ones_like(longest))
-    found = []
-    for prompt in prompts:
-        ids = prompt.encode(tokenizer)
-        mask = torch.ones_like(ids)
-        seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
-        runs = {}
-        for repeat in range(repeats):
-            turn = repeat % len(contenders)
-            for contender in [*contenders[turn:], *contenders[:turn]]:
-                start = clock()
-                runs[contender.name] = contender.run(ids, new_tokens, mask)
-                seconds[contender.name].append(clock() - start)
-        said = runs[contenders[0].name].sequences.tolist()
-        for name, run in runs.items():
-            stats = run.stats
-            forwards = stats.target_forwards if stats else 0
-            found.append(
-                Timed(
-                    prompt.id,
-                    name,
-                    seconds[name],
-                    stats and stats.tau,
-                    stats and (stats.target_tokens - ids.shape[1]) / forwards,
-                    stats and stats.draft_seconds,
-                    stats and stats.verify_seconds,
-                    dict(stats.counters) if stats else {},
-                    run.sequences.tolist() == said,
-                )
-            )
-    return found
+        run = runs[contender.name]
+        stats, got = run.stats, run.sequence.tolist()
+        yield Timed(
+            name,
+            contender.name,
+            seconds[contender.name],
+            elapsed[contender.name],
+            len(got) - ids.shape[1],
+            stats and stats.tau,
+            stats and (stats.target_tokens - ids.shape[1]) / stats.target_forwards,
+            stats and stats.draft_seconds,
+            stats and stats.verify_seconds,
+            dict(stats.counters) if stats else {},
+            [asdict(one) for one in differences(subject.model, ids, said, got, new_tokens)],
+        )
 
 
-def table(records: Sequence[Timed]) -> str:
+def table(records: Sequence[Timed], clock: str = "seconds") -> str:
     """Markdown: per strategy the ratios of speed over prompts, tau and nodes."""
     names = list(dict.fromkeys(record.contender for record in records))
-    reference = {r.prompt: min(r.seconds) for r in records if r.contender == names[0]}
+    reference = {r.prompt: r.per_token(clock) for r in records if r.contender == names[0]}
     rows = []
     for name in names[1:]:
         mine = [record for record in records if record.contender == name]
-        ratios = sorted((reference[r.prompt] / min(r.seconds), r.prompt) for r in mine)
+        ratios = sorted((reference[r.prompt] / r.per_token(clock), r.prompt) for r in mine)
         speeds = [ratio for ratio, _ in ratios]
+        tau = [r.tau for r in mine if r.tau is not None]
+        nodes = [r.nodes for r in mine if r.nodes is not None]
         rows.append(
             [
                 name,
@@ -108,47 +123,73 @@ def table(records: Sequence[Timed]) -> str:
                 f"{speeds[len(speeds) // 5]:.2f}",
                 f"{median(speeds):.2f}",
                 f"{speeds[-1]:.2f}",
-                f"{mean(r.tau for r in mine if r.tau is not None):.2f}",
-                f"{mean(r.nodes for r in mine if r.nodes is not None):.1f}",
-                f"{sum(r.identical for r in mine)}/{len(mine)}",
+                f"{mean(tau):.2f}" if tau else "-",
+                f"{mean(nodes):.1f}" if nodes else "-",
+                f"{sum(not r.differences for r in mine)}/{len(mine)}",
             ]
         )
     heads = ["strategy", "min", "20 %", "median", "max", "tau", "tokens a forward", "identical"]
     return Table(heads, rows).markdown()
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Command line; prints the table and writes every run as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What is measured, beside where and how."""
     timing.add_options(parser)
     parser.add_argument("--strategy", action="append", required=True, help="as for `bench`")
     parser.add_argument("--assistant", action="append", default=[], help="as for `bench`")
     parser.add_argument("--per-task", type=int, default=2, help="prompts of each of six tasks")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
-    options = parser.parse_args(argv)
-    model, clock = timing.begin(options)
+    parser.add_argument("--minutes", type=float, default=inf, help="begin no prompt after so many")
+
+
+def ours(model: Any, options: argparse.Namespace) -> list[Contender]:
+    """Plain `generate()` and the strategies that are asked for."""
     find = assistant_finder(model)
-    contenders = [plain(model)] + [
+    return [plain(model)] + [
         strategy(model, entry.config, find(entry.assistant), entry.short_name)
         for entry in parse_entries(options.strategy, options.assistant)
     ]
-    records = measure(
-        contenders,
-        load_prompts(per_task=options.per_task),
-        AutoTokenizer.from_pretrained(options.model),
-        options.new_tokens,
-        options.repeats,
-        clock,
-    )
-    print(table(records))
-    record = {
+
+
+def run(options: argparse.Namespace, subject: Subject, facts: Mapping[str, Any]) -> None:
+    """Measure the prompts that the record lacks, and print the table of all."""
+    began = time.perf_counter()
+    settings = {
+        "threads": torch.get_num_threads(),
+        "processor_time": options.processor_time,
         "new_tokens": options.new_tokens,
+        "repeats": options.repeats,
         "strategies": options.strategy,
         "assistants": options.assistant,
-        "records": [record.__dict__ for record in records],
+        **facts,
     }
-    timing.write_record(options, record)
+    records = [Timed(**record) for record in timing.gone_on(options.out, settings)]
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    prompts = {p.id: p.encode(tokenizer) for p in load_prompts(per_task=options.per_task)}
+    longest = max(prompts.values(), key=lambda ids: ids.shape[1])
+    for contender in subject.contenders:
+        contender.run(longest, 16, torch.ones_like(longest))
+    known = {record.prompt for record in records}
+    for name in (name for name in prompts if name not in known):
+        if time.perf_counter() - began > 60 * options.minutes:
+            break
+        records += measure(subject, name, prompts[name])
+        rows = [asdict(record) for record in records]
+        timing.write_record(options, {**settings, "records": rows})
+    print(table(records))
+    if options.processor_time:
+        print("\nBy elapsed time:\n", table(records, "elapsed"), sep="\n")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Command line; prints the table and writes every run as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_options(parser)
+    options = parser.parse_args(argv)
+    model, clock = timing.begin(options)
+    contenders = ours(model, options)
+    run(options, Subject(model, contenders, clock, options.new_tokens, options.repeats), {})
 
 
 if __name__ == "__main__":

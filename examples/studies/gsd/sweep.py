@@ -11,7 +11,6 @@ a command that is given again goes on where it was. Run as
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -22,6 +21,7 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from examples.studies import timing
 from hf_spec.bench.tables import Table
 from hf_spec.data.machine import environment
 from hf_spec.data.prompts import Prompt, load_prompts
@@ -195,25 +195,12 @@ def main(argv: list[str] | None = None) -> None:
         "per_task": options.per_task,
         "new_tokens": options.new_tokens,
     }
-    known = gone_on(options.out, facts)
+    same = {name: facts[name] for name in ("model", "draft", "new_tokens")}
+    known = timing.gone_on(options.out, same)
     prompts = load_prompts(per_task=options.per_task)
     for records in sweep(pair, prompts, options.new_tokens, wanted, known):
         write_json(options.out, {**facts, "summary": summary(records), "records": records})
     print(table(summary(known)))
-
-
-def gone_on(out: Path, facts: dict[str, Any]) -> list[dict[str, Any]]:
-    """The records of an earlier command of the same kind, if there are any."""
-    if not out.exists():
-        return []
-    earlier = json.loads(out.read_text())
-    differing = [name for name in ("model", "draft", "new_tokens") if earlier[name] != facts[name]]
-    if differing:
-        raise SystemExit(
-            f"{out} was made with another {', '.join(differing)}; choose another --out"
-        )
-    records: list[dict[str, Any]] = earlier["records"]
-    return records
 
 
 if __name__ == "__main__":

@@ -3,9 +3,10 @@
     python -m examples.studies.integrations.lm_eval_speed --batch-sizes 1
     python -m examples.studies.integrations.lm_eval_speed --batch-sizes 8 --repeats 2 --add
 
-Twenty sums in words (`sums.jsonl`), asked as GSM8K is: examples with their reasoning first, the
-number after `####` is compared. SmolLM2-135M-Instruct in float32, one thread; its Falcon head
-in `examples/adapters` at batch size 1. Time is that of the process, so that others matter less.
+Twenty sums in words (`sums.jsonl`), twelve of one step, which the model can do, asked as GSM8K is:
+examples with their reasoning first, the number after `####` is compared. SmolLM2-135M-Instruct in
+float32, one thread; its Falcon head in `examples/adapters` at batch size 1. Time is that of the
+process, so that others matter less.
 """
 
 from __future__ import annotations

@@ -1,0 +1,53 @@
+"""hf_spec and other libraries beside plain `generate()`, in turn on every prompt.
+
+    python -m examples.studies.peers.compare --model MODEL --threads 1 --processor-time \
+        --strategy auto --strategy lookup --strategy falcon \
+        --assistant examples/adapters/smollm2-135m-falcon --per-task 4 --new-tokens 48 --repeats 2 \
+        --peer "openvino=PYTHON examples/studies/peers/openvino_peer.py FOLDER" \
+        --peer "openvino lookup=PYTHON examples/studies/peers/openvino_peer.py FOLDER --lookup"
+
+How it is measured, and how a command goes on: `full_table.by_prompt`. The processor seconds of a
+peer are those of its own process (`peer`, `openvino_peer`).
+"""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import ExitStack
+
+import hf_spec
+from examples.studies import timing
+from examples.studies.full_table import by_prompt
+from examples.studies.peers.peer import named, started
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Command line; prints the table and writes every run as JSON."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    by_prompt.add_options(parser)
+    parser.add_argument(
+        "--peer", action="append", default=[], type=named, help="NAME=COMMAND, once or more"
+    )
+    parser.add_argument("--compile", action="store_true", help="ours with compiled layers")
+    options = parser.parse_args(argv)
+    model, own_clock = timing.begin(options)
+    if options.compile:
+        print(hf_spec.compile(model))
+    with ExitStack() as stack:
+        peers = [stack.enter_context(started(*given)) for given in options.peer]
+
+        def clock() -> float:
+            # Others' processes count nothing on our clock while we wait for them.
+            theirs = sum(peer.processor_seconds for peer in peers)
+            return own_clock() + (theirs if options.processor_time else 0)
+
+        contenders = [*by_prompt.ours(model, options), *(peer.contender for peer in peers)]
+        facts = {"peers": {peer.name: peer.facts for peer in peers}, "compiled": options.compile}
+        subject = by_prompt.Subject(model, contenders, clock, options.new_tokens, options.repeats)
+        by_prompt.run(options, subject, facts)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""OpenVINO GenAI as a peer: greedy answers in float32, plainly or with its prompt lookup.
+
+Runs in an environment of its own and imports nothing of hf_spec:
+
+    python -m venv peers && peers/bin/pip install openvino-genai optimum-intel
+    peers/bin/optimum-cli export openvino -m MODEL --task text-generation-with-past \
+        --weight-format fp32 FOLDER
+    peers/bin/python examples/studies/peers/openvino_peer.py FOLDER --lookup
+
+The last command waits for the lines that `peer` describes. Products, keys and values are float32,
+where OpenVINO would take bfloat16 and 8 bits on processors that have them; no prompt is kept for
+the next repetition.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, TextIO
+
+
+def serve(
+    facts: dict[str, Any],
+    answer: Callable[[list[int], int], list[int]],
+    requests: TextIO,
+    answers: TextIO,
+) -> None:
+    """Say the facts, then answer line after line; `answer` gives the new tokens."""
+    print(json.dumps(facts), file=answers, flush=True)
+    for line in requests:
+        asked = json.loads(line)
+        start = time.process_time()
+        ids = asked["ids"] + answer(asked["ids"], asked["new_tokens"])
+        timed = {"processor_seconds": time.process_time() - start}
+        print(json.dumps({"ids": ids, **timed}), file=answers, flush=True)
+
+
+def load(
+    options: argparse.Namespace,
+) -> tuple[dict[str, Any], Callable[[list[int], int], list[int]]]:
+    """Facts about the pipeline, and what answers with it."""
+    import numpy as np
+    import openvino
+    import openvino_genai as genai
+
+    properties: dict[str, Any] = {
+        "INFERENCE_PRECISION_HINT": "f32",
+        "KV_CACHE_PRECISION": "f32",
+        "INFERENCE_NUM_THREADS": options.threads,
+    }
+    scheduler = genai.SchedulerConfig()
+    scheduler.enable_prefix_caching = False
+    # The whole prompt in one forward.
+    scheduler.max_num_batched_tokens = sys.maxsize
+    pipeline = genai.LLMPipeline(
+        options.folder,
+        "CPU",
+        scheduler_config=scheduler,
+        **properties,
+        **({"prompt_lookup": True} if options.lookup else {}),
+    )
+    config = pipeline.get_generation_config()
+    config.do_sample = False
+    drafts = {"num_assistant_tokens": options.draft_tokens, "max_ngram_size": options.match_length}
+    for name, value in drafts.items() if options.lookup else ():
+        setattr(config, name, value)
+
+    def answer(ids: list[int], new_tokens: int) -> list[int]:
+        config.max_new_tokens = new_tokens
+        tokens, mask = np.array([ids]), np.ones((1, len(ids)), dtype=np.int64)
+        given = genai.TokenizedInputs(openvino.Tensor(tokens), openvino.Tensor(mask))
+        return list(pipeline.generate(given, config).tokens[0])
+
+    versions = {"openvino": openvino.__version__, "openvino_genai": genai.__version__}
+    return {**versions, **properties, **(drafts if options.lookup else {})}, answer
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", help="of the exported model")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--lookup", action="store_true")
+    # Those of OpenVINO's own example.
+    parser.add_argument("--draft-tokens", type=int, default=5)
+    parser.add_argument("--match-length", type=int, default=3)
+    options = parser.parse_args(argv)
+    # What libraries print must not come between the lines.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    serve(*load(options), sys.stdin, answers)
+
+
+if __name__ == "__main__":
+    main()
