@@ -47,6 +47,7 @@ from hf_spec.execution.tree import DraftTree
 from hf_spec.heads.gemma_assistant import GemmaAssistant
 from hf_spec.heads.gemma_assistant import build as build_assistant
 from hf_spec.heads.mtp_head import MtpHead
+from hf_spec.models.draft_head import DraftHead
 from hf_spec.models.falcon_head import FalconHead, FalconShape
 from hf_spec.verify.distribution import IMPOSSIBLE, chi_square
 from tests.biased_rules import NoResidual, RedrawnBonus, SiblingsWithoutUpdate
@@ -112,6 +113,15 @@ def pard_draft() -> LlamaForCausalLM:
     """A draft model of its own, as the others must not have a mask token."""
     draft = copy.deepcopy(tiny(1))
     draft.config.pard_token = VOCAB - 1
+    return draft
+
+
+@cache
+def draft_of_few_tokens() -> LlamaForCausalLM:
+    """A draft model that knows half of the tokens."""
+    draft = copy.deepcopy(tiny(1))
+    few = torch.tensor([1, 3, 4, 6])
+    draft.set_output_embeddings(DraftHead(draft.get_output_embeddings(), few))
     return draft
 
 
@@ -196,6 +206,14 @@ def arguments(strategy: str) -> dict[str, Any]:
         "narrower": {
             "spec_strategy": TreeConfig(children=3, max_nodes=12, sample_drafts=True),
             "assistant": tiny(1, VOCAB - 3),
+        },
+        "few tokens": {
+            "spec_strategy": DraftConfig(max_draft_tokens=2),
+            "assistant": draft_of_few_tokens(),
+        },
+        "few tokens tree": {
+            "spec_strategy": TreeConfig(children=3, max_nodes=8, sample_drafts=True),
+            "assistant": draft_of_few_tokens(),
         },
         "confident": {
             "spec_strategy": DraftConfig(length_policy="confidence", confidence_threshold=0.2),
@@ -376,6 +394,9 @@ CASES = [
     ("wider", REPETITION),
     ("narrower", PLAIN),
     ("narrower", REPETITION),
+    ("few tokens", PLAIN),
+    ("few tokens", {**TOP_K, **TOP_P}),
+    ("few tokens tree", {**REPETITION, **TOP_P}),
     ("confident", PLAIN),
     ("disco", PLAIN),
     ("disco", TOP_K),
@@ -545,7 +566,7 @@ class TestBrokenTwins:
     """What the test above must not let pass."""
 
     @pytest.mark.parametrize(
-        "strategy", ["draft", "siblings", "eagle chain", "block", *SLOW_CHAINS]
+        "strategy", ["draft", "few tokens", "siblings", "eagle chain", "block", *SLOW_CHAINS]
     )
     def test_rejection_without_residual(
         self, strategy: str, monkeypatch: pytest.MonkeyPatch

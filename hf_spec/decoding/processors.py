@@ -47,6 +47,9 @@ PREFIX_FREE = (
     hf.LogitNormalization,
 )
 
+# Of these, the ones that go by scores alone, whichever tokens they are of.
+TOKEN_FREE = tuple(kind for kind in PREFIX_FREE if kind is not hf.SuppressTokensLogitsProcessor)
+
 READS_PREFIX = (
     hf.MinLengthLogitsProcessor,
     hf.MinNewTokensLengthLogitsProcessor,
@@ -141,17 +144,30 @@ class NodeProcessors:
         """Whether any processor needs to know the tokens before a node."""
         return any(step.reads_prefix for step in self._steps)
 
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether any processor needs to know which token a score is of."""
+        return any(step.reads_tokens for step in self._steps)
+
     def __call__(
-        self, rows: Sequence[int], prefixes: Sequence[Tensor] | None, scores: Tensor
+        self,
+        rows: Sequence[int],
+        prefixes: Sequence[Tensor] | None,
+        scores: Tensor,
+        wanted: Tensor | None = None,
     ) -> Tensor:
         """Process (M, V) float32 scores of nodes in sequences `rows`, changed in place maybe.
 
         A prefix is (L,) int64, the frame up to and including the node; there are none needed where
-        `reads_prefix` is False.
+        `reads_prefix` is False. Where (R,) int64 tokens are `wanted`, the others having the score
+        -inf, (M, R) is returned; where no step `reads_tokens` it is taken, too.
         """
-        for step in self._steps:
+        whole = wanted is not None and self.reads_tokens
+        for place, step in enumerate(self._steps):
+            if whole and not any(later.reads_tokens for later in self._steps[place:]):
+                scores, whole = scores[:, wanted], False
             scores = step(rows, prefixes or [], scores)
-        return scores
+        return scores[:, wanted] if whole else scores
 
 
 class RowProcessors:
@@ -182,6 +198,10 @@ class _OfRow:
     def reads_prefix(self) -> bool:
         return any(one.reads_prefix for one in self.lists)
 
+    @property
+    def reads_tokens(self) -> bool:
+        return any(one.reads_tokens for one in self.lists)
+
     def __call__(self, rows: Sequence[int], prefixes: Sequence[Tensor], scores: Tensor) -> Tensor:
         groups: dict[int, list[int]] = defaultdict(list)
         for node, row in enumerate(rows):
@@ -198,6 +218,7 @@ class _PrefixFree:
 
     def __init__(self, processor: Processor):
         self.processor = processor
+        self.reads_tokens = type(processor) not in TOKEN_FREE
 
     def __call__(self, rows: Sequence[int], prefixes: Sequence[Tensor], scores: Tensor) -> Tensor:
         unused = torch.zeros(len(rows), 1, dtype=torch.long, device=scores.device)
@@ -207,7 +228,7 @@ class _PrefixFree:
 class _ByLength:
     """One call for all nodes with prefixes of the same length."""
 
-    reads_prefix = True
+    reads_prefix = reads_tokens = True
 
     def __init__(self, processor: Processor):
         self.processor = processor
@@ -227,7 +248,7 @@ class _ByLength:
 class _ByRow:
     """One call per node, with the copy of the processor that belongs to the node's row."""
 
-    reads_prefix = True
+    reads_prefix = reads_tokens = True
 
     def __init__(self, copies: Sequence[Processor]):
         self.copies = copies
@@ -243,7 +264,7 @@ class _ByRow:
 class _FirstStep:
     """Transformers' class that looks at the first step of the whole batch and changes nothing."""
 
-    reads_prefix = True
+    reads_prefix = reads_tokens = True
 
     def __init__(self, processor: hf.WhisperNoSpeechDetection):
         self.processor = processor
@@ -259,7 +280,7 @@ class _FirstStep:
 class _AsBatch:
     """One call per node, as a batch that shows the node's prefix in every place."""
 
-    reads_prefix = True
+    reads_prefix = reads_tokens = True
 
     def __init__(self, processor: Any, num_rows: int):
         self.num_rows = num_rows

@@ -21,7 +21,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import compress
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -100,6 +100,16 @@ class LevelConfig(PolicyConfig):
         return None
 
 
+class FewTokens(Protocol):
+    """A head that knows some of the tokens: (R,) int64 `vocabulary` of `full_size`, None for all.
+
+    It may be asked for their logits alone.
+    """
+
+    vocabulary: Tensor | None
+    full_size: int
+
+
 # Token, its probability, and the distribution that it comes from.
 Drafted = tuple[int, float, Tensor]
 
@@ -146,9 +156,12 @@ class LevelDrafter(Drafter):
         graphs: per row the graph of the newest draft.
         processors: the call's, by which drafts can be processed as the target's scores are; from
             `start` on.
+        known: (R,) int64, the tokens that can be drafted; None if all can.
     """
 
     processors: NodeProcessors
+    known: Tensor | None = None
+    _vocab_size = 0
 
     def __init__(self, config: LevelConfig, policy: LengthPolicy):
         self.config = config
@@ -163,7 +176,7 @@ class LevelDrafter(Drafter):
     def probabilities(self, state: GenerationState, graphs: Graphs, owners: Owners) -> Tensor:
         """(nodes, R) float32: what may follow each (row, node) of the newest level.
 
-        `graphs` are those of the rows that grow. Where drafts are drawn at random, R is V.
+        `graphs` are those of the rows that grow. R are the `known` tokens.
         """
 
     def chains(
@@ -173,8 +186,8 @@ class LevelDrafter(Drafter):
         return None
 
     def token_ids(self, places: Tensor) -> Tensor:
-        """Token ids of places in what `probabilities` gave last; the same by default."""
-        return places
+        """Token ids of places in what `probabilities` gives."""
+        return places if self.known is None else self.known[places]
 
     def scores(self, probs: Tensor, positions: Sequence[int]) -> Tensor | None:
         """(nodes,) float32: what the length policy wants to know of these distributions."""
@@ -187,12 +200,15 @@ class LevelDrafter(Drafter):
         owners: Owners,
         logits: Tensor,
     ) -> Tensor:
-        """(nodes, V) float32: the distributions of logits after the call's processors."""
+        """(nodes, R) float32: the distributions of logits after the call's processors.
+
+        Logits are those of the `known` tokens alone where no processor asks which these are.
+        """
         rows, prefixes = [row for row, _ in owners], None
         if self.processors.reads_prefix:
             paths = [graphs[row].path(node) for row, node in owners]
             prefixes = state.prefixes(rows, paths)
-        return distribution(self.processors(rows, prefixes, logits))
+        return distribution(self.processors(rows, prefixes, logits, self.known))
 
     def start(self, state: GenerationState) -> None:
         """Counters, the rule that judges, and a policy that knows nothing."""
@@ -202,6 +218,11 @@ class LevelDrafter(Drafter):
         self.samples = state.do_sample and self.config.draws and self.shape.tree is None
         self.rule = self.config.sampling_rule if state.do_sample else None
         self.processors = NodeProcessors(state.processors, state.num_rows, stateless_only=True)
+
+    def draft_few(self, head: FewTokens, device: torch.device) -> None:
+        """Draft the tokens of this head alone."""
+        if head.vocabulary is not None:
+            self.known, self._vocab_size = head.vocabulary.to(device), head.full_size
 
     def restart(self, row: int) -> None:
         """A policy that knows nothing of the row."""
@@ -245,7 +266,16 @@ class LevelDrafter(Drafter):
         ]
         probs = [prob for sent in self._sent.values() for prob in sent.probs]
         drafts = {row: (sent.tokens, sent.parents) for row, sent in self._sent.items()}
-        return DraftTree.from_drafts(drafts, state.num_rows, stacked(distributions), probs)
+        drawn_from = self._among_all(stacked(distributions))
+        return DraftTree.from_drafts(drafts, state.num_rows, drawn_from, probs)
+
+    def _among_all(self, probs: Tensor | None) -> Tensor | None:
+        """(N, R) distributions as (N, V), by which the target's own are compared with them."""
+        if probs is None or self.known is None:
+            return probs
+        spread = probs.new_zeros(len(probs), self._vocab_size)
+        spread[:, self.known] = probs
+        return spread
 
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
         """Tell the policy. The tree may be another, in which that of this drafter was joined."""

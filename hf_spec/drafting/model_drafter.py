@@ -19,7 +19,14 @@ from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.token_sampling import distribution, draw
 from hf_spec.devices.transfer import fetch_all, send
 from hf_spec.drafting.length_policy import LengthPolicy, make_policy
-from hf_spec.drafting.level_drafter import Drafted, Graphs, LevelConfig, LevelDrafter, Owners
+from hf_spec.drafting.level_drafter import (
+    Drafted,
+    FewTokens,
+    Graphs,
+    LevelConfig,
+    LevelDrafter,
+    Owners,
+)
 from hf_spec.errors import OptionError, choices
 from hf_spec.execution.forward_output import ForwardOutput
 from hf_spec.execution.runner import ModelRunner
@@ -52,14 +59,11 @@ class DraftModelConfig(LevelConfig):
             )
 
 
-class OwnTokens(Protocol):
+class FewTokensHead(FewTokens, Protocol):
     """The head of a draft model that knows some of the tokens."""
 
     def alone(self) -> AbstractContextManager[None]:
         """Let forwards of this thread end in the logits of these alone."""
-
-    def tokens(self, places: Tensor) -> Tensor:
-        """Token ids of places among them."""
 
 
 class DraftModelDrafter(LevelDrafter):
@@ -71,7 +75,7 @@ class DraftModelDrafter(LevelDrafter):
 
     # From `start` on.
     _runner: ModelRunner
-    _own_tokens: OwnTokens | None
+    _head: FewTokensHead | None
 
     # Whether its own tokens are those that the draft model reads next.
     runs_ahead: ClassVar[bool] = True
@@ -97,16 +101,23 @@ class DraftModelDrafter(LevelDrafter):
         """Empty keys and values for every row."""
         super().start(state)
         self._runner = self._make_runner(state.num_rows)
-        self._own_tokens = None if self._reads_all else own_tokens(self.model)
+        self._head = None if self._translates else _few_tokens(self.model)
+        if self._head is not None:
+            self.draft_few(self._head, state.device)
         # Whether those alone are asked for is no property of the model, so no graph can tell.
-        if own_tokens(self.model) is None:
+        if _few_tokens(self.model) is None:
             self._runner.expected_length = state.expected_length
 
     @property
-    def _reads_all(self) -> bool:
-        """Whether distributions are over V, so that processors or the verifier can read them."""
-        padded = self.vocab_size not in (None, num_embeddings(self.model))
-        return padded or self.samples or len(self.processors) > 0
+    def _translates(self) -> bool:
+        """Whether its tokens are not simply those of the target."""
+        return self.vocab_size not in (None, num_embeddings(self.model))
+
+    def _asked(self) -> AbstractContextManager[None]:
+        """Where forwards are run, for the logits of the known tokens alone if these are enough."""
+        if self._head is None or self.processors.reads_tokens:
+            return nullcontext()
+        return self._head.alone()
 
     def _make_runner(self, num_rows: int) -> ModelRunner:
         batching, size = self.config.batching, self.vocab_size
@@ -165,35 +176,28 @@ class DraftModelDrafter(LevelDrafter):
         drafts = {row: ([state.tokens[row][-1]] * (level + 1), range(-1, level)) for row in rows}
         tree = DraftTree.from_drafts(drafts, state.num_rows)
         nodes = [tree.row_start[row] + level for row in rows]
-        with nullcontext() if self._own_tokens is None else self._own_tokens.alone():
+        with self._asked():
             if given is None:
                 output = self._runner.forward(tree, state.tokens, nodes)
             else:
                 given = given.to(self._runner.device)
                 output = self._runner.forward_given(tree, state.tokens, nodes, given)
         logits = output.logits.to(state.device, torch.float32)
-        return distribution(self.processors(rows, None, logits))
+        return distribution(self.processors(rows, None, logits, self.known))
 
     def probabilities(self, state: GenerationState, graphs: Graphs, owners: Owners) -> Tensor:
-        """(nodes, R) float32: the draft model's distribution after each (row, node).
-
-        R are the tokens that it knows where nobody reads the others, which have no probability.
-        """
+        """(nodes, R) float32: the draft model's distribution after each (row, node)."""
         drafts = {row: (graph.tokens, graph.parents) for row, graph in graphs.items()}
         tree = DraftTree.from_drafts(drafts, state.num_rows)
         starts = tree.row_start
         nodes = [starts[row] + node for row, node in owners]
-        with nullcontext() if self._own_tokens is None else self._own_tokens.alone():
+        with self._asked():
             output = self._runner.forward(tree, state.tokens, nodes)
         logits = output.logits.to(state.device, torch.float32)
         return self.processed(state, graphs, owners, logits)
 
-    def token_ids(self, places: Tensor) -> Tensor:
-        """Those of the draft model's own tokens, where it was asked for these alone."""
-        return places if self._own_tokens is None else self._own_tokens.tokens(places)
 
-
-def own_tokens(model: PreTrainedModel) -> OwnTokens | None:
+def _few_tokens(model: PreTrainedModel) -> FewTokensHead | None:
     """The head of a draft model that does not know all tokens; None if it does."""
     head: Any = model.get_output_embeddings()
     return None if getattr(head, "vocabulary", None) is None else head

@@ -153,7 +153,7 @@ class SharedDrafter(TranslatingDrafter):
                 self._ran[row] = self.ids[row] + [self.pair.common.to_draft(t) for t in tokens]
 
     @property
-    def _reads_all(self) -> bool:
+    def _translates(self) -> bool:
         """Always: its tokens become the target's."""
         return True
 

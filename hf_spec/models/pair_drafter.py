@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from hf_spec.decoding.state import GenerationState
-from hf_spec.decoding.token_sampling import distribution
 from hf_spec.devices.transfer import send
 from hf_spec.drafting.graph import TokenGraph
 from hf_spec.drafting.length_policy import LengthPolicy
@@ -72,6 +71,7 @@ class PairDrafter(LevelDrafter):
     def start(self, state: GenerationState) -> None:
         """Rows without pairs."""
         super().start(state)
+        self.draft_few(self.head.head, state.device)
         self._runner = HeadRunner(self.head, state.num_rows)
         device: torch.device = self.head.attention.device
         self._pairs = PairRows(state.num_rows, self.head.hidden_size, device)
@@ -104,7 +104,7 @@ class PairDrafter(LevelDrafter):
         )
 
     def probabilities(self, state: GenerationState, graphs: Graphs, owners: Owners) -> Tensor:
-        """(nodes, R) float32: what the head says of each (row, node); R is V where it must be."""
+        """(nodes, R) float32: what the head says of each (row, node)."""
         if owners[0][1] == 0:
             rows = [self._pairs.rows[row] for row in graphs]
             fed, _ = self._runner.feed(rows, state.tokens, self._ahead)
@@ -114,15 +114,6 @@ class PairDrafter(LevelDrafter):
             self._grow_level(graphs, owners)
         places = [self._place(graphs, row, node) for row, node in owners]
         return self._read(state, graphs, owners, self._gathered(places))
-
-    def token_ids(self, places: Tensor) -> Tensor:
-        """Those of the head's own tokens, where it was asked for these alone."""
-        return places if self._reads_all else self.head.head.tokens(places)
-
-    @property
-    def _reads_all(self) -> bool:
-        """Whether distributions are over V, so that processors or the verifier can read them."""
-        return self.samples or len(self.processors) > 0
 
     def _place(self, graphs: Graphs, row: int, node: int) -> int:
         """Which output says what follows a node."""
@@ -156,10 +147,8 @@ class PairDrafter(LevelDrafter):
         outputs: Tensor,
     ) -> Tensor:
         reader = self.head.head
-        if not self._reads_all:
-            return distribution(reader.known(outputs).float())
-        logits = reader(outputs).to(state.device, torch.float32)
-        return self.processed(state, graphs, owners, logits)
+        logits = reader(outputs) if self.processors.reads_tokens else reader.known(outputs)
+        return self.processed(state, graphs, owners, logits.to(state.device, torch.float32))
 
 
 def _blocks(graph: TokenGraph, ran: Sequence[int], newest: Sequence[int]) -> Blocks:

@@ -424,6 +424,37 @@ def test_prefix_free_classes_do_not_read_the_prefix(kind: type) -> None:
     assert "input_ids" not in {step.argval for step in dis.get_instructions(kind.__call__)}
 
 
+@pytest.mark.parametrize("first", [[], [hf.SuppressTokensLogitsProcessor([5, 7])]])
+@pytest.mark.parametrize(
+    "warper",
+    [
+        hf.TemperatureLogitsWarper(0.6),
+        hf.TopKLogitsWarper(4),
+        hf.TopPLogitsWarper(0.7),
+        hf.TopHLogitsWarper(0.4),
+        hf.MinPLogitsWarper(0.1),
+        hf.TypicalLogitsWarper(0.6),
+        hf.EpsilonLogitsWarper(0.05),
+        hf.EtaLogitsWarper(0.1),
+        hf.InfNanRemoveLogitsProcessor(),
+        hf.LogitNormalization(),
+    ],
+    ids=lambda warper: type(warper).__name__ if isinstance(warper, LogitsProcessor) else "",
+)
+def test_where_few_tokens_are_possible_the_others_are_left_out(warper: Any, first: Any) -> None:
+    """As if none were; a processor that knows tokens by id is given all, the others few."""
+    wanted = torch.arange(1, VOCAB, 3)
+    scores = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(0))
+    scores = torch.full_like(scores, -torch.inf).index_copy(1, wanted, scores[:, wanted])
+    process = NodeProcessors([*first, warper], 2)
+    assert process.reads_tokens == bool(first)
+    expected = process([0, 1], None, scores.clone()).softmax(dim=-1)
+    given = scores if first else scores[:, wanted]
+    found = process([0, 1], None, given.clone(), wanted)
+    assert found.shape == (2, len(wanted))
+    torch.testing.assert_close(found.softmax(dim=-1), expected[:, wanted])
+
+
 class TestRowProcessors:
     """Rows with lists of their own, which change while the batch goes on."""
 

@@ -470,7 +470,7 @@ class TestOwnTokens:
         config = replace(config, max_draft_tokens=3)
         few = draft_once(config, start(ragged_batch()), draft)[0]
         assert set(widths) == {len(self.KNOWN)}
-        monkeypatch.setattr(DraftModelDrafter, "_reads_all", True)
+        monkeypatch.setattr(DraftModelDrafter, "_translates", True)
         widths.clear()
         among_all = draft_once(config, start(ragged_batch()), draft)[0]
         assert set(widths) == {VOCAB}
@@ -489,18 +489,54 @@ class TestOwnTokens:
         few = draft_features(logits[:, self.KNOWN].softmax(dim=-1), positions)
         torch.testing.assert_close(few, among_all, rtol=1e-6, atol=1e-6)
 
-    def test_whoever_reads_all_tokens_is_given_all(
-        self, draft: PreTrainedModel, widths: list[int]
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"do_sample": True, "temperature": 0.7, "top_k": 5, "top_p": 0.9},
+            {"repetition_penalty": 1.3},
+            {"do_sample": True, "top_p": 0.9, "repetition_penalty": 1.3},
+        ],
+        ids="-".join,
+    )
+    @pytest.mark.parametrize("config", [DraftConfig(), TreeConfig(), GsdConfig(merge_length=0)])
+    def test_neither_sampling_nor_processors_change_that(
+        self,
+        config: DraftConfig,
+        options: dict[str, Any],
+        draft: PreTrainedModel,
+        widths: list[int],
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        model = build("llama")
-        options: dict[str, Any] = {"max_new_tokens": 6, "assistant": draft}
-        for asked in (
-            {"do_sample": True, "spec_strategy": DraftConfig(max_draft_tokens=2)},
-            {"repetition_penalty": 1.3, "spec_strategy": TreeConfig(max_draft_tokens=2)},
-        ):
-            widths.clear()
-            model.generate(PROMPT, **options, **asked)
-            assert set(widths) == {VOCAB}
+        """Every draft of an answer, or what the first one was drawn from, is that among all."""
+        found: list[DraftTree] = []
+        drafted = DraftModelDrafter.draft
+
+        def kept(self: DraftModelDrafter, state: Any, limits: Any) -> DraftTree:
+            found.append(drafted(self, state, limits))
+            return found[-1]
+
+        monkeypatch.setattr(DraftModelDrafter, "draft", kept)
+
+        def trees() -> list[DraftTree]:
+            found.clear()
+            torch.manual_seed(1)
+            given: dict[str, Any] = {"spec_strategy": replace(config, max_draft_tokens=2)}
+            build("llama").generate(PROMPT, max_new_tokens=6, assistant=draft, **given, **options)
+            return list(found)
+
+        few = trees()
+        assert set(widths) == {len(self.KNOWN)}
+        monkeypatch.setattr(DraftModelDrafter, "_translates", True)
+        widths.clear()
+        among_all = trees()
+        assert set(widths) == {VOCAB}
+        if few[0].draft_probs is not None:
+            assert few[0].draft_probs.shape[-1] == VOCAB
+            torch.testing.assert_close(few[0].draft_probs[0], among_all[0].draft_probs[0])
+            return
+        for one, other in zip(few, among_all, strict=True):
+            assert (one.tokens, one.parent) == (other.tokens, other.parent)
+            assert one.node_probs == pytest.approx(other.node_probs, rel=1e-5)
 
     def test_greedy_is_identical(self, draft: PreTrainedModel, widths: list[int]) -> None:
         model = build("llama")

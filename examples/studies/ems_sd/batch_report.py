@@ -34,8 +34,9 @@ def summary(records: Sequence[Mapping[str, Any]], caps: Mapping[str, int]) -> li
         and how many outputs were identical.
     """
     rows = []
-    groups = dict.fromkeys((r["method"], r["batch_size"]) for r in records)
-    for method, size in groups:
+    methods = dict.fromkeys(record["method"] for record in records)
+    groups = {(record["method"], record["batch_size"]) for record in records}
+    for method, size in sorted(groups, key=lambda group: ([*methods].index(group[0]), group[1])):
         mine = [r for r in records if (r["method"], r["batch_size"]) == (method, size)]
         by_name: dict[str, list[Mapping[str, Any]]] = {}
         for record in mine:
@@ -103,8 +104,10 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
     parts = []
     for method in dict.fromkeys(row["method"] for row in rows):
         mine = [row for row in rows if row["method"] == method]
-        tables = (Table.of(columns, mine).markdown() for columns in (SPEEDS, DECODING, PADDING))
-        parts += [f"### {method}", *tables]
+        shown = [SPEEDS, DECODING, PADDING]
+        if all("left_padded" in row["ratio"] for row in mine):
+            shown.append(LEFT_PADDING)
+        parts += [f"### {method}", *(Table.of(columns, mine).markdown() for columns in shown)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -126,6 +129,12 @@ DECODING = {
     "tokens run per new token: plain": _figure("decoding_tokens", "plain"),
     "padded": _figure("decoding_tokens", "padded"),
     "unpadded": _figure("decoding_tokens", "unpadded"),
+}
+LEFT_PADDING = {
+    "batch": _figure("batch_size", form=""),
+    "plain after more padding, prompts included": _figure("ratio", "left_padded"),
+    "without prompts": _figure("decoding_ratio", "left_padded"),
+    "tokens run per new token": _figure("linear_tokens", "left_padded"),
 }
 PADDING = {
     "batch": _figure("batch_size", form=""),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ import torch
 from torch import nn
 
 from examples.studies.ems_sd import batches
+from examples.studies.ems_sd.batch_report import markdown, summary
 from examples.studies.ems_sd.batches import (
     BATCH_SIZES,
     CAPS,
     CONTENDERS,
     DRAFT,
+    LEFT,
     LOOKUP,
     Extent,
     Method,
@@ -133,3 +136,38 @@ def test_the_command_writes_records_tables_and_a_plot(
     assert "--batch-sizes 1 2" in content["command"]
     assert content["environment"]["torch"] == torch.__version__
     assert image.read_bytes().startswith(b"\x89PNG")
+
+
+def test_more_padding_on_the_left_is_plains_own_matter(model: Any, tokenizer: Any) -> None:
+    prompts = [Prompt(text, "text", (text,)) for text in ("one two three one two", "a b c")]
+    extent = Extent((2,), 1, 6, 1, left_padding=5)
+    method = Method("lookup", LOOKUP)
+    (records,) = time_batches(model, tokenizer, [method], prompts, extent)
+    assert [record.contender for record in records] == [*CONTENDERS, LEFT]
+    assert len(records) == extent.num_runs([method])
+    plain, left = records[0], records[-1]
+    assert left.identical
+    # Five places more in each of the two rows; one token a row and step after that.
+    assert left.prompt_tokens == plain.prompt_tokens + 10
+    assert left.linear_tokens == plain.linear_tokens + 10
+    assert "plain after more padding" in markdown(summary([asdict(r) for r in records], CAPS))
+
+
+def test_a_stopped_command_goes_on(
+    folder: Path, prompt_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "batches.json"
+    command = f"--model {folder} --prompts {prompt_file} --batch-sizes 1 2 --batches 2"
+    command += f" --new-tokens 6 --repeats 2 --out {out}"
+    batches.main([*command.split(), "--seconds", "0.0001"])
+    first = json.loads(out.read_text())["records"]
+    assert len(first) == len(CONTENDERS)
+    batches.main(command.split())
+    found = json.loads(out.read_text())["records"]
+    assert found[: len(first)] == first
+    places = {(r["batch_size"], r["batch"], r["repeat"], r["contender"]) for r in found}
+    assert len(places) == len(found) == 2 * 2 * 2 * len(CONTENDERS)
+    # All batches once before any is repeated.
+    assert [r["repeat"] for r in found] == sorted(r["repeat"] for r in found)
+    with pytest.raises(SystemExit, match="is of other batches"):
+        batches.main([*command.split(), "--prompt-tokens", "3"])
