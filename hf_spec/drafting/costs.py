@@ -35,6 +35,8 @@ KNOTS = (1, 2, 3, *(base * 2**power for power in range(2, 20) for base in (1, 1.
 # on the machine makes single rounds many times slower.
 RATE = 0.1
 LARGEST = 1.5
+# Of so many first times of a size the least counts: in a mean a bad one would stay for long.
+FIRST = 3
 # A mean that so many others came after is forgotten: it may have been a bad moment.
 LIFETIME = 100
 # Times of one size after which it is known.
@@ -108,9 +110,9 @@ class LearnedCurve:
         seconds *= self._expected(knot) / self._expected(size)
         if self._sizes:
             seconds = min(seconds, LARGEST * self(knot))
-        times, mean, _ = self._means.get(knot, (0, 0.0, 0))
+        times, mean, _ = self._means.get(knot, (0, math.inf, 0))
         self._count += 1
-        mean += max(1 / (times + 1), RATE) * (seconds - mean)
+        mean = min(mean, seconds) if times < FIRST else mean + RATE * (seconds - mean)
         self._means[knot] = times + 1, mean, self._count
         oldest = self._count - LIFETIME
         self._means = {s: known for s, known in sorted(self._means.items()) if known[2] > oldest}

@@ -31,6 +31,7 @@ from hf_spec.execution.layer_programs import (
     as_tuple,
     compile_layer,
     kind_of,
+    linears_of,
     outside,
     tensors_of,
 )
@@ -122,8 +123,7 @@ class CompiledLayer:
             return False
         self._plain = self.layer.forward
         self._weights = tensors_of(self.layer)
-        linears = (module for module in self.layer.modules() if type(module) is nn.Linear)
-        self._products = {id(module.weight): module for module in linears}
+        self._products = {id(one.weight): one for one in linears_of(self.layer).values()}
         kind = kind_of(self.layer)
         if kind != self._kind:
             self._kind = kind

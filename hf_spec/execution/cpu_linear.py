@@ -24,11 +24,13 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -77,8 +79,32 @@ class _PackedWeights:
 
     def __init__(self) -> None:
         self.mode = "auto"
-        # weight -> (what it looked like, its packed copy)
+        # weight -> (what it looked like, its packed copy); the first of several packed as one ->
+        # (what all looked like, their copy).
         self.entries = WeakIdKeyDictionary()
+        self.joint = WeakIdKeyDictionary()
+
+    @property
+    def copies(self) -> list[Tensor]:
+        """All that there are."""
+        return [copy for kept in (self.entries, self.joint) for _, copy in list(kept.values())]
+
+    def clear(self) -> None:
+        """Free them."""
+        self.entries.clear()
+        self.joint.clear()
+
+    def get_joint(self, weights: list[Tensor]) -> Tensor | None:
+        """A packed copy of weights one below the other; None unless each has one of its own."""
+        known = [self.entries.get(weight) for weight in weights]
+        if None in known:
+            return None
+        stamps = [stamp for stamp, _ in known]
+        before, copy = self.joint.get(weights[0], (None, None))
+        if before != stamps:
+            copy = _pack(torch.cat([weight.detach() for weight in weights]))
+            self.joint[weights[0]] = stamps, copy
+        return copy
 
     def get_all(self, weights: list[Tensor]) -> list[Tensor | None]:
         """The packed copy of each weight, made if need be; None where it cannot be had."""
@@ -118,6 +144,9 @@ class _Chosen(threading.local):
 _chosen = _Chosen()
 # Of modules inside a `fast_cpu_linears` block.
 _forwards = OwnForwards()
+# The forward of the first of several -> that of all; it goes with the first one's block.
+_joint: WeakKeyDictionary[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
+_joint = WeakKeyDictionary()
 
 
 def set_cpu_packing(mode: str) -> None:
@@ -140,12 +169,12 @@ def set_cpu_packing(mode: str) -> None:
 def clear_cpu_packing() -> None:
     """Free the packed weights; a generation under way keeps those it uses until it ends."""
     with _lock:
-        _weights.entries.clear()
+        _weights.clear()
 
 
 def cpu_packing_bytes() -> int:
     """Memory in bytes that the packed weights take."""
-    return sum(copy.nbytes for _, copy in list(_weights.entries.values()))
+    return sum(copy.nbytes for copy in _weights.copies)
 
 
 def fast_cpu_linears(model: nn.Module) -> AbstractContextManager[None]:
@@ -182,8 +211,9 @@ def _fast_forwards(modules: list[nn.Module]) -> dict[nn.Module, Callable[..., An
     forwards: dict[nn.Module, Callable[..., Any]] = {}
     for linear, packed_weight in zip(linears, packed, strict=True):
         if packed_weight is not None:
+            plain = partial(F.linear, weight=linear.weight, bias=linear.bias)
             served = _served_rows(linear.weight, pairs)
-            forwards[linear] = _packed_forward(linear, packed_weight, served)
+            forwards[linear] = _packed_forward(linear, packed_weight, served, linear.bias, plain)
         elif linear.weight.dtype == torch.float32:
             forwards[linear] = _transposed_forward(linear)
     return forwards
@@ -204,38 +234,80 @@ def _is_suitable(module: nn.Linear) -> bool:
     )
 
 
-def _packed_forward(module: nn.Linear, packed: Tensor, served: _Rows) -> Callable[[Tensor], Tensor]:
-    weight, bias, width = module.weight, module.bias, module.in_features
+def joint_product(linears: Sequence[nn.Linear], states: Tensor) -> Tensor:
+    """What linear layers give for the same states, side by side, as one product where that can be.
+
+    Inside `fast_cpu_linears` their weights are packed together at the first time.
+    """
+    own = linears[0].__dict__.get("forward")
+    if own not in _joint:
+        forward = _joint_forward(linears)
+        if own is None:
+            return forward(states)
+        _joint[own] = forward
+    return _joint[own](states)
+
+
+def _joint_forward(linears: Sequence[nn.Linear]) -> Callable[[Tensor], Tensor]:
+    def one_by_one(input: Tensor) -> Tensor:  # noqa: A002 - the name nn.Linear has
+        return torch.cat([linear.forward(input) for linear in linears], dim=-1)
+
+    with _lock:
+        packed = _weights.get_joint([linear.weight for linear in linears])
+    biases = [linear.bias for linear in linears if linear.bias is not None]
+    if packed is None or len(biases) not in (0, len(linears)):
+        return one_by_one
+    bias = torch.cat(biases) if biases else None
+    served = _served.get(_timed_as(linears[0].weight), _Rows(1, NO_LIMIT))
+    return _packed_forward(linears[0], packed, served, bias, one_by_one)
+
+
+def _packed_forward(
+    module: nn.Linear,
+    packed: Tensor,
+    served: _Rows,
+    bias: Tensor | None,
+    plain: Callable[[Tensor], Tensor],
+) -> Callable[[Tensor], Tensor]:
+    """A product of packed weights for what `module` is given; the plain one for other input."""
+    dtype, width, least, most = module.weight.dtype, module.in_features, served.least, served.most
 
     def forward(input: Tensor) -> Tensor:  # noqa: A002 - the name nn.Linear has
         rows = input.numel() // width
         if (
             not _chosen.fast
-            or not served.least <= rows <= served.most
-            or input.dtype != weight.dtype
+            or not least <= rows <= most
+            or input.dtype != dtype
             or input.shape[-1] != width
             or _is_left_alone()
         ):
-            return F.linear(input, weight, bias)
+            return plain(input)
         if rows < served.padded:
-            output = _padded_product(input.reshape(rows, width), packed, bias, served.padded)
-            return output.view(*input.shape[:-1], -1)
+            # In a step the rows are one axis: views take as long as other small operations.
+            lines = input if input.shape[-2:-1] == (rows,) else input.reshape(rows, width)
+            output = _padded_product(lines, packed, bias, served.padded)
+            return output if lines is input else output.view(*input.shape[:-1], -1)
         return _packed_product(input, packed, bias)
 
     return forward
 
 
 def _packed_product(states: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
-    output: Tensor = torch.ops.mkldnn._linear_pointwise(states, packed, bias, "none", [], "")
+    output: Tensor = torch.ops.mkldnn._linear_pointwise.default(
+        states, packed, bias, "none", [], ""
+    )
     return output
 
 
 def _padded_product(
     states: Tensor, packed: Tensor, bias: Tensor | None = None, rows: int = PADDED_ROWS
 ) -> Tensor:
-    """The product of (R, D) states, computed as one of more rows."""
-    more = F.pad(states, (0, 0, 0, rows - len(states)))
-    return _packed_product(more, packed, bias)[: len(states)]
+    """The product of (..., R, D) states with R rows in all, computed as one of more rows."""
+    *axes, count, _ = states.shape
+    # Copies of one row take less time to make than zeros.
+    zeros = (0, 0, 0, rows - count)
+    more = states.expand(*axes, rows, -1) if count == 1 else F.pad(states, zeros)
+    return _packed_product(more, packed, bias).narrow(-2, 0, count)
 
 
 def _transposed_forward(module: nn.Linear) -> Callable[[Tensor], Tensor]:
@@ -331,12 +403,16 @@ def _served_rows(weight: Tensor, pairs: list[tuple[Tensor, Tensor | None]]) -> _
         weight: one of them.
         pairs: all weights of the model and their copies, on which it is timed.
     """
-    key = weight.shape, weight.dtype, torch.get_num_threads()
+    key = _timed_as(weight)
     if key not in _served:
         count = max(1, TIMED_BYTES // weight.nbytes)
         alike = [(one, copy) for one, copy in pairs if copy is not None and _alike(one, weight)]
         _served[key] = _fastest_rows(alike[:count])
     return _served[key]
+
+
+def _timed_as(weight: Tensor) -> tuple[Hashable, ...]:
+    return weight.shape, weight.dtype, torch.get_num_threads()
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:

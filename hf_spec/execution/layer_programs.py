@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
+from itertools import accumulate, compress
 from types import MappingProxyType
 from typing import Any
 
@@ -25,10 +27,13 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig
 
 from hf_spec.execution.attention import NOT_SAID, PackedStep, TracedStep, tree_attention
+from hf_spec.execution.cpu_linear import joint_product
 
 # Weights and inputs of a layer -> what its forward returns.
 Program = Callable[[Sequence[Tensor]], Any]
 PLAIN = (bool, int, float, str, type(None))
+# Larger weights together are no faster than one by one (measured).
+MAX_JOINT_ELEMENTS = 1 << 20
 # Beside these a module has what its class computes with, and where it is in the model.
 _OF_EVERY_MODULE = {*vars(nn.Module()), "layer_idx", "forward"}
 
@@ -99,7 +104,7 @@ class _Outside(threading.local):
 
     step: PackedStep | None = None
     attention: nn.Module | None = None
-    products: Mapping[int, nn.Module] = MappingProxyType({})
+    products: Mapping[int, nn.Linear] = MappingProxyType({})
 
 
 _outside = _Outside()
@@ -107,7 +112,7 @@ _outside = _Outside()
 
 @contextmanager
 def outside(
-    step: PackedStep, attention: nn.Module, products: Mapping[int, nn.Module]
+    step: PackedStep, attention: nn.Module, products: Mapping[int, nn.Linear]
 ) -> Iterator[None]:
     """Programs attend by `attention` in a step; products are those of modules, by id of weight."""
     here = _outside
@@ -133,9 +138,13 @@ def _attend(  # noqa: PLR0913 - what attention is told
     return tree_attention(_outside.attention, query, key, value, None, **said)[0].contiguous()
 
 
-def _multiply(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    module: Any = _outside.products.get(id(weight))
-    return F.linear(states, weight, bias) if module is None else module.forward(states)
+def _multiply(states: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
+    """Products of the same states side by side; several are those of modules."""
+    known = _outside.products
+    if len(weights) > 1:
+        return joint_product([known[id(weight)] for weight in weights], states)
+    linear: Any = known.get(id(weights[0]))
+    return linear.forward(states) if linear else F.linear(states, weights[0], biases[0])
 
 
 @cache
@@ -146,15 +155,15 @@ def _operations() -> torch.library.Library:
         "attend(Tensor query, Tensor key, Tensor value, Tensor? sinks, float? scaling, "
         "float? softcap, int? window) -> Tensor"
     )
-    library.define("multiply(Tensor states, Tensor weight, Tensor? bias=None) -> Tensor")
+    library.define("multiply(Tensor states, Tensor[] weights, Tensor?[] biases) -> Tensor")
     library.impl("attend", _attend, "CPU")
     library.impl("multiply", _multiply, "CPU")
 
     def attended(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
         return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
 
-    def multiplied(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return states.new_empty(*states.shape[:-1], weight.shape[0])
+    def multiplied(states: Tensor, weights: Sequence[Tensor], biases: object) -> Tensor:
+        return states.new_empty(*states.shape[:-1], sum(weight.shape[0] for weight in weights))
 
     torch.library.register_fake("hf_spec::attend", attended, lib=library)
     torch.library.register_fake("hf_spec::multiply", multiplied, lib=library)
@@ -167,7 +176,38 @@ class _OwnProducts(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        return (torch.ops.hf_spec.multiply if func is F.linear else func)(*args, **(kwargs or {}))
+        return (_product if func is F.linear else func)(*args, **(kwargs or {}))
+
+
+def _product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
+    product: Tensor = torch.ops.hf_spec.multiply(input, [weight], [bias])
+    return product
+
+
+def _join_products(graph: torch.fx.Graph, linears: Collection[torch.fx.Node]) -> None:
+    """Let one operation compute small products of the same states; `linears` are weights."""
+    by_states: dict[Any, list[Any]] = defaultdict(list)
+    for node in graph.nodes:
+        if node.target is torch.ops.hf_spec.multiply.default:
+            states, [weight], _ = node.args
+            if weight in linears:
+                by_states[states].append(node)
+    for states, products in by_states.items():
+        weights, biases = ([one.args[place][0] for one in products] for place in (1, 2))
+        shapes = [weight.meta["val"].shape for weight in weights]
+        elements = sum(shape.numel() for shape in shapes)
+        if len(products) < 2 or elements > MAX_JOINT_ELEMENTS:
+            continue
+        with graph.inserting_before(products[0]):
+            given = (states, weights, biases)
+            joint = graph.call_function(torch.ops.hf_spec.multiply.default, given)
+            ends = accumulate(shape[0] for shape in shapes)
+            for product, shape, end in zip(products, shapes, ends, strict=True):
+                own = (joint, -1, end - shape[0], end)
+                part = graph.call_function(torch.ops.aten.slice.Tensor, own)
+                product.replace_all_uses_with(part)
+        for product in products:
+            graph.erase_node(product)
 
 
 def compile_layer(layer: nn.Module, weights: Mapping[str, Tensor], call: LayerCall) -> Program:
@@ -202,6 +242,10 @@ def compile_layer(layer: nn.Module, weights: Mapping[str, Tensor], call: LayerCa
         graph = make_fx(run)(*inputs)
     if any(node.op == "get_attr" for node in graph.graph.nodes):
         raise RuntimeError("it computes with tensors that are neither parameters nor buffers")
+    linears = {f"{name}.weight" for name in linears_of(layer)}
+    is_linear = [name in linears for name in weights]
+    _join_products(graph.graph, list(compress(graph.graph.find_nodes(op="placeholder"), is_linear)))
+    graph.recompile()
     compiled = _lower(graph, inputs)
     result = as_tuple(returned[0])
     one = not isinstance(returned[0], tuple)
@@ -216,14 +260,25 @@ def compile_layer(layer: nn.Module, weights: Mapping[str, Tensor], call: LayerCa
 
 
 def _lower(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
-    from torch._inductor import config
+    from torch._functorch.config import patch as patch_functorch
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._inductor.config import patch as patch_inductor
 
-    # No pool of processes that stay: a program has a handful of kernels.
-    with config.patch(compile_threads=1):
-        from torch._inductor.compile_fx import compile_fx
+    # What is put around a program by default, for autograd and aliases, takes longer than its
+    # kernels; this has neither, and its results are compared with the layer's own.
+    inner: list[Any] = []
 
-        compiled: Callable[..., Any] = compile_fx(graph, inputs)  # type: ignore[assignment]
-    return compiled
+    def lower(*args: Any, **kwargs: Any) -> Any:
+        inner.append(compile_fx_inner(*args, **kwargs))
+        return inner[-1]
+
+    # No pool of processes that stay: a program has a handful of kernels. Inductor keeps what it
+    # compiles on disk; a second cache, around it, would not ask for it.
+    inductor = patch_inductor(compile_threads=1, size_asserts=False)
+    with inductor, patch_functorch(enable_autograd_cache=False):
+        compile_fx(graph, inputs, inner_compile=lower)
+    [compiled] = inner
+    return lambda *tensors: compiled(list(tensors))
 
 
 def _without_contents(mode: Any, number: int, tensor: Tensor, place: int | None) -> Tensor:
@@ -239,6 +294,11 @@ def _without_contents(mode: Any, number: int, tensor: Tensor, place: int | None)
         symbolic_context=None if place is None else StatelessSymbolicContext(sizes),
     )
     return fake
+
+
+def linears_of(layer: nn.Module) -> dict[str, nn.Linear]:
+    """Those of its modules that are linear layers and nothing else, by name."""
+    return {name: one for name, one in layer.named_modules() if type(one) is nn.Linear}
 
 
 def tensors_of(layer: nn.Module) -> dict[str, Tensor]:

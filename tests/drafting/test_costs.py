@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -83,6 +84,12 @@ class TestLearnedCurve:
         assert known(1) <= 1.0 + 0.1 * (LARGEST - 1) + 1e-9
         # At a size that is new, too: it would never be tried again.
         assert curve((1, 1.0), (8, 500.0))(8) <= LARGEST * 4.5 + 1e-9
+
+    def test_the_least_of_the_first_times_counts(self) -> None:
+        """The very first one, which has nothing to be bounded by, as well."""
+        for first in itertools.permutations((1.0, 1.1, 30.0)):
+            assert curve(*[(1, seconds) for seconds in first])(1) == 1.0
+        assert curve((4, 90.0), (1, 1.0), (4, 2.0))(4) == 2.0
 
     def test_what_was_learned_long_ago_is_forgotten(self) -> None:
         known = curve((8, 9.0), *[(1, 1.0)] * (LIFETIME - 1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from hf_spec.execution.cpu_linear import (
     cpu_packing_bytes,
     fast_cpu_linears,
     fast_products,
+    joint_product,
     set_cpu_packing,
 )
 
@@ -72,8 +74,8 @@ def packed_calls(monkeypatch: pytest.MonkeyPatch) -> list[nn.Linear]:
     calls: list[nn.Linear] = []
     original = cpu_linear._packed_forward
 
-    def counting(module: nn.Linear, packed: Tensor, served: object) -> object:
-        forward = original(module, packed, EVERY_ROW)
+    def counting(module: nn.Linear, packed: Tensor, served: object, *rest: Any) -> object:
+        forward = original(module, packed, EVERY_ROW, *rest)
 
         def counted(input: Tensor) -> Tensor:  # noqa: A002
             calls.append(module)
@@ -539,7 +541,8 @@ def test_every_shape_is_timed_once(model: Tied) -> None:
 def test_other_rows_are_left_to_linear() -> None:
     linear = nn.Linear(WIDTH, 320)
     poisoned = cpu_linear._pack(torch.full_like(linear.weight, 1e6))
-    forward = cpu_linear._packed_forward(linear, poisoned, cpu_linear._Rows(3, 64))
+    rows_served = cpu_linear._Rows(3, 64)
+    forward = cpu_linear._packed_forward(linear, poisoned, rows_served, linear.bias, linear)
     with torch.no_grad(), fast_products():
         for rows in (1, 2, 65):
             x = torch.randn(rows, WIDTH)
@@ -555,7 +558,8 @@ def test_few_rows_are_padded(shape: tuple[int, ...], has_bias: bool) -> None:
     rows = cpu_linear._Rows(1, cpu_linear.NO_LIMIT, padded=4)
     x = torch.randn(*shape, WIDTH)
     with torch.no_grad(), fast_products():
-        forward = cpu_linear._packed_forward(linear, cpu_linear._pack(linear.weight), rows)
+        packed = cpu_linear._pack(linear.weight)
+        forward = cpu_linear._packed_forward(linear, packed, rows, linear.bias, linear)
         found = forward(x)
         torch.testing.assert_close(found, linear(x), atol=1e-4, rtol=0)
         # Models call `view` on it.
@@ -564,6 +568,61 @@ def test_few_rows_are_padded(shape: tuple[int, ...], has_bias: bool) -> None:
         four = F.pad(x.reshape(-1, WIDTH), (0, 0, 0, 3))[:4]
         if x.numel() // WIDTH < 4:
             assert torch.equal(found.reshape(-1, 320), forward(four)[: x.numel() // WIDTH])
+
+
+class Heads(nn.Module):
+    """Three linear layers of the same input."""
+
+    def __init__(self, biases: tuple[bool, bool, bool]) -> None:
+        super().__init__()
+        pairs = zip((320, 256, 512), biases, strict=True)
+        self.linears = nn.ModuleList(nn.Linear(WIDTH, size, bias=bias) for size, bias in pairs)
+
+    def together(self, states: Tensor) -> Tensor:
+        return joint_product(list(self.linears), states)
+
+    def one_by_one(self, states: Tensor) -> Tensor:
+        return torch.cat([linear(states) for linear in self.linears], dim=-1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("biases", [(True,) * 3, (False,) * 3, (True, False, True)])
+def test_products_of_the_same_states_are_one(
+    biases: tuple[bool, bool, bool], packed_calls: list[nn.Linear]
+) -> None:
+    heads = Heads(biases)
+    for _ in range(2):
+        for rows in (1, 3, 16):
+            states = torch.randn(1, rows, WIDTH)
+            expected = heads.one_by_one(states)
+            assert torch.equal(heads.together(states), expected), "outside they are as they come"
+            with fast_cpu_linears(heads):
+                assert torch.equal(heads.together(states), expected)
+                before = len(packed_calls)
+                with fast_products():
+                    assert_same(heads.together(states), expected)
+                # Without a bias in each of them there is none of all.
+                assert len(packed_calls) - before == (1 if len(set(biases)) == 1 else 3)
+        # Their weights may change between two blocks.
+        heads.linears[1].weight.data.mul_(-2)
+    assert not cpu_linear._joint
+
+
+@torch.no_grad()
+def test_packed_copies_of_several_are_counted_and_freed(model: Tied) -> None:
+    linears = [model.up, nn.Linear(WIDTH, 320)]
+    holder = nn.ModuleList(linears)
+    states = torch.randn(1, 4, WIDTH)
+    with fast_cpu_linears(holder), fast_products():
+        apart = cpu_packing_bytes()
+        joint_product(linears, states)
+        assert cpu_packing_bytes() == 2 * apart
+    clear_cpu_packing()
+    assert cpu_packing_bytes() == 0
+    set_cpu_packing("off")
+    with fast_cpu_linears(holder), fast_products():
+        assert_same(joint_product(linears, states), torch.cat([one(states) for one in linears], -1))
+        assert cpu_packing_bytes() == 0
 
 
 def test_a_transformers_model_keeps_its_logits(packed_calls: list[nn.Linear]) -> None:

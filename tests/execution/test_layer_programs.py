@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 import hf_spec
+from hf_spec.execution import layer_programs
+from hf_spec.execution.cpu_linear import joint_product
 from hf_spec.execution.layer_programs import LayerCall, kind_of
 from tests import tiny_models
 
@@ -32,6 +35,25 @@ def test_layers_of_a_kind_differ_in_weights_and_index_alone() -> None:
     assert kind_of(first) != kind_of(second), "one has a window"
     third.mlp.up_proj = nn.Linear(32, 64, bias=True)
     assert kind_of(first) != kind_of(third)
+
+
+def test_products_of_the_same_states_are_computed_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Queries, keys and values; gate and up only where they are small."""
+    seen: set[int] = set()
+
+    def note(linears: list[nn.Linear], states: torch.Tensor) -> torch.Tensor:
+        seen.add(len(linears))
+        return joint_product(linears, states)
+
+    monkeypatch.setattr(layer_programs, "_lower", lambda graph, inputs: graph)
+    monkeypatch.setattr(layer_programs, "joint_product", note)
+    for limit, groups in ((1 << 20, {2, 3}), (3000, {3}), (100, set[int]())):
+        monkeypatch.setattr(layer_programs, "MAX_JOINT_ELEMENTS", limit)
+        seen.clear()
+        report = hf_spec.compile(copy.deepcopy(tiny_models.build("llama")))
+        assert (report.layers, seen) == (3, groups)
 
 
 def test_a_compiled_model_gives_the_same_tokens() -> None:
