@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from examples.studies.disco import few_tokens
+from examples.studies.disco import ablation, few_tokens
 from examples.studies.ems_sd import halves
 from examples.studies.gsd import sweep
 from hf_spec.bench.tables import Table
@@ -28,6 +28,7 @@ ABLATION = "falcon/smollm2_falcon_ablation.json"
 DRAFTS = "disco/smollm2_draft_methods.json"
 LENGTHS = "disco/smollm2_lengths.json"
 CALIBRATION = "disco/smollm2_calibration.json"
+FEATURES_LEFT_OUT = "disco/smollm2_ablation.json"
 FEW_TOKENS = "disco/smollm2_few_tokens.json"
 SDSAT = "sdsat/smollm2_sdsat.json"
 BATCHES = "ems_sd/smollm2_batches.json"
@@ -104,6 +105,13 @@ Threshold and longest draft, calibrated on {grid_prompts} prompts that training 
 over the best static length, medians:
 
 {disco_grid}
+
+Without one of its features, and with labels that are the probability of acceptance (soft, the
+paper's total variation distance) or whether the likeliest token is right (hard); F1 at the
+training's threshold, and how often an accepted token is ranked over a refused one, on the held-back
+part of {left_out_prompts} answers, means of {left_out_seeds} seeds:
+
+{disco_left_out}
 
 A level drafted over all tokens, and over those that the draft model knows, one thread (sampled at a
 temperature of 0.7 and a top-p of 0.9; chains drawn at random take other random numbers):
@@ -522,6 +530,9 @@ def page() -> str:
         "falcon_dialogues": lambda: f"{CLAIMS['falcon']['dialogues']:,}",
         "disco_f1": disco_f1,
         "disco_grid": disco_grid,
+        "disco_left_out": lambda: ablation.table(load(FEATURES_LEFT_OUT)["rows"]),
+        "left_out_prompts": lambda: str(load(FEATURES_LEFT_OUT)["prompts"]),
+        "left_out_seeds": lambda: str(len({r["seed"] for r in load(FEATURES_LEFT_OUT)["rows"]})),
         "disco_cost": lambda: few_tokens.table(load(FEW_TOKENS)["summary"]),
         "grid_prompts": lambda: str(len(load(CALIBRATION)["calibration"]["prompts"])),
         "disco_oracle": disco_oracle,
