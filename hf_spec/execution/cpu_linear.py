@@ -240,11 +240,10 @@ def joint_product(linears: Sequence[nn.Linear], states: Tensor) -> Tensor:
     Inside `fast_cpu_linears` their weights are packed together at the first time.
     """
     own = linears[0].__dict__.get("forward")
+    if own is None:
+        return _joint_forward(linears)(states)
     if own not in _joint:
-        forward = _joint_forward(linears)
-        if own is None:
-            return forward(states)
-        _joint[own] = forward
+        _joint[own] = _joint_forward(linears)
     return _joint[own](states)
 
 
@@ -254,7 +253,7 @@ def _joint_forward(linears: Sequence[nn.Linear]) -> Callable[[Tensor], Tensor]:
 
     with _lock:
         packed = _weights.get_joint([linear.weight for linear in linears])
-    biases = [linear.bias for linear in linears if linear.bias is not None]
+    biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
     if packed is None or len(biases) not in (0, len(linears)):
         return one_by_one
     bias = torch.cat(biases) if biases else None
