@@ -1,0 +1,67 @@
+"""Finished trainings as one record: what they were asked, how long they took, how they went.
+
+A training leaves `run.json` and `metrics.jsonl` in the `training` folder of what it made. Run as
+`python -m examples.studies.trainings FOLDER ... --out RECORD.json`; names are those of the folders.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from hf_spec.files import write_json
+from hf_spec.training.run_record import RUN
+from hf_spec.training.trainer import METRICS
+
+# What every step says; an evaluation says more.
+OF_EVERY_STEP = {"step", "loss", "seconds", "tokens", "rate"}
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """One training: settings, packages, minutes of all its steps, and its evaluations."""
+    trained = folder / "training"
+    last = json.loads((trained / RUN).read_text())["starts"][-1]
+    steps = [json.loads(line) for line in (trained / METRICS).read_text().splitlines()]
+    evaluations = [
+        {name: value for name, value in step.items() if name not in OF_EVERY_STEP - {"step"}}
+        for step in steps
+        if set(step) > OF_EVERY_STEP
+    ]
+    return {
+        **{name: last[name] for name in ("settings", "environment", "packages")},
+        "steps": len(steps),
+        "minutes": round(sum(step["seconds"] for step in steps) / 60, 1),
+        "evaluations": evaluations,
+    }
+
+
+def by_kind(trainings: Mapping[str, Any], figure: str) -> dict[str, list[float]]:
+    """What trainings ended with; those whose names differ in a seed at the end alone together."""
+    found = defaultdict(list)
+    for name, training in trainings.items():
+        kind = name.rpartition("-")[0] if name[-1].isdigit() else name
+        found[kind].append(training["evaluations"][-1][figure])
+    return dict(found)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Command line; prints what every kind of training ended with."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folders", nargs="+", type=Path, help="what trainings wrote")
+    parser.add_argument("--about", default="", help="a sentence for the record")
+    parser.add_argument("--figure", default="tau", help="what is printed")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file")
+    options = parser.parse_args(argv)
+    trainings = {folder.name: read(folder) for folder in options.folders}
+    for kind, ends in by_kind(trainings, options.figure).items():
+        print(f"{kind}: {mean(ends):.3f} ({min(ends):.3f} - {max(ends):.3f})")
+    write_json(options.out, {"about": options.about, "trainings": trainings})
+
+
+if __name__ == "__main__":
+    main()
