@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import operator
+import re
 from typing import Any
 
 import pytest
@@ -34,8 +36,11 @@ def test_a_stored_strategy_leaves_answers_and_score(batch_size: int) -> None:
 def test_the_items_are_right() -> None:
     items = [json.loads(line) for line in ITEMS.read_text("utf-8").splitlines()]
     assert len({item["question"] for item in items}) == 20
+    calculate = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
     for item in items:
-        assert item["reasoning"].rstrip(".").endswith(f" {item['answer']}")
+        sums = re.findall(r"(\d+) ([-+*/]) (\d+) = (\d+)", item["reasoning"])
+        assert all(calculate[sign](int(a), int(b)) == int(result) for a, sign, b, result in sums)
+        assert sums[-1][-1] == item["answer"]
 
 
 def test_times_are_ratios_to_plain() -> None:
