@@ -21,6 +21,7 @@ from transformers.cli.serving.utils import (
 )
 
 from hf_spec.errors import OptionError
+from hf_spec.generation.compiling import compile as compile_layers
 from hf_spec.generation.open_generation import OpenGeneration, Ready
 from hf_spec.serving.scheduler import QueueFullError, Scheduler
 from hf_spec.serving.settings import ServeSettings
@@ -52,12 +53,14 @@ class SpeculativeManager(GenerateManager):
         """
         if self._scheduler is None or self._scheduler.generation.model is not model:
             self.stop()
+            settings = self._settings
+            if settings.compile:
+                compile_layers(model)
             stored = getattr(model.generation_config, STORED, None)
             strategy = self._strategy or stored or "auto"
             generation = OpenGeneration(model, strategy, self._assistant, processor)
             # Requests start from this config, so that prompts that run alone find it there.
             setattr(model.generation_config, STORED, generation.config)
-            settings = self._settings
             self._scheduler = Scheduler(generation, settings.max_batch, settings.max_waiting)
         return self._scheduler
 

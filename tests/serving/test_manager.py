@@ -11,6 +11,7 @@ import torch
 from transformers import GenerationConfig
 
 from hf_spec import LookupConfig
+from hf_spec.execution.compiled_layers import CompiledLayers
 from hf_spec.serving.manager import SpeculativeManager, SpeculativeState
 from hf_spec.serving.settings import ServeSettings
 from tests import tiny_models
@@ -69,6 +70,15 @@ def test_a_model_that_was_loaded_again_gets_its_own_thread(model: Any) -> None:
     second = manager.open(copy.deepcopy(model), speller())
     assert second is manager.scheduler is not first
     assert not first.is_alive
+    manager.stop()
+
+
+def test_layers_are_compiled_where_that_is_asked(model: Any) -> None:
+    manager = SpeculativeManager("lookup", None, ServeSettings(compile=True))
+    manager.open(model, speller())
+    compiled = CompiledLayers.of(model)
+    assert [layer.is_compiled for layer in compiled.layers] == [True] * len(model.model.layers)
+    assert answer(manager, model, inputs()) == plain(TEXT)
     manager.stop()
 
 
