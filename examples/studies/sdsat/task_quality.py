@@ -34,6 +34,9 @@ PROBLEMS = Path(__file__).with_name("problems")
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
+# What is counted -> the kind of problem.
+SHARES = {"accuracy, math": "math", "pass@1, code": "code"}
+
 MATH_PROMPT = "{question}\nThink step by step, and end with the number of the answer alone."
 CODE_PROMPT = "{text}\nAnswer with Python code alone. It must pass this test:\n{test}"
 
@@ -95,22 +98,16 @@ def judge(
         yield {"kind": "code", "number": number, **found, "said": said}
 
 
+def shares(records: Sequence[dict[str, Any]]) -> list[str]:
+    """How many of the problems of each kind have right answers, in the order of `SHARES`."""
+    right = [[one["right"] for one in records if one["kind"] == kind] for kind in SHARES.values()]
+    return [f"{sum(of_kind)} of {len(of_kind)}" for of_kind in right]
+
+
 def table(results: dict[str, list[dict[str, Any]]]) -> str:
     """Markdown: per model the share of right answers of each kind."""
-
-    def share(kind: str) -> Any:
-        def cell(item: tuple[str, list[dict[str, Any]]]) -> str:
-            mine = [one["right"] for one in item[1] if one["kind"] == kind]
-            return f"{sum(mine)} of {len(mine)}"
-
-        return cell
-
-    columns = {
-        "model": lambda item: item[0],
-        "accuracy, math": share("math"),
-        "pass@1, code": share("code"),
-    }
-    return Table.of(columns, results.items()).markdown()
+    rows = [[name, *shares(records)] for name, records in results.items()]
+    return Table(["model", *SHARES], rows).markdown()
 
 
 def main(argv: list[str] | None = None) -> None:
