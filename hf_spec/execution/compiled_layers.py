@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as every_module
 from transformers import PreTrainedModel
 
 from hf_spec.execution.attention import PackedStep
@@ -217,6 +218,8 @@ def _obstacle(layer: nn.Module) -> str | None:
         return "it is not on a CPU"
     if {type(tensor) for tensor in tensors} - {Tensor, nn.Parameter}:
         return "its weights are of a class of their own"
+    if every_module._global_forward_hooks or every_module._global_forward_pre_hooks:
+        return "there are hooks of all modules"
     for module in layer.modules():
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         # Those of transformers collect what drafts do not ask for; the layer's own stay around it.

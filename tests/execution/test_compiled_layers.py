@@ -12,6 +12,7 @@ import torch
 from peft import LoraConfig
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_hook
 
 import hf_spec
 from hf_spec.execution import compiled_layers, layer_programs
@@ -251,6 +252,22 @@ def test_hooks_and_training_are_obstacles() -> None:
     assert seen, "the hook is called"
     hook.remove()
     second.eval()
+    assert hf_spec.compile(target).layers == 3
+
+
+def test_a_hook_of_all_modules_is_called() -> None:
+    target = model("llama")
+    hf_spec.compile(target)
+    before = generate(target, "llama", spec_strategy="lookup")
+    hook = register_module_forward_hook(
+        lambda module, given, result: -3 * result if isinstance(module, nn.Linear) else None
+    )
+    try:
+        found = generate(target, "llama", spec_strategy="lookup")
+        assert torch.equal(found, generate(target, "llama"))
+    finally:
+        hook.remove()
+    assert not torch.equal(found, before)
     assert hf_spec.compile(target).layers == 3
 
 
