@@ -100,7 +100,11 @@ def generate_responses(  # noqa: PLR0913 - what is answered, where, how, and who
 def read_responses(path: Path) -> Iterator[Response]:
     """The answers in a file of `generate_responses`; another one is an `OptionError`."""
     with path.open(encoding="utf-8") as file:
-        if json.loads(file.readline() or "{}").get("format") != FORMAT:
+        try:
+            head = json.loads(file.readline() or "{}")
+        except ValueError:
+            head = {}
+        if not isinstance(head, dict) or head.get("format") != FORMAT:
             raise OptionError(f"{path} is no file of responses; make one: hf-spec train responses")
         for line in file:
             yield Response(**json.loads(line))
