@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_spec.heads.families
@@ -35,7 +36,16 @@ from hf_spec.models.trained_draft import METHOD as DRAFT
 Made = TypeVar("Made")
 
 # What code raises that was made for right options and weights and is given others.
-DAMAGE = (OptionError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
+DAMAGE = (
+    OptionError,
+    ArithmeticError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    # Of transformers' configs, which check their values.
+    StrictDataclassError,
+)
 
 
 def resolve_draft_model(
@@ -144,6 +154,7 @@ def resolve_published(
 
     Raises:
         AssistantError: if it is missing, damaged, of another family, or for another target.
+        OptionError: if there is a `reading` of what has been made already.
     """
     if isinstance(assistant, (str, os.PathLike)):
         name = os.fspath(assistant)
@@ -159,6 +170,12 @@ def resolve_published(
         key = (head, read_so.reading, target.device, target.dtype)
         return made_once(target, key, lambda: build_published(read_so, target))
     if assistant is not None and getattr(assistant, "strategy", None) == strategy:
+        if reading:
+            raise OptionError(
+                f"{', '.join(name for name, _ in reading)} say how the files of a head are read, "
+                f"and this {type(assistant).__name__} was made of them before; pass "
+                "assistant=<folder or Hub id>, or leave them out"
+            )
         return assistant
     raise AssistantError(
         f"spec_strategy={strategy!r} needs a published head: pass assistant=<folder or Hub id>; "
@@ -186,10 +203,12 @@ def read_once(
 ) -> Made:
     """What `read` gives for the adapter in a folder or repository, kept as by `made_once`.
 
-    It is read again if the weights in the folder, or the target's device or dtype, have changed.
+    It is read again if weights or configs in the folder, or the target's device or dtype, have
+    changed.
     """
     folder = Path(name)
-    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+    kinds = ("*.safetensors", "*.json") if folder.is_dir() else ()
+    files = sorted(file for kind in kinds for file in folder.glob(kind))
     stamp = tuple((file.name, file.stat().st_mtime_ns) for file in files if file.is_file())
     return made_once(target, (method, name, stamp, target.device, target.dtype), read)
 
@@ -323,6 +342,8 @@ def _load(name: str, target: PreTrainedModel) -> PreTrainedModel:
             revision=place.revision or "main",
             dtype=target.dtype,
             use_safetensors=True,
+            # Left open, transformers would ask on the terminal whether to run a model's own code.
+            trust_remote_code=False,
             device_map={"": target.device},
         )
     except HubError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,19 @@ class TestFolder:
     def test_a_folder_without_a_model(self, tmp_path: Path, target: PreTrainedModel) -> None:
         with pytest.raises(AssistantError, match="cannot be loaded"):
             resolve_draft_model("draft", tmp_path, target)
+
+    def test_its_own_code_is_not_run(
+        self, folder: Path, target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Nor is it asked on the terminal whether to."""
+        config = json.loads((folder / "config.json").read_text())
+        config |= {"model_type": "own", "auto_map": {"AutoConfig": "code.Config"}}
+        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "code.py").write_text(f"open({str(folder / 'ran')!r}, 'w')")
+        monkeypatch.setattr("builtins.input", lambda _: "y")
+        with pytest.raises(AssistantError, match=r"(?s)cannot be loaded: .*custom code"):
+            resolve_draft_model("draft", folder, target)
+        assert not (folder / "ran").exists()
 
     def test_an_attempt_that_failed_is_repeated(
         self, folder: Path, target: PreTrainedModel
