@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.weak import WeakIdKeyDictionary
 
+from hf_spec.errors import OptionError
 from hf_spec.execution.own_forwards import OwnForwards
 
 logger = logging.getLogger(__name__)
@@ -159,10 +160,10 @@ def set_cpu_packing(mode: str) -> None:
             nothing (and frees what is packed); the form that needs no copy stays in use.
 
     Raises:
-        ValueError: if `mode` is none of these.
+        OptionError: if `mode` is none of these.
     """
     if mode not in MODES:
-        raise ValueError(f"unknown CPU packing mode {mode!r}; choose one of {', '.join(MODES)}")
+        raise OptionError(f"unknown CPU packing mode {mode!r}; choose one of {', '.join(MODES)}")
     _weights.mode = mode
     if mode == "off":
         clear_cpu_packing()

@@ -224,6 +224,8 @@ def adapter_module(
             )
         return build(assistant, target)
     name = os.fspath(assistant)
+    if Path(name).is_dir() and not is_adapter(name):
+        _refuse_head(name, "no adapter")
     return read_once(target, method, name, lambda: _build(load_adapter(name, method), target))
 
 
@@ -252,6 +254,8 @@ def find_assistant(assistant: Any, target: PreTrainedModel, methods: Collection[
     unwrap = getattr(assistant, "get_base_model", None)
     if callable(unwrap) and getattr(assistant, "peft_type", None) == PEFT_TYPE:
         return next(iter(active_adapters(unwrap())), assistant)
+    if isinstance(assistant, str) and not assistant.strip():
+        raise AssistantError(f"assistant={assistant!r} names nothing; give a folder or a Hub id")
     if assistant is not None:
         return assistant
     fitting = [a for a in active_adapters(target) if methods is None or a.method in methods]
@@ -315,16 +319,21 @@ def _family_of(name: str) -> str | None:
         return None
 
 
-def _load(name: str, target: PreTrainedModel) -> PreTrainedModel:
-    if is_adapter(name):
-        return _build(load_adapter(name, DRAFT), target)
+def _refuse_head(name: str, other: str) -> None:
+    """Refuse a published head where something `other` is wanted."""
     family = _family_of(name)
     if family is not None and family not in MODELS:
         strategy = family_record(family, name).strategy
         raise AssistantError(
-            f"assistant={name!r} is a head of the family {family!r}, no draft model: use "
+            f"assistant={name!r} is a head of the family {family!r}, {other}: use "
             f"spec_strategy={strategy!r}"
         )
+
+
+def _load(name: str, target: PreTrainedModel) -> PreTrainedModel:
+    if is_adapter(name):
+        return _build(load_adapter(name, DRAFT), target)
+    _refuse_head(name, "no draft model")
     place = Place(name) if Path(name).exists() else Place.of(name)
     try:
         model = load_named(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
 
+from hf_spec.errors import OptionError
 from hf_spec.execution import cpu_linear
 from hf_spec.execution.cpu_linear import (
     clear_cpu_packing,
@@ -483,7 +484,7 @@ def test_available_memory_is_known_here() -> None:
 
 
 def test_unknown_mode_is_refused() -> None:
-    with pytest.raises(ValueError, match="unknown CPU packing mode 'fast'; choose one of auto"):
+    with pytest.raises(OptionError, match="unknown CPU packing mode 'fast'; choose one of auto"):
         set_cpu_packing("fast")
 
 

@@ -28,11 +28,13 @@ from hf_spec.strategies.assistants import (
     adapter_module,
     find_assistant,
     resolve_draft_model,
+    resolve_falcon_head,
 )
 from hf_spec.strategies.assistants import (
     build as build_module,
 )
 from tests.adapters.samples import METHODS, sample
+from tests.published_heads import sample as published
 from tests.tiny_models import VOCAB, build, repetitive_prompt
 
 SMALL = {
@@ -145,6 +147,10 @@ class TestRefusals:
         config = T5Config(vocab_size=VOCAB, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
         with pytest.raises(AssistantError, match=r"cannot draft: T5.* encoder-decoder"):
             resolve_draft_model("draft", T5ForConditionalGeneration(config), target)
+
+    def test_a_head_of_another_strategy(self, target: PreTrainedModel) -> None:
+        with pytest.raises(AssistantError, match="no adapter: use spec_strategy='eagle'"):
+            resolve_falcon_head(published("eagle").folder, target)
 
     def test_a_model_without_a_head(self, target: PreTrainedModel) -> None:
         headless = LlamaModel(LlamaConfig(vocab_size=VOCAB, **SMALL))

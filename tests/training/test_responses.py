@@ -128,8 +128,9 @@ def test_prompts_that_are_too_long_are_counted(
     assert generate(path=path, prompts=more) == 1
 
 
-def test_another_kind_of_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "prompts.jsonl").write_text('{"id": "a", "turns": ["b"]}\n')
+@pytest.mark.parametrize("content", [b'{"id": "a", "turns": ["b"]}\n', b"text", b"[1]", b"\xff"])
+def test_another_kind_of_file_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "prompts.jsonl").write_bytes(content)
     with pytest.raises(OptionError, match="no file of responses"):
         list(read_responses(tmp_path / "prompts.jsonl"))
 
