@@ -37,6 +37,14 @@ def written_whole(path: Path) -> Iterator[Path]:
         _remove(part)
 
 
+def read_text(path: Path) -> str:
+    """The text of a file in UTF-8; another one is an `OptionError`."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise OptionError(f"{path} is no text in UTF-8 ({error}); save it as that") from error
+
+
 def write_json(path: Path, content: Any, **settings: Any) -> None:
     """Write JSON, whole or not at all; `settings` are those of `json.dumps`."""
     with written_whole(path) as part:
@@ -60,8 +68,17 @@ def whole_lines(path: Path, head: Mapping[str, Any]) -> list[dict[str, Any]]:
     """
     content = _whole(path)
     if not content:
+        # A run that was killed leaves the beginning of its head, anything else is not ours.
+        begun = path.read_bytes() if path.exists() else b""
+        if not json.dumps(head).encode().startswith(begun):
+            raise OptionError(f"{path} holds something else; choose another file")
         return []
-    found, *lines = map(json.loads, content.splitlines())
+    try:
+        found, *lines = map(json.loads, content.splitlines())
+    except ValueError as error:
+        raise OptionError(f"{path} holds something else; choose another file") from error
+    if not isinstance(found, dict):
+        raise OptionError(f"{path} holds something else; choose another file")
     if found != head:
         differing = sorted(k for k in {*found, *head} if found.get(k) != head.get(k))
         raise OptionError(

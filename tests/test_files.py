@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hf_spec.errors import OptionError
-from hf_spec.files import resume_lines, write_json, written_whole
+from hf_spec.files import read_text, resume_lines, write_json, written_whole
 
 Write = Callable[[Path, str], None]
 
@@ -94,3 +94,21 @@ def test_lines_of_a_killed_run_are_read_again(tmp_path: Path) -> None:
     path.write_text('{"format"')
     assert resume_lines(path, head) == []
     assert json.loads(path.read_text()) == head
+
+
+@pytest.mark.parametrize("content", ["my notes", "my notes\nof today\n", "[1]\n", "{}"])
+def test_lines_of_something_else_are_kept(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text(content)
+    with pytest.raises(OptionError, match=r"notes\.txt holds something else; choose another file"):
+        resume_lines(path, {"format": "x"})
+    assert path.read_text() == content
+
+
+def test_a_text_of_another_encoding_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "prompt.txt"
+    path.write_bytes("né".encode("latin-1"))
+    with pytest.raises(OptionError, match=r"prompt\.txt is no text in UTF-8 .* save it as that"):
+        read_text(path)
+    path.write_text("né", encoding="utf-8")
+    assert read_text(path) == "né"

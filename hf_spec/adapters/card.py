@@ -171,7 +171,7 @@ def _stated(path: Path, overwrite: bool) -> ModelCardData:
         return ModelCard.load(path, ignore_metadata_errors=True).data
     if path.exists() and not overwrite:
         raise AssistantError(
-            f"{path} is there already, written by hand; pass overwrite=True to replace it"
+            f"{path} is there already, written by hand; overwrite=True (--overwrite) replaces it"
         )
     return ModelCardData()
 

@@ -109,7 +109,8 @@ def load_adapter(
     config = _read_config(folder)
     if method is not None and config["method"] != method:
         raise AssistantError(
-            f"adapter {os.fspath(name)!r} is one of method {config['method']!r}, not {method!r}"
+            f"adapter {os.fspath(name)!r} is one of method {config['method']!r}, not {method!r}; "
+            "name the strategy that it is for, or another adapter"
         )
     base = BaseModel.read(config["base"], folder / CONFIG_NAME)
     # Saved by transformers, an adapter's names have PEFT's prefix in front.

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from huggingface_hub import ModelCard
 from torch import Tensor
+from yaml import YAMLError
 
 from hf_spec.adapters.card import CARD_NAME, GENERATED
 from hf_spec.adapters.hub import Place
@@ -23,6 +24,8 @@ from hf_spec.adapters.reading import PICKLES, read_json, regular_file
 from hf_spec.errors import AssistantError
 from hf_spec.files import check_new_folder
 
+# Of tensors that strategies can read, see `hf_spec.adapters.reading`.
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.bool)
 # Of the repository, what is looked at.
 LOOKED_AT = (CONFIG, CARD_NAME, *(f"*{ending}" for ending in sorted(PICKLES)))
 
@@ -69,6 +72,12 @@ def _unpickled(path: Path) -> dict[str, Tensor]:
         isinstance(key, str) and isinstance(value, Tensor) for key, value in found.items()
     ):
         raise AssistantError(f"{path} holds more than named tensors, so it is not converted")
+    for key, tensor in found.items():
+        if tensor.dtype not in DTYPES or tensor.layout is not torch.strided or tensor.is_meta:
+            raise AssistantError(
+                f"{path}: {key!r} is of {tensor.dtype}, {tensor.layout} on {tensor.device}, which "
+                "is no plain weight, so it is not converted"
+            )
     return dict(found)
 
 
@@ -86,7 +95,7 @@ def licence_of(folder: Path) -> str | None:
         return None
     try:
         licence: str | None = ModelCard.load(regular_file(folder, CARD_NAME)).data.license
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, YAMLError):
         return None
     return licence
 

@@ -216,7 +216,8 @@ def _locate(name: str | os.PathLike[str]) -> tuple[Path, dict[str, Any], str] | 
     if family is None or family == MTP_INSIDE:
         return None
     if place is not None:
-        folder = place.fetch((CONFIG, INDEX, "*.safetensors"))
+        # The card names the licence.
+        folder = place.fetch((CONFIG, CARD_NAME, INDEX, "*.safetensors"))
     if family == "eagle" and not _says_eagle(config) and not _has_fc(folder, os.fspath(name)):
         return None
     return folder, config, family

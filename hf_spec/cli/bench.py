@@ -56,7 +56,9 @@ def bench(  # noqa: PLR0913 - one parameter an option
     from hf_spec.cli.loading import load_target, load_tokenizer
     from hf_spec.data.prompts import load_prompts
 
-    options.check_out(out)
+    options.check_out(out, prompts)
+    if plots is not None and plots.exists() and not plots.is_dir():
+        raise OptionError(f"--plots {plots}: that is a file, and a folder is made")
     if plots is not None and importlib.util.find_spec("matplotlib") is None:
         raise OptionError(f"--plots needs matplotlib: {how_to_install('bench')}")
     usual = ["lookup"] if suite.synthetic_acceptance is None else []

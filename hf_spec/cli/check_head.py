@@ -31,12 +31,12 @@ def check_head(
     """
     from hf_spec.cli.loading import load_target, load_tokenizer
     from hf_spec.data.prompts import load_prompts
-    from hf_spec.verify.head_readings import check_readings, own_answers
+    from hf_spec.verify.head_readings import check_readings, own_answers, read_head
 
-    texts = load_prompts(prompts, 1)
+    texts, published = load_prompts(prompts, 1), read_head(head)
     target, tokenizer = load_target(model, placement), load_tokenizer(model)
     answers = own_answers(target, [text.encode(tokenizer) for text in texts], new_tokens)
-    best = check_readings(head, target, answers, _show)
+    best = check_readings(published, target, answers, _show)
     typer.echo(
         f"fits: {best.config}({_options(best)})" if best.changes else "fits: as its config says"
     )

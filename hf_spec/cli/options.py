@@ -102,14 +102,16 @@ Prompts = Annotated[
 PerTask = Annotated[int, typer.Option(min=1, help="Prompts of each task.")]
 
 
-def check_out(path: Path | None) -> None:
-    """Refuse, before anything is computed, a file that cannot be written."""
+def check_out(path: Path | None, *sources: Path | None) -> None:
+    """Refuse, before anything is computed, a file that cannot be written, or that is read."""
     if path is None:
         return
     if not path.parent.is_dir():
         raise OptionError(f"--out {path}: there is no folder {path.parent}")
     if path.is_dir():
         raise OptionError(f"--out {path}: that is a folder, and a file is written")
+    if path.exists() and any(source is not None and path.samefile(source) for source in sources):
+        raise OptionError(f"--out {path}: that is the file of prompts; choose another")
 
 
 def from_settings(command: Callable[..., None]) -> Callable[..., None]:

@@ -51,5 +51,11 @@ def serve(
     typer.echo(f"{model} with strategy {name} at {where}/v1, metrics at {where}/metrics", err=True)
     try:
         make_server(app, settings.host, settings.port).run()
+    except SystemExit as stop:
+        # uvicorn has said what the system answered; its status is one of ours for something else.
+        raise OSError(
+            f"no server can listen at {settings.host}, port {settings.port}; choose another "
+            "--host or --port"
+        ) from stop
     finally:
         manager.stop()

@@ -57,7 +57,7 @@ def verify(  # noqa: PLR0913 - one parameter an option
     from hf_spec.files import write_json
     from hf_spec.verify import verify as checks
 
-    options.check_out(out)
+    options.check_out(out, prompts)
     entries = parse_entries(strategy, assistant or [])
     texts = load_prompts(prompts, per_task)
     target, tokenizer = load_target(model, placement), load_tokenizer(model)

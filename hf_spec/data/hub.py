@@ -24,6 +24,8 @@ OUT_OF_ORDER = 500
 
 def check_name(name: str) -> None:
     """Refuse what is no folder and cannot be the id of a repository, OWNER/NAME."""
+    if not name.strip():
+        raise OptionError(f"{name!r} names no model; give a folder or a Hub id")
     if Path(name).is_dir():
         return
     if Path(name).exists():

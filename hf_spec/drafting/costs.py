@@ -73,14 +73,16 @@ class Curve:
 
 
 class LearnedCurve:
-    """A cost by size: means at some sizes, straight in between, in proportion elsewhere."""
+    """A cost by size: means at some sizes, straight in between, in proportion elsewhere.
+
+    Generations in several threads may share one: what is read is replaced, never changed.
+    """
 
     def __init__(self, expected: Callable[[float], float]):
         self._expected = expected
         # size -> (how many times, their mean, when the last one came); sizes ascend.
         self._means: dict[float, tuple[int, float, int]] = {}
-        self._sizes: list[float] = []
-        self._seconds: list[float] = []
+        self._points: tuple[list[float], list[float]] = ([], [])
         self._count = 0
 
     @property
@@ -94,13 +96,13 @@ class LearnedCurve:
 
     def __call__(self, size: float) -> float:
         """Cost of `size`, in seconds once anything was learned."""
-        sizes = self._sizes
+        sizes, seconds = self._points
         if not sizes:
             return self._expected(size)
         if sizes[0] < size <= sizes[-1]:
-            return straight(sizes, self._seconds, size)
+            return straight(sizes, seconds, size)
         nearest = 0 if size <= sizes[0] else -1
-        return self._seconds[nearest] * self._expected(size) / self._expected(sizes[nearest])
+        return seconds[nearest] * self._expected(size) / self._expected(sizes[nearest])
 
     def learn(self, size: float, seconds: float) -> None:
         """Add one measured time."""
@@ -108,16 +110,15 @@ class LearnedCurve:
         near = KNOTS[max(above - 1, 0) : above + 1]
         knot = min(near, key=lambda knot: abs(math.log(knot / size)))
         seconds *= self._expected(knot) / self._expected(size)
-        if self._sizes:
+        if self.is_known:
             seconds = min(seconds, LARGEST * self(knot))
         times, mean, _ = self._means.get(knot, (0, math.inf, 0))
         self._count += 1
         mean = min(mean, seconds) if times < FIRST else mean + RATE * (seconds - mean)
-        self._means[knot] = times + 1, mean, self._count
+        means = {**self._means, knot: (times + 1, mean, self._count)}
         oldest = self._count - LIFETIME
-        self._means = {s: known for s, known in sorted(self._means.items()) if known[2] > oldest}
-        self._sizes = list(self._means)
-        self._seconds = [mean for _, mean, _ in self._means.values()]
+        self._means = {s: known for s, known in sorted(means.items()) if known[2] > oldest}
+        self._points = list(self._means), [mean for _, mean, _ in self._means.values()]
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as every_module
 from transformers import PreTrainedModel
 
 from hf_spec.execution.attention import PackedStep
+from hf_spec.execution.cpu_linear import has_fast_forward
 from hf_spec.execution.layer_programs import (
+    MAX_TOKENS,
     LayerCall,
     Program,
     as_tuple,
@@ -41,10 +44,19 @@ from hf_spec.execution.step_graphs import is_of_transformers
 
 logger = logging.getLogger(__name__)
 
-# Larger steps, prompts above all, take their time in products; they run as they come.
-MAX_TOKENS = 64
 # By norm, how far a program may be from its layer by rounding.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-3}
+
+# What may be raised where a layer cannot be traced or compiled.
+REASONS = (
+    AssertionError,
+    AttributeError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 _lock = threading.RLock()
 _forwards = OwnForwards()
@@ -91,6 +103,12 @@ class CompiledLayers:
                 if len(mine) == 1 and mine[0] is not layer:
                     self.layers.append(CompiledLayer(self, f"{name}.{index}", layer, mine[0]))
 
+    def forget_refusals(self) -> None:
+        """Let everything be tried again that runs as it is."""
+        self.refused.clear()
+        for layer in self.layers:
+            layer.forget_refusals()
+
     def refuse(self, name: str, reason: str) -> None:
         """Note why a layer runs as it is; say it once."""
         if reason not in self.refused.values():
@@ -115,6 +133,12 @@ class CompiledLayer:
     def is_compiled(self) -> bool:
         """Whether all calls that it has met run as programs."""
         return bool(self._tried) and None not in self._tried.values()
+
+    def forget_refusals(self) -> None:
+        """Try the calls again that run as they are."""
+        for known in (self._tried, self._programs):
+            for refused in [call for call, program in known.items() if program is None]:
+                del known[refused]
 
     def begin(self) -> bool:
         """Take the layer as it is now; False if it cannot be compiled."""
@@ -177,9 +201,11 @@ class CompiledLayer:
             if key not in known:
                 try:
                     known[key] = compile_layer(self.layer, self._weights, call)
-                # What tracing and compiling raise, and a machine without a compiler.
-                except (RuntimeError, AssertionError, TypeError, ValueError) as error:
-                    known[key] = str(error).strip().partition("\n")[0]
+                # What a layer raises that is traced, and a machine without a compiler, or without a
+                # folder for what is compiled.
+                except REASONS as error:
+                    said = str(error).strip().partition("\n")[0]
+                    known[key] = said or type(error).__name__
         return known[key]
 
 
@@ -192,12 +218,14 @@ def _obstacle(layer: nn.Module) -> str | None:
         return "it is not on a CPU"
     if {type(tensor) for tensor in tensors} - {Tensor, nn.Parameter}:
         return "its weights are of a class of their own"
+    if every_module._global_forward_hooks or every_module._global_forward_pre_hooks:
+        return "there are hooks of all modules"
     for module in layer.modules():
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         # Those of transformers collect what drafts do not ask for; the layer's own stay around it.
         seen = module is layer or all(map(is_of_transformers, hooks))
         # Products on the CPU get forwards that an operation of the program calls.
-        own = "forward" in module.__dict__ and type(module) is not nn.Linear
+        own = "forward" in module.__dict__ and not has_fast_forward(module)
         if own or not seen or hasattr(module, "_hf_hook"):
             return "it has hooks or a forward of its own"
     return None

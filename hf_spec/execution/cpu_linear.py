@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.weak import WeakIdKeyDictionary
 
+from hf_spec.errors import OptionError
 from hf_spec.execution.own_forwards import OwnForwards
 
 logger = logging.getLogger(__name__)
@@ -87,7 +88,9 @@ class _PackedWeights:
     @property
     def copies(self) -> list[Tensor]:
         """All that there are."""
-        return [copy for kept in (self.entries, self.joint) for _, copy in list(kept.values())]
+        # Of the dictionary inside, a list is made at once: other threads may be packing.
+        known = [*self.entries.data.values(), *self.joint.data.values()]
+        return [copy for _, copy in known]
 
     def clear(self) -> None:
         """Free them."""
@@ -157,10 +160,10 @@ def set_cpu_packing(mode: str) -> None:
             nothing (and frees what is packed); the form that needs no copy stays in use.
 
     Raises:
-        ValueError: if `mode` is none of these.
+        OptionError: if `mode` is none of these.
     """
     if mode not in MODES:
-        raise ValueError(f"unknown CPU packing mode {mode!r}; choose one of {', '.join(MODES)}")
+        raise OptionError(f"unknown CPU packing mode {mode!r}; choose one of {', '.join(MODES)}")
     _weights.mode = mode
     if mode == "off":
         clear_cpu_packing()
@@ -202,6 +205,11 @@ def fast_products() -> Iterator[None]:
         _chosen.fast = before
 
 
+def has_fast_forward(module: nn.Module) -> bool:
+    """Whether a module has a forward from here, and none of its own or of somebody else."""
+    return _forwards.has(module)
+
+
 def _fast_forwards(modules: list[nn.Module]) -> dict[nn.Module, Callable[..., Any]]:
     """The forwards of those modules that have a faster one."""
     linears = [one for one in modules if type(one) is nn.Linear and _is_suitable(one)]
@@ -240,17 +248,21 @@ def joint_product(linears: Sequence[nn.Linear], states: Tensor) -> Tensor:
     Inside `fast_cpu_linears` their weights are packed together at the first time.
     """
     own = linears[0].__dict__.get("forward")
-    if own is None:
-        return _joint_forward(linears)(states)
-    if own not in _joint:
-        _joint[own] = _joint_forward(linears)
-    return _joint[own](states)
+    forward = None if own is None else _joint.get(own)
+    if forward is None:
+        # Copies of weights that no block looked at may be of other weights than there are now.
+        if not all(map(has_fast_forward, linears)):
+            return _one_by_one(linears, states)
+        forward = _joint[linears[0].__dict__["forward"]] = _joint_forward(linears)
+    return forward(states)
+
+
+def _one_by_one(linears: Sequence[nn.Linear], states: Tensor) -> Tensor:
+    return torch.cat([linear.forward(states) for linear in linears], dim=-1)
 
 
 def _joint_forward(linears: Sequence[nn.Linear]) -> Callable[[Tensor], Tensor]:
-    def one_by_one(input: Tensor) -> Tensor:  # noqa: A002 - the name nn.Linear has
-        return torch.cat([linear.forward(input) for linear in linears], dim=-1)
-
+    one_by_one = partial(_one_by_one, linears)
     with _lock:
         packed = _weights.get_joint([linear.weight for linear in linears])
     biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]

@@ -32,6 +32,8 @@ from hf_spec.execution.cpu_linear import joint_product
 # Weights and inputs of a layer -> what its forward returns.
 Program = Callable[[Sequence[Tensor]], Any]
 PLAIN = (bool, int, float, str, type(None))
+# Larger steps, prompts above all, take their time in products; they run as they come.
+MAX_TOKENS = 64
 # Larger weights together are no faster than one by one (measured).
 MAX_JOINT_ELEMENTS = 1 << 20
 # Beside these a module has what its class computes with, and where it is in the model.
@@ -247,6 +249,7 @@ def compile_layer(layer: nn.Module, weights: Mapping[str, Tensor], call: LayerCa
     _join_products(graph.graph, list(compress(graph.graph.find_nodes(op="placeholder"), is_linear)))
     graph.recompile()
     compiled = _lower(graph, inputs)
+    _check_lengths(mode.shape_env)
     result = as_tuple(returned[0])
     one = not isinstance(returned[0], tuple)
     is_tensor = [isinstance(part, Tensor) for part in result]
@@ -257,6 +260,17 @@ def compile_layer(layer: nn.Module, weights: Mapping[str, Tensor], call: LayerCa
         return parts[0] if one else parts
 
     return program
+
+
+def _check_lengths(shapes: Any) -> None:
+    """Refuse a program that holds for some numbers of tokens only: nothing tells it the others.
+
+    `shapes` has what was found out of each input's number, as in `if states.shape[1] < 8`.
+    """
+    for guard in shapes.guards:
+        for length in range(2, MAX_TOKENS + 1):
+            if not guard.expr.subs(dict.fromkeys(guard.expr.free_symbols, length)):
+                raise RuntimeError(f"it goes by the number of tokens ({guard.expr})")
 
 
 def _lower(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:

@@ -70,7 +70,10 @@ def check_model(model: object) -> None:
             "generate without spec_strategy"
         )
     if not model.can_generate():
-        raise UnsupportedError(f"{name} has no language-model head and cannot generate")
+        raise UnsupportedError(
+            f"{name} has no language-model head and cannot generate; load a model that has: "
+            "AutoModelForCausalLM"
+        )
     _check_attention(model, name)
     check_sharding(model)
     if tensor_parallel_size(model) > 1 and mixers_of(model):

@@ -46,6 +46,11 @@ class OwnForwards:
             with self._lock:
                 leave.close()
 
+    def has(self, module: nn.Module) -> bool:
+        """Whether the forward that a module has now is the one from here."""
+        own = module.__dict__.get("forward")
+        return own is not None and self._given.get(module, (None,))[0] is own
+
     def _join(self, module: nn.Module) -> bool:
         """Count one more user if the module has its forward already."""
         if module not in self._given:

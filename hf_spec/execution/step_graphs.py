@@ -31,6 +31,7 @@ from hf_spec.devices import graph_store
 from hf_spec.devices.graph_store import Kept
 from hf_spec.devices.transfer import send
 from hf_spec.devices.waits import NoWaits, WaitError
+from hf_spec.errors import OptionError
 from hf_spec.execution.attention import PackedStep
 from hf_spec.execution.kv_cache import KVPool
 from hf_spec.execution.mixers import mixers_of
@@ -69,7 +70,7 @@ def set_cuda_graphs(mode: str) -> None:
             what could not be recorded.
 
     Raises:
-        ValueError: if `mode` is none of these.
+        OptionError: if `mode` is none of these.
     """
     _switch.mode = _checked(mode)
     graph_store.forget()
@@ -87,7 +88,7 @@ def cuda_graphs(mode: str) -> Iterator[None]:
 
 def _checked(mode: str) -> str:
     if mode not in MODES:
-        raise ValueError(f"unknown CUDA graph mode {mode!r}; choose one of {', '.join(MODES)}")
+        raise OptionError(f"unknown CUDA graph mode {mode!r}; choose one of {', '.join(MODES)}")
     return mode
 
 

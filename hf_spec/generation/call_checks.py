@@ -122,8 +122,28 @@ def check_settings(settings: Settings) -> None:
             raise UnsupportedError(f"{name}={value!r} asks for {method}; unset it")
 
 
+def check_called(arguments: Mapping[str, Any]) -> None:
+    """Refuse what `generate()` would call in vain, after the first forward."""
+    for name in ("logits_processor", "stopping_criteria"):
+        given = arguments.get(name)
+        if given is not None and not isinstance(given, (list, tuple)):
+            raise OptionError(f"{name} of type {type(given).__name__}: pass a list of them")
+    for criterion in arguments.get("stopping_criteria") or ():
+        if not callable(criterion):
+            raise OptionError(
+                f"stopping_criteria holds {criterion!r}, which cannot be called with "
+                "(input_ids, scores); pass instances of StoppingCriteria"
+            )
+    allowed = arguments.get("prefix_allowed_tokens_fn")
+    if allowed is not None and not callable(allowed):
+        raise OptionError(
+            f"prefix_allowed_tokens_fn={allowed!r} cannot be called; pass a function of the row's "
+            "number and its token ids"
+        )
+
+
 def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Refuse inputs of the wrong type or shape, before `generate()` works on them."""
+    """Refuse arguments of the wrong type or shape, before `generate()` works on them."""
     check_modalities(name for name, value in arguments.items() if value is not None)
     shape = None
     for name in ("inputs", "input_ids"):

@@ -61,7 +61,7 @@ def compile(model: PreTrainedModel, mode: str = "on") -> CompileReport:  # noqa:
     if not takes_packed(model):
         compiled.refuse(type(model).__name__, "it takes no attention function")
     elif compiled.wanted:
-        compiled.refused.clear()
+        compiled.forget_refusals()
         # The layers are known once they have run.
         for _ in range(1 if compiled.layers else 2):
             _run(model)

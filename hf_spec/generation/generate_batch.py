@@ -207,7 +207,8 @@ def read_prompts(inputs: object, vocab: int) -> list[list[int]]:
             tokens = [operator.index(token) for token in ids]
         except TypeError as error:
             raise OptionError(
-                f"prompt {number} is {prompt!r}, which is no list of token ids and no 1-D tensor"
+                f"prompt {number} is {prompt!r}, which is no list of token ids and no 1-D "
+                "tensor; tokenizer(texts).input_ids holds such lists"
             ) from error
         if not tokens or min(tokens) < 0 or max(tokens) >= vocab:
             what = f"values from {min(tokens)} to {max(tokens)}" if tokens else "no token"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -11,9 +12,11 @@ from hf_spec.decoding.drafter import Drafter
 from hf_spec.drafting.config import StrategyConfig
 from hf_spec.errors import AssistantError, OptionError, UnsupportedError
 from hf_spec.execution.model_checks import check_model
-from hf_spec.generation.call_checks import Settings, check_settings
+from hf_spec.generation.call_checks import Settings, check_called, check_settings
 from hf_spec.generation.target_checks import check_evaluation
+from hf_spec.models.trained_draft import METHOD as DRAFT
 from hf_spec.strategies.assistants import find_assistant
+from hf_spec.strategies.known_drafters import known_drafters
 from hf_spec.strategies.registry import make_drafter, parse_strategy
 from hf_spec.strategies.translated import with_tokenizers
 
@@ -21,9 +24,9 @@ from hf_spec.strategies.translated import with_tokenizers
 REFUSED_ARGUMENTS = {
     "assistant_model": "pass the draft model as assistant=; for transformers' own assisted "
     "decoding set model.generation_config.spec_strategy = None",
-    "custom_generate": "it replaces the decoding loop, and so does spec_strategy",
-    "negative_prompt_ids": "classifier-free guidance is not available with spec_strategy",
-    "synced_gpus": "FSDP and ZeRO-3 generation is not available with spec_strategy",
+    "custom_generate": "it replaces the decoding loop, and so does spec_strategy; leave one out",
+    "negative_prompt_ids": "classifier-free guidance is not available with it; leave it out",
+    "synced_gpus": "FSDP and ZeRO-3 are not served; generate without spec_strategy",
     "inputs_embeds": "give the prompt as input_ids",
     "cache_params": "it does not say how many tokens it holds; give the whole text as input_ids",
 }
@@ -37,11 +40,24 @@ def settle(
     for name, reason in REFUSED_ARGUMENTS.items():
         if given.get(name) is not None and given[name] is not False:
             raise UnsupportedError(f"{name}= cannot be combined with spec_strategy: {reason}")
+    _check_misplaced(config, given)
+    check_called(given)
     check_model(model)
     check_evaluation(model)
     settings = Settings(model, given)
     check_settings(settings)
     return config, settings
+
+
+def _check_misplaced(config: StrategyConfig, given: dict[str, Any]) -> None:
+    """Refuse options of the strategy among the arguments of `generate()`."""
+    options = {option.name for option in dataclasses.fields(config)}
+    if misplaced := sorted(options & given.keys()):
+        name = misplaced[0]
+        raise OptionError(
+            f"{name}= is an option of the strategy, not of generate(): "
+            f"spec_strategy={type(config).__name__}({name}={given[name]!r})"
+        )
 
 
 def with_own_storage(settings: Settings, given: dict[str, Any]) -> dict[str, Any]:
@@ -57,11 +73,22 @@ def find_drafter(
     assistant = find_assistant(assistant, model, config.adapter_methods)
     if config.needs_assistant and assistant is None:
         raise AssistantError(
-            f"spec_strategy={config.strategy!r} needs assistant=<model, folder or Hub id>, for "
-            "instance hf_spec.truncated_draft(model, num_layers)"
+            f"spec_strategy={config.strategy!r} needs assistant={_what_drafts(config)}"
         )
     tokenizers = (given.get(name) for name in ("tokenizer", "assistant_tokenizer"))
     return make_drafter(config, model, with_tokenizers(config, assistant, *tokenizers))
+
+
+def _what_drafts(config: StrategyConfig) -> str:
+    """What the assistant of a strategy is, and how to come by one."""
+    methods = config.adapter_methods or ()
+    if DRAFT in methods:
+        return "<model, folder or Hub id>, for instance hf_spec.truncated_draft(model, num_layers)"
+    if methods:
+        return f"<folder or Hub id of an adapter>; `hf-spec train {methods[0]}` makes one"
+    if any(drafter.strategy == config.strategy for drafter in known_drafters()):
+        return "<folder or Hub id>; hf_spec.heads_for(model) names published ones"
+    return ""
 
 
 def without_tokenizers(strings: Any, given: dict[str, Any]) -> dict[str, Any]:

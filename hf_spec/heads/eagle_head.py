@@ -191,6 +191,8 @@ class EagleHead(nn.Module):
             return table
         assert own is not None, "the spec says that there is one"
         size = (num_embeddings(target), self.hidden_size)
+        if not own.is_floating_point():
+            raise AssistantError(f"{self.spec.what} is damaged: its embedding is of {own.dtype}")
         if own.ndim != 2 or own.shape[1] != size[1] or abs(own.shape[0] - size[0]) > PADDED_ROWS:
             raise AssistantError(
                 f"{self.spec.what} is for another target: its embedding is {tuple(own.shape)}, "

@@ -88,7 +88,8 @@ def _verifier_name(config: Mapping[str, Any]) -> str | None:
 
 def _verifier(place: str, named: str | None) -> Verifier:
     """The target whose config is at `place`, by the name that its head has for it."""
-    config = load_named(AutoConfig, place)
+    # Left open, transformers would ask on the terminal whether to run a model's own code.
+    config = load_named(AutoConfig, place, trust_remote_code=False)
     architectures = tuple(config.architectures or ())
     return Verifier(named or place, architectures, config.get_text_config())
 

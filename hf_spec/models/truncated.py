@@ -33,6 +33,8 @@ def truncated_draft(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
     """
     unwrap = getattr(model, "get_base_model", None)
     model = unwrap() if callable(unwrap) else model
+    if not isinstance(model, PreTrainedModel):
+        raise OptionError(f"model of type {type(model).__name__}: pass a model that is loaded")
     depth = layers_of(model)
     if not isinstance(num_layers, int) or not 1 <= num_layers < depth:
         raise OptionError(

@@ -5,8 +5,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from hf_spec.settings import Count, Settings
+from hf_spec.settings import Count, Settings, Within
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class ServeSettings(Settings):
     """
 
     host: str = "127.0.0.1"
-    port: int = 8000
+    port: Annotated[int, Within(0, 65535)] = 8000
     max_batch: Count = 8
     max_waiting: Count = 256
     max_length: Count | None = None

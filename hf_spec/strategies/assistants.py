@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_spec.heads.families
@@ -35,7 +36,16 @@ from hf_spec.models.trained_draft import METHOD as DRAFT
 Made = TypeVar("Made")
 
 # What code raises that was made for right options and weights and is given others.
-DAMAGE = (OptionError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
+DAMAGE = (
+    OptionError,
+    ArithmeticError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    # Of transformers' configs, which check their values.
+    StrictDataclassError,
+)
 
 
 def resolve_draft_model(
@@ -144,6 +154,7 @@ def resolve_published(
 
     Raises:
         AssistantError: if it is missing, damaged, of another family, or for another target.
+        OptionError: if there is a `reading` of what has been made already.
     """
     if isinstance(assistant, (str, os.PathLike)):
         name = os.fspath(assistant)
@@ -159,6 +170,12 @@ def resolve_published(
         key = (head, read_so.reading, target.device, target.dtype)
         return made_once(target, key, lambda: build_published(read_so, target))
     if assistant is not None and getattr(assistant, "strategy", None) == strategy:
+        if reading:
+            raise OptionError(
+                f"{', '.join(name for name, _ in reading)} say how the files of a head are read, "
+                f"and this {type(assistant).__name__} was made of them before; pass "
+                "assistant=<folder or Hub id>, or leave them out"
+            )
         return assistant
     raise AssistantError(
         f"spec_strategy={strategy!r} needs a published head: pass assistant=<folder or Hub id>; "
@@ -186,10 +203,12 @@ def read_once(
 ) -> Made:
     """What `read` gives for the adapter in a folder or repository, kept as by `made_once`.
 
-    It is read again if the weights in the folder, or the target's device or dtype, have changed.
+    It is read again if weights or configs in the folder, or the target's device or dtype, have
+    changed.
     """
     folder = Path(name)
-    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+    kinds = ("*.safetensors", "*.json") if folder.is_dir() else ()
+    files = sorted(file for kind in kinds for file in folder.glob(kind))
     stamp = tuple((file.name, file.stat().st_mtime_ns) for file in files if file.is_file())
     return made_once(target, (method, name, stamp, target.device, target.dtype), read)
 
@@ -205,6 +224,8 @@ def adapter_module(
             )
         return build(assistant, target)
     name = os.fspath(assistant)
+    if Path(name).is_dir() and not is_adapter(name):
+        _refuse_head(name, "no adapter")
     return read_once(target, method, name, lambda: _build(load_adapter(name, method), target))
 
 
@@ -233,6 +254,8 @@ def find_assistant(assistant: Any, target: PreTrainedModel, methods: Collection[
     unwrap = getattr(assistant, "get_base_model", None)
     if callable(unwrap) and getattr(assistant, "peft_type", None) == PEFT_TYPE:
         return next(iter(active_adapters(unwrap())), assistant)
+    if isinstance(assistant, str) and not assistant.strip():
+        raise AssistantError(f"assistant={assistant!r} names nothing; give a folder or a Hub id")
     if assistant is not None:
         return assistant
     fitting = [a for a in active_adapters(target) if methods is None or a.method in methods]
@@ -296,16 +319,21 @@ def _family_of(name: str) -> str | None:
         return None
 
 
-def _load(name: str, target: PreTrainedModel) -> PreTrainedModel:
-    if is_adapter(name):
-        return _build(load_adapter(name, DRAFT), target)
+def _refuse_head(name: str, other: str) -> None:
+    """Refuse a published head where something `other` is wanted."""
     family = _family_of(name)
     if family is not None and family not in MODELS:
         strategy = family_record(family, name).strategy
         raise AssistantError(
-            f"assistant={name!r} is a head of the family {family!r}, no draft model: use "
+            f"assistant={name!r} is a head of the family {family!r}, {other}: use "
             f"spec_strategy={strategy!r}"
         )
+
+
+def _load(name: str, target: PreTrainedModel) -> PreTrainedModel:
+    if is_adapter(name):
+        return _build(load_adapter(name, DRAFT), target)
+    _refuse_head(name, "no draft model")
     place = Place(name) if Path(name).exists() else Place.of(name)
     try:
         model = load_named(
@@ -314,6 +342,8 @@ def _load(name: str, target: PreTrainedModel) -> PreTrainedModel:
             revision=place.revision or "main",
             dtype=target.dtype,
             use_safetensors=True,
+            # Left open, transformers would ask on the terminal whether to run a model's own code.
+            trust_remote_code=False,
             device_map={"": target.device},
         )
     except HubError:

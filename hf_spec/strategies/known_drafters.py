@@ -16,6 +16,7 @@ from importlib import resources
 from transformers import PreTrainedModel
 
 from hf_spec.adapters.base_name import base_name
+from hf_spec.errors import OptionError
 from hf_spec.strategies.registry import known_strategies
 
 # What names of quantised copies end in.
@@ -57,6 +58,8 @@ def heads_for(model: PreTrainedModel | str) -> list[KnownDrafter]:
 
     Quantised copies are found by their original's name. Nothing is asked of the Hub.
     """
+    if not isinstance(model, str) and not hasattr(model, "config"):
+        raise OptionError(f"model of type {type(model).__name__}: pass a model or its Hub id")
     name = _plain(model if isinstance(model, str) else base_name(model))
     served = known_strategies()
     return [

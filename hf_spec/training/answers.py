@@ -31,6 +31,9 @@ SHARD_RESPONSES = 256
 # Answer tokens of one packed forward: their logits over the whole vocabulary are held at once.
 FORWARD_TOKENS = 1024
 
+# What `learned_from` tells.
+LEARNED_FROM = ("target", "answers")
+
 
 def answer_logits(
     model: PreTrainedModel, batch: Sequence[Response], vocab_size: int | None = None
@@ -65,6 +68,13 @@ def answer_batches(
         size += length(response)
     if batch:
         yield batch
+
+
+def learned_from(model: PreTrainedModel, responses: Sequence[Response]) -> dict[str, str]:
+    """What a checkpoint must agree with beside settings: the target's name, a digest of answers."""
+    digests = "".join(map(_digest, responses))
+    told = local_name(model), hashlib.sha256(digests.encode()).hexdigest()[:16]
+    return dict(zip(LEARNED_FROM, told, strict=True))
 
 
 def stored(

@@ -20,7 +20,7 @@ from hf_spec.adapters.folder import SpecAdapter
 from hf_spec.models.draft_head import check_plain_head
 from hf_spec.models.trained_draft import TrainableDraft
 from hf_spec.models.truncated import without_head
-from hf_spec.training.answers import Example
+from hf_spec.training.answers import Example, learned_from
 from hf_spec.training.held_back import learned_and_held, tau
 from hf_spec.training.precision import mixed_precision
 from hf_spec.training.responses import Response, answer_vocabulary
@@ -60,7 +60,8 @@ def train_draft(
         return acceptance(teacher.matches([held[i : i + 16] for i in range(0, len(held), 16)]))
 
     facts = {**asdict(settings), "examples": len(examples)}
-    figures = train(parameters, teacher.loss, epochs, run, folder / "training", evaluate, facts)
+    known = {**facts, **learned_from(model, [example.response for example in examples])}
+    figures = train(parameters, teacher.loss, epochs, run, folder / "training", evaluate, known)
     options = {"training": {**facts, **asdict(run)}, "held_back": figures}
     return save_trained(folder, draft.to_adapter(options))
 

@@ -29,6 +29,7 @@ from hf_spec.heads.eagle_layouts import Layout, Verifier, for_vllm
 from hf_spec.heads.eagle_spec import default_aux_layers, normal_names, read_spec
 from hf_spec.models.draft_head import FewTokensHead, check_plain_head
 from hf_spec.models.truncated import last_layers
+from hf_spec.training.answers import learned_from
 from hf_spec.training.csgd import Pairs, cut_prompt, read_pairs
 from hf_spec.training.features import LAST, Text, num_features
 from hf_spec.training.held_back import acceptance, learned_and_held
@@ -93,7 +94,8 @@ def train_eagle(
     # By name: the head goes to others, whom this machine's folders do not concern.
     started = None if start is None else Path(start.name).name
     facts = {**asdict(settings), "texts": len(texts), "start": started}
-    figures = train(trained, loss, epochs, run, folder / "training", evaluate, facts)
+    known = {**facts, **learned_from(model, [text.response for text in texts])}
+    figures = train(trained, loss, epochs, run, folder / "training", evaluate, known)
     if processes().is_main_process:
         # Beside what was trained there are the tokens that it knows.
         tensors = normal_names(begun.tensors)

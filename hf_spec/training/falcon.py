@@ -19,6 +19,7 @@ from hf_spec.adapters.folder import SpecAdapter
 from hf_spec.errors import OptionError
 from hf_spec.models.draft_head import check_plain_head
 from hf_spec.models.falcon_head import FalconHead
+from hf_spec.training.answers import learned_from
 from hf_spec.training.csgd import GlancingLoss, cut_prompt, read_pairs
 from hf_spec.training.features import Text, num_features, text_features
 from hf_spec.training.held_back import acceptance, learned_and_held
@@ -74,7 +75,8 @@ def train_falcon(
     started = start.folder.name if start is not None and start.folder is not None else None
     facts = {**asdict(settings), "texts": len(texts), "start": started}
     head.train()
-    figures = train(head.trained(), loss, epochs, run, folder / "training", evaluate, facts)
+    known = {**facts, **learned_from(model, [text.response for text in texts])}
+    figures = train(head.trained(), loss, epochs, run, folder / "training", evaluate, known)
     told = {"training": {**facts, **asdict(run)}, "held_back": figures}
     return save_trained(folder, head.to_adapter({"max_depth": settings.max_depth, **told}))
 

@@ -98,12 +98,39 @@ def generate_responses(  # noqa: PLR0913 - what is answered, where, how, and who
 
 
 def read_responses(path: Path) -> Iterator[Response]:
-    """The answers in a file of `generate_responses`; another one is an `OptionError`."""
+    """The answers in a file of `generate_responses`, which may be writing to it.
+
+    A last line that is not whole is left out.
+
+    Raises:
+        OptionError: if it is another file, or a line is no prompt with an answer.
+    """
     with path.open(encoding="utf-8") as file:
-        if json.loads(file.readline() or "{}").get("format") != FORMAT:
+        try:
+            head = json.loads(file.readline() or "{}")
+        except ValueError:
+            head = None
+        if not isinstance(head, dict) or head.get("format") != FORMAT:
             raise OptionError(f"{path} is no file of responses; make one: hf-spec train responses")
-        for line in file:
-            yield Response(**json.loads(line))
+        for number, line in enumerate(file, start=2):
+            if line.endswith(("\n", "}")):
+                yield _response(f"{path}, line {number}", line)
+
+
+def _response(where: str, line: str) -> Response:
+    """The answer that a line holds."""
+    try:
+        found = Response(**json.loads(line))
+        texts = found.prompt, found.response
+        whole = all(text and all(type(token) is int for token in text) for text in texts)
+    except (TypeError, ValueError):
+        whole = False
+    if not whole:
+        raise OptionError(
+            f"{where}: {line.strip()[:60]!r} is not the id, task, prompt and response of an "
+            "answer, with at least one token of each text; leave the line out"
+        )
+    return found
 
 
 def end_tokens(model: PreTrainedModel) -> set[int]:

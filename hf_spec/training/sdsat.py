@@ -36,7 +36,7 @@ from hf_spec.models.adaptive_tokens import CONFIG_ENTRY, AdaptiveShape, Adaptive
 from hf_spec.models.draft_head import check_plain_head
 from hf_spec.models.gated_lora import new_lora
 from hf_spec.models.truncated import without_head
-from hf_spec.training.answers import Example
+from hf_spec.training.answers import Example, learned_from
 from hf_spec.training.held_back import learned_and_held
 from hf_spec.training.infilling import Infilling
 from hf_spec.training.precision import mixed_precision
@@ -85,7 +85,8 @@ def train_sdsat(
     facts = {**asdict(settings), "examples": len(examples)}
     own = folder / "training"
     try:
-        figures = train(student.parameters, student.loss, epochs, run, own, evaluate, facts)
+        known = {**facts, **learned_from(model, [example.response for example in examples])}
+        figures = train(student.parameters, student.loss, epochs, run, own, evaluate, known)
     finally:
         student.release()
     options = {

@@ -27,6 +27,7 @@ from hf_spec.adapters.card import save_with_card
 from hf_spec.adapters.folder import SpecAdapter
 from hf_spec.errors import OptionError, UnsupportedError
 from hf_spec.files import written_whole
+from hf_spec.training.answers import LEARNED_FROM
 from hf_spec.training.run_record import record_start
 from hf_spec.training.settings import TrainSettings
 
@@ -256,10 +257,14 @@ def _load(folder: Path, parameters: Mapping[str, nn.Parameter], optimizer: Any, 
     with safe_open(path, "pt") as file:
         facts = file.metadata()
     step = int(facts.pop("step"))
-    if facts != run:
+    told, now = json.loads(facts["settings"]), json.loads(run["settings"])
+    # Those of older versions do not say what was learned from.
+    told = {**{name: now[name] for name in LEARNED_FROM if name in now}, **told}
+    if differing := sorted(k for k in {*told, *now} if told.get(k) != now.get(k)):
         raise OptionError(
-            f"{path} comes from a run with other settings ({facts['settings']}); "
-            "use them, or another folder"
+            f"{path} comes from a run with other settings: "
+            + ", ".join(f"{k}={told.get(k)!r} (now {now.get(k)!r})" for k in differing)
+            + "; use them, or another folder"
         )
     states: dict[str, dict[str, Tensor]] = {name: {} for name in parameters}
     for key, tensor in load_file(path).items():

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_spec.adapters.published import read_published
+from hf_spec.adapters.published import PublishedHead, read_published
 from hf_spec.errors import AssistantError
 from hf_spec.execution.last_layer import BEFORE_NORM, LastLayer
 from hf_spec.strategies.assistants import build_published
@@ -73,21 +73,29 @@ def own_answers(target: PreTrainedModel, prompts: Sequence[Tensor], num_tokens: 
     return texts
 
 
-def check_readings(
-    name: str, target: PreTrainedModel, texts: Texts, tell: Callable[[Agreement], None]
-) -> Agreement:
-    """Try the readings of the head `name` that its config leaves open; the one that fits.
-
-    `tell` is called with each agreement, that of the config's own reading first.
-
-    Raises:
-        AssistantError: if it is of no family with open readings, or does not fit the target.
-    """
+def read_head(name: str) -> PublishedHead:
+    """The head in a folder or repository; `AssistantError` if its family has no open readings."""
     published = read_published(name)
     if published is None or published.family not in OPEN_READINGS:
         what = "no published head" if published is None else f"one of {published.family!r}"
         families = ", ".join(OPEN_READINGS)
         raise AssistantError(f"{name!r} is {what}; readings are open in heads of {families}")
+    return published
+
+
+def check_readings(
+    published: PublishedHead,
+    target: PreTrainedModel,
+    texts: Texts,
+    tell: Callable[[Agreement], None],
+) -> Agreement:
+    """Try the readings of a head (of `read_head`) that its config leaves open; the one that fits.
+
+    `tell` is called with each agreement, that of the config's own reading first.
+
+    Raises:
+        AssistantError: if the head does not fit the target.
+    """
     family = OPEN_READINGS[published.family]
     states = _all_states(target, texts)
 

@@ -160,7 +160,7 @@ def test_results_that_say_nothing(tmp_path: Path) -> None:
 def test_a_card_is_not_replaced_unasked(tmp_path: Path) -> None:
     folder = save_sample(tmp_path, "disco")
     (folder / "README.md").write_text("by hand")
-    with pytest.raises(AssistantError, match="by hand; pass overwrite=True"):
+    with pytest.raises(AssistantError, match="by hand; overwrite=True"):
         write_card(load_adapter(folder))
     save_with_card(folder, sample("disco"))
     assert (folder / "README.md").read_text() == "by hand"

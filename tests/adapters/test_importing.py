@@ -69,6 +69,16 @@ def test_other_contents(content: Any, tmp_path: Path) -> None:
         import_head(folder(tmp_path / "source", content), tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.eye(3).to_sparse(), torch.ones(2, dtype=torch.float64), torch.empty(2, device="meta")],
+)
+def test_tensors_that_are_no_weights(tensor: torch.Tensor, tmp_path: Path) -> None:
+    with pytest.raises(AssistantError, match=r"'x' is of .* no plain weight"):
+        import_head(folder(tmp_path / "source", {"x": tensor}), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_what_is_no_head(tmp_path: Path) -> None:
     source = folder(tmp_path / "source", {}, {"architectures": ["LlamaForCausalLM"]})
     with pytest.raises(AssistantError, match="no published head"):

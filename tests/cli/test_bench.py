@@ -156,3 +156,18 @@ def test_wrong_usage(command: Any, arguments: list[str]) -> None:
     result = command(*arguments)
     assert result.exit_code == 2
     assert arguments[0] in result.output
+
+
+def test_files_that_would_be_lost_are_refused(
+    command: Any, prompt_file: Path, tmp_path: Path
+) -> None:
+    before = prompt_file.read_text()
+    result = command("--out", str(prompt_file))
+    assert result.exit_code == 2
+    assert "that is the file of prompts; choose another" in result.stderr
+    assert prompt_file.read_text() == before
+    (tmp_path / "plots").write_text("")
+    pytest.importorskip("matplotlib")
+    result = command("--plots", str(tmp_path / "plots"))
+    assert result.exit_code == 2
+    assert "that is a file, and a folder is made" in result.stderr

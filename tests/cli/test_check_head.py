@@ -35,3 +35,11 @@ def test_a_model_is_no_head(tmp_path: Path) -> None:
     done = CliRunner().invoke(build_app(), arguments)
     assert done.exit_code == 2
     assert "no published head" in done.output.replace("\n", " ")
+
+
+def test_a_wrong_head_is_said_before_the_model_answers(tmp_path: Path) -> None:
+    build("llama").save_pretrained(tmp_path / "model")
+    # Without a tokenizer it could not answer.
+    done = CliRunner().invoke(build_app(), ["check-head", str(tmp_path / "model"), "/no/head"])
+    assert done.exit_code == 2
+    assert "there is no folder /no/head" in done.output

@@ -53,6 +53,11 @@ def test_files_that_cannot_be_written(tmp_path: Path) -> None:
         check_out(Path("/no/such/results.json"))
     with pytest.raises(OptionError, match="that is a folder"):
         check_out(tmp_path)
+    source = tmp_path / "prompts.jsonl"
+    source.write_text("")
+    with pytest.raises(OptionError, match="that is the file of prompts; choose another"):
+        check_out(tmp_path / "." / "prompts.jsonl", source)
+    check_out(tmp_path / "new.jsonl", source)
 
 
 @dataclass(frozen=True)

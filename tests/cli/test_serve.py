@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 from pathlib import Path
 
 import pytest
@@ -40,3 +41,11 @@ def test_an_unknown_strategy_is_said_before_anything_is_loaded() -> None:
     result = CliRunner().invoke(build_app(), ["serve", "no/model", "--strategy", "lokup"])
     assert result.exit_code == 2
     assert "lookup" in result.stderr
+
+
+def test_an_address_that_is_taken_is_a_failure(folder: Path) -> None:  # noqa: F811
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        result = CliRunner().invoke(build_app(), ["serve", str(folder), "--port", port])
+    assert result.exit_code == 1
+    assert f"no server can listen at 127.0.0.1, port {port}; choose another" in result.stderr

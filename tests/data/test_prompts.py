@@ -60,6 +60,13 @@ class TestLoad:
         with pytest.raises(OptionError, match=r"own\.jsonl, line 2: no turns"):
             load_prompts(path)
 
+    @pytest.mark.parametrize("name", ["own.txt", "own.jsonl"])
+    def test_a_file_of_another_encoding(self, tmp_path: Path, name: str) -> None:
+        path = tmp_path / name
+        path.write_bytes(b"\xff\xfe\x00")
+        with pytest.raises(OptionError, match="is no text in UTF-8"):
+            load_prompts(path)
+
     def test_a_text_file_is_a_prompt_per_line_or_one(self, tmp_path: Path) -> None:
         path = tmp_path / "own.txt"
         path.write_text("one two\n\n {three}\n")

@@ -97,6 +97,24 @@ class TestLearnedCurve:
         known.learn(1, 1.0)
         assert known(8) == pytest.approx(4.5)
 
+    def test_generations_in_other_threads_may_learn_while_one_reads(self) -> None:
+        shared = curve((1, 1.0), (8, 2.0), (8, 2.0))
+
+        class Size(float):
+            """Compared, it lets another generation learn and forget."""
+
+            def __gt__(self, other: object) -> bool:
+                for _ in range(LIFETIME):
+                    shared.learn(64, 9.0)
+                return float(self) > other  # type: ignore[operator]
+
+            def __ge__(self, other: object) -> bool:
+                shared.learn(3, 1.0)
+                return float(self) >= other  # type: ignore[operator]
+
+        assert shared.reaches(Size(9))
+        assert 1.0 < shared(Size(5)) < 2.0
+
 
 def levels(depth: int) -> int:
     return depth

@@ -11,10 +11,14 @@ import pytest
 import torch
 from peft import LoraConfig
 from torch import nn
+from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_hook
 
 import hf_spec
 from hf_spec.execution import compiled_layers, layer_programs
 from hf_spec.execution.compiled_layers import CompiledLayer, CompiledLayers
+from hf_spec.execution.runner import ModelRunner
+from hf_spec.execution.tree import DraftTree
 from tests import tiny_models
 
 # Windows in some layers, a cap, positions in an embedding, norms elsewhere, biases.
@@ -141,6 +145,75 @@ def test_what_cannot_be_traced_runs_as_it_is(name: str) -> None:
     assert torch.equal(found, generate(target, name))
 
 
+class Turning(nn.Module):
+    """Computes something else of many tokens."""
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return self.inner(states) if states.shape[1] < 7 else -2 * self.inner(states)
+
+
+def test_a_program_that_holds_for_few_numbers_of_tokens_is_not_used(runs: list[Any]) -> None:
+    target = model("llama")
+    for layer in target.model.layers:
+        layer.mlp = Turning(layer.mlp)
+    report = hf_spec.compile(target)
+    assert report.layers == 0
+    assert len(report.refused) == 3
+    assert all("number of tokens" in reason for reason in report.refused.values())
+    runs.clear()
+    hidden = []
+    for mode in ("on", "off"):
+        hf_spec.compile(target, mode)
+        runner = ModelRunner(target, 1)
+        tree = DraftTree.from_rows([([5] * 12, list(range(-1, 11)))])
+        with torch.no_grad(), runner.active():
+            hidden.append(runner.forward(tree, [[5]]).logits)
+    assert torch.equal(*hidden)
+
+
+class Untraceable(nn.Module):
+    """Fails wherever its input has no contents."""
+
+    def __init__(self, inner: nn.Module, error: type[Exception]):
+        super().__init__()
+        self.inner, self.error = inner, error
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        if type(states) is not torch.Tensor:
+            raise self.error
+        return self.inner(states)
+
+
+@pytest.mark.parametrize("error", [KeyError, AttributeError, OSError, AssertionError])
+def test_whatever_goes_wrong_in_tracing_is_a_reason(error: type[Exception]) -> None:
+    target = model("llama")
+    for layer in target.model.layers:
+        layer.mlp = Untraceable(layer.mlp, error)
+    report = hf_spec.compile(target)
+    assert set(report.refused.values()) == {error.__name__}
+    found = generate(target, "llama", spec_strategy="lookup")
+    assert torch.equal(found, generate(target, "llama"))
+
+
+@pytest.mark.parametrize("product", ["q_proj", "k_proj", "down_proj"])
+def test_forwards_that_products_are_given_later_count(product: str, runs: list[Any]) -> None:
+    target = model("llama")
+    hf_spec.compile(target)
+    before = generate(target, "llama", spec_strategy="lookup")
+    for name, linear in target.named_modules():
+        if name.endswith(product):
+            linear.forward = lambda x, linear=linear: -3 * F.linear(x, linear.weight)
+    runs.clear()
+    found = generate(target, "llama", spec_strategy="lookup")
+    assert torch.equal(found, generate(target, "llama"))
+    assert not torch.equal(found, before)
+    assert runs == []
+
+
 def test_an_adapter_that_is_chosen_later_counts(runs: list[Any]) -> None:
     """Names and scales of adapters are constants of a program."""
     target = model("llama")
@@ -179,6 +252,22 @@ def test_hooks_and_training_are_obstacles() -> None:
     assert seen, "the hook is called"
     hook.remove()
     second.eval()
+    assert hf_spec.compile(target).layers == 3
+
+
+def test_a_hook_of_all_modules_is_called() -> None:
+    target = model("llama")
+    hf_spec.compile(target)
+    before = generate(target, "llama", spec_strategy="lookup")
+    hook = register_module_forward_hook(
+        lambda module, given, result: -3 * result if isinstance(module, nn.Linear) else None
+    )
+    try:
+        found = generate(target, "llama", spec_strategy="lookup")
+        assert torch.equal(found, generate(target, "llama"))
+    finally:
+        hook.remove()
+    assert not torch.equal(found, before)
     assert hf_spec.compile(target).layers == 3
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
 
+from hf_spec.errors import OptionError
 from hf_spec.execution import cpu_linear
 from hf_spec.execution.cpu_linear import (
     clear_cpu_packing,
@@ -482,7 +484,7 @@ def test_available_memory_is_known_here() -> None:
 
 
 def test_unknown_mode_is_refused() -> None:
-    with pytest.raises(ValueError, match="unknown CPU packing mode 'fast'; choose one of auto"):
+    with pytest.raises(OptionError, match="unknown CPU packing mode 'fast'; choose one of auto"):
         set_cpu_packing("fast")
 
 
@@ -606,6 +608,52 @@ def test_products_of_the_same_states_are_one(
         # Their weights may change between two blocks.
         heads.linears[1].weight.data.mul_(-2)
     assert not cpu_linear._joint
+
+
+def swap_forward(linear: nn.Linear) -> None:
+    linear.forward = lambda x: F.linear(x, linear.weight) * 2  # type: ignore[method-assign]
+
+
+def transpose_storage(linear: nn.Linear) -> None:
+    linear.weight.data = (linear.weight.data * 2).T.contiguous().T
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("change", [swap_forward, transpose_storage, nn.Module.double])
+def test_copies_that_no_block_looked_at_are_not_joined(change: Any, which: int) -> None:
+    """Packed in an earlier block, and of other weights than those there are now."""
+    heads = Heads((True,) * 3)
+    states = torch.randn(1, 4, WIDTH)
+    with fast_cpu_linears(heads), fast_products():
+        heads.together(states)
+    change(heads.linears[which] if change is not nn.Module.double else heads)
+    states = states.to(heads.linears[0].weight.dtype)
+    expected = heads.one_by_one(states)
+    with fast_cpu_linears(heads), fast_products():
+        assert_same(heads.together(states), expected)
+
+
+def test_copies_are_counted_while_another_thread_packs() -> None:
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(30)))
+    with fast_cpu_linears(model):
+        packed = cpu_packing_bytes()
+    switch_interval = sys.getswitchinterval()
+
+    def pack() -> None:
+        for _ in range(40):
+            with fast_cpu_linears(model):
+                pass
+
+    thread = threading.Thread(target=pack)
+    sys.setswitchinterval(1e-5)
+    try:
+        thread.start()
+        while thread.is_alive():
+            assert 0 < cpu_packing_bytes() <= packed
+    finally:
+        thread.join()
+        sys.setswitchinterval(switch_interval)
 
 
 @torch.no_grad()

@@ -64,6 +64,17 @@ def test_a_forward_of_the_module_itself_comes_back() -> None:
     assert module.forward() == "theirs"
 
 
+def test_it_is_known_whose_forward_a_module_has() -> None:
+    taken, other, forwards = nn.Linear(2, 2), nn.Linear(2, 2), OwnForwards()
+    other.forward = lambda: "theirs"
+    with forwards.lent([taken, other], lambda modules: all_of([taken])):
+        assert forwards.has(taken)
+        assert not forwards.has(other)
+        taken.forward = lambda: "theirs"
+        assert not forwards.has(taken)
+    assert not forwards.has(nn.Linear(2, 2))
+
+
 def test_what_somebody_else_put_there_meanwhile_stays() -> None:
     module, forwards = nn.Linear(2, 2), OwnForwards()
     with forwards.lent([module], all_of):

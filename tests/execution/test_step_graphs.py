@@ -19,6 +19,7 @@ from torch import Tensor
 import hf_spec
 from hf_spec.devices import graph_store
 from hf_spec.devices.waits import NoWaits
+from hf_spec.errors import OptionError
 from hf_spec.execution import step_graphs
 from hf_spec.execution.kv_cache import KVPool
 from hf_spec.execution.runner import ModelRunner
@@ -389,7 +390,7 @@ class TestObstacles:
             set_cuda_graphs("off")
             assert obstacle(tiny_models.build("llama")) == "set_cuda_graphs('off')"
         assert obstacle(tiny_models.build("llama")) == "it is on cpu"
-        with pytest.raises(ValueError, match="unknown CUDA graph mode 'on'; choose one of auto"):
+        with pytest.raises(OptionError, match="unknown CUDA graph mode 'on'; choose one of auto"):
             set_cuda_graphs("on")
 
 

@@ -30,6 +30,13 @@ def test_a_second_call_has_nothing_to_compile(traced: None) -> None:
     assert (second.layers, second.programs) == (first.layers, first.programs) == (3, 2)
 
 
+def test_a_second_call_says_again_what_is_refused(traced: None) -> None:
+    target = model("llama4")
+    first, second = hf_spec.compile(target), hf_spec.compile(target)
+    assert (first.layers, len(first.refused)) == (0, 3)
+    assert second.refused == first.refused
+
+
 def test_off_lets_the_layers_run_as_they_are(traced: None) -> None:
     target = model()
     hf_spec.compile(target)

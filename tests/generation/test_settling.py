@@ -18,6 +18,7 @@ from hf_spec.generation.settling import (
 from hf_spec.strategies.lookup import LookupDrafter
 from hf_spec.strategies.registry import parse_strategy
 from tests import tiny_models
+from tests.refusals import refuse
 
 
 def test_strategy_and_settings_come_back() -> None:
@@ -48,6 +49,51 @@ def test_drafters_and_what_they_lack() -> None:
     )
     with pytest.raises(AssistantError, match="needs assistant"):
         find_drafter(parse_strategy("draft"), model, None, {})
+
+
+@pytest.mark.parametrize(
+    ("strategy", "way_out"),
+    [
+        ("tree", "truncated_draft"),
+        ("falcon", "hf-spec train falcon"),
+        ("disco", "hf-spec train disco"),
+        ("eagle", "heads_for"),
+        ("block", "heads_for"),
+        ("heads", "heads_for"),
+        ("pard", "heads_for"),
+        ("gemma_assistant", "heads_for"),
+    ],
+)
+def test_who_lacks_an_assistant_hears_where_to_get_one(strategy: str, way_out: str) -> None:
+    with pytest.raises(AssistantError, match=f"'{strategy}' needs assistant=.*{way_out}"):
+        find_drafter(parse_strategy(strategy), tiny_models.build("llama"), None, {})
+
+
+@pytest.mark.parametrize("strategy", ["draft", "falcon", "eagle", "auto"])
+@pytest.mark.parametrize("name", ["", " "])
+def test_an_empty_name_is_no_folder(strategy: str, name: str) -> None:
+    with pytest.raises(AssistantError, match=f"assistant='{name}' names nothing"):
+        find_drafter(parse_strategy(strategy), tiny_models.build("llama"), name, {})
+
+
+def test_options_of_the_strategy_are_not_for_generate() -> None:
+    with pytest.raises(OptionError, match=r"spec_strategy=LookupConfig\(copy_length=3\)"):
+        settle(tiny_models.build("llama"), "lookup", {"copy_length": 3})
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"logits_processor": 5}, "logits_processor of type int: pass a list of them"),
+        ({"stopping_criteria": len}, "stopping_criteria of type .*: pass a list of them"),
+        ({"stopping_criteria": [5]}, "stopping_criteria holds 5, which cannot be called"),
+        ({"prefix_allowed_tokens_fn": 5}, "prefix_allowed_tokens_fn=5 cannot be called"),
+    ],
+)
+def test_what_cannot_be_called_is_said_before_the_first_forward(
+    given: dict[str, Any], message: str
+) -> None:
+    refuse(message, error=OptionError, **given)
 
 
 def test_stop_strings_become_a_criterion() -> None:

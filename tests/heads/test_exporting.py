@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import shlex
+import shutil
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +65,37 @@ def test_the_name_in_a_head_stays_and_its_config_is_read(target: str, tmp_path: 
     export_head(named, tmp_path / "other", "vllm", target)
     verifier = known_head(tmp_path / "other").config["speculators_config"]["verifier"]
     assert verifier == {"name_or_path": "org/other", "architectures": ["LlamaForCausalLM"]}
+
+
+def test_the_licence_of_a_repository_is_named(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Path(changed(heads.sample().folder, tmp_path / "source"))
+    (source / "README.md").write_text("---\nlicense: mit\n---\n")
+
+    def download(repo_id: str, allow_patterns: list[str], **_: Any) -> str:
+        cache = tmp_path / "cache"
+        shutil.copytree(
+            source,
+            cache,
+            dirs_exist_ok=True,
+            ignore=lambda _, names: [
+                name for name in names if not any(fnmatch(name, p) for p in allow_patterns)
+            ],
+        )
+        return str(cache)
+
+    monkeypatch.setattr("hf_spec.adapters.hub.snapshot_download", download)
+    export_head("org/head", tmp_path / "out", "vllm", target)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "from `head`, whose licence applies (mit)" in card
+
+
+def test_a_card_that_is_no_yaml_names_no_licence(target: str, tmp_path: Path) -> None:
+    source = Path(changed(heads.sample().folder, tmp_path / "my-head"))
+    (source / "README.md").write_text("---\nlicense: [mit\n---\n")
+    export_head(str(source), tmp_path / "out", "vllm", target)
+    assert "whose licence applies." in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_the_card_has_source_licence_and_command(target: str, tmp_path: Path) -> None:

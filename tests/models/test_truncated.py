@@ -77,6 +77,11 @@ def test_the_number_of_layers_is_checked(num_layers: Any) -> None:
         truncated_draft(build("llama"), num_layers)
 
 
+def test_a_name_is_no_model() -> None:
+    with pytest.raises(OptionError, match="model of type str: pass a model that is loaded"):
+        truncated_draft("my-model", 1)  # type: ignore[arg-type]
+
+
 def test_a_model_without_one_stack_of_layers() -> None:
     model = copy.deepcopy(build("llama"))
     model.spare = nn.ModuleList(nn.Linear(1, 1) for _ in range(3))

@@ -16,3 +16,9 @@ def test_it_listens_to_this_machine_alone_unless_told_otherwise() -> None:
 def test_counts_are_at_least_one(name: str) -> None:
     with pytest.raises(OptionError, match=name):
         ServeSettings(**{name: 0})
+
+
+@pytest.mark.parametrize("port", [-1, 65536])
+def test_a_port_that_no_machine_has(port: int) -> None:
+    with pytest.raises(OptionError, match=f"port={port} must be a whole number between 0 and"):
+        ServeSettings(port=port)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,13 @@ from hf_spec.strategies.assistants import (
     adapter_module,
     find_assistant,
     resolve_draft_model,
+    resolve_falcon_head,
 )
 from hf_spec.strategies.assistants import (
     build as build_module,
 )
 from tests.adapters.samples import METHODS, sample
+from tests.published_heads import sample as published
 from tests.tiny_models import VOCAB, build, repetitive_prompt
 
 SMALL = {
@@ -105,6 +108,19 @@ class TestFolder:
         with pytest.raises(AssistantError, match="cannot be loaded"):
             resolve_draft_model("draft", tmp_path, target)
 
+    def test_its_own_code_is_not_run(
+        self, folder: Path, target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Nor is it asked on the terminal whether to."""
+        config = json.loads((folder / "config.json").read_text())
+        config |= {"model_type": "own", "auto_map": {"AutoConfig": "code.Config"}}
+        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "code.py").write_text(f"open({str(folder / 'ran')!r}, 'w')")
+        monkeypatch.setattr("builtins.input", lambda _: "y")
+        with pytest.raises(AssistantError, match=r"(?s)cannot be loaded: .*custom code"):
+            resolve_draft_model("draft", folder, target)
+        assert not (folder / "ran").exists()
+
     def test_an_attempt_that_failed_is_repeated(
         self, folder: Path, target: PreTrainedModel
     ) -> None:
@@ -131,6 +147,10 @@ class TestRefusals:
         config = T5Config(vocab_size=VOCAB, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
         with pytest.raises(AssistantError, match=r"cannot draft: T5.* encoder-decoder"):
             resolve_draft_model("draft", T5ForConditionalGeneration(config), target)
+
+    def test_a_head_of_another_strategy(self, target: PreTrainedModel) -> None:
+        with pytest.raises(AssistantError, match="no adapter: use spec_strategy='eagle'"):
+            resolve_falcon_head(published("eagle").folder, target)
 
     def test_a_model_without_a_head(self, target: PreTrainedModel) -> None:
         headless = LlamaModel(LlamaConfig(vocab_size=VOCAB, **SMALL))

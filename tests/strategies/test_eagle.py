@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,28 @@ class TestAssistants:
         stamp = Path(folder, "model.safetensors").stat().st_mtime_ns + 1
         os.utime(Path(folder, "model.safetensors"), ns=(stamp, stamp))
         assert resolve(folder) is not head
+        with pytest.raises(OptionError, match=r"rope_theta say how .*EagleHead was made of them"):
+            resolve(head, (("rope_theta", 5.0),))
+
+    def test_a_config_that_was_mended_is_read_again(self, tmp_path: Path) -> None:
+        model, folder = build("llama"), tmp_path / "head"
+        shutil.copytree(sample("eagle3").folder, folder)
+        theta = lambda: resolve_published(  # noqa: E731
+            "eagle", folder, model, ("eagle3",)
+        ).spec.rope["rope_theta"]
+        assert theta() == 10000.0
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "rope_theta": 777.0}))
+        assert theta() == 777.0
+
+    @pytest.mark.parametrize("name", ["rms_norm_eps", "max_position_embeddings", "hidden_act"])
+    def test_a_config_with_a_wrong_value(self, tmp_path: Path, name: str) -> None:
+        """Which the configs of transformers refuse by errors of their own."""
+        shutil.copytree(sample("eagle3").folder, tmp_path / "head")
+        config = json.loads((tmp_path / "head" / "config.json").read_text())
+        (tmp_path / "head" / "config.json").write_text(json.dumps({**config, name: None}))
+        with pytest.raises(AssistantError, match=f"is damaged: .*{name}"):
+            generate("eagle", str(tmp_path / "head"), input_ids=repetitive_prompt())
 
     def test_readings(self) -> None:
         config = EagleConfig(

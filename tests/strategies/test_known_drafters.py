@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import hf_spec
+from hf_spec.errors import OptionError
 from hf_spec.strategies import known_drafters as module
 from hf_spec.strategies.known_drafters import heads_for, known_drafters
 from tests.tiny_models import build
@@ -60,6 +61,11 @@ def test_a_model_is_asked_for_by_its_name() -> None:
     assert hf_spec.heads_for(model) == []
     model.config.name_or_path = "openai/gpt-oss-20b"
     assert {one.strategy for one in hf_spec.heads_for(model)} == {"eagle", "block"}
+
+
+def test_something_else_has_no_name() -> None:
+    with pytest.raises(OptionError, match="model of type int: pass a model or its Hub id"):
+        heads_for(5)  # type: ignore[arg-type]
 
 
 def test_drafters_that_nothing_serves_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,6 +125,21 @@ def test_features_on_the_fly_teach_the_same(
         assert one["loss"] == pytest.approx(other["loss"], rel=0.05)
 
 
+def test_other_answers_or_another_target_do_not_go_on(
+    model: PreTrainedModel, texts: list[Text], tmp_path: Path
+) -> None:
+    """As many of other answers: the tokens that a head knows are chosen by them."""
+    run = replace(RUN, epochs=1)
+    train_eagle(model, texts, tmp_path, SETTINGS, run)
+    train_eagle(model, texts, tmp_path, SETTINGS, run)
+    first = replace(texts[0].response, response=[3, *texts[0].response.response[1:]])
+    with pytest.raises(OptionError, match="other settings: answers="):
+        train_eagle(model, [Text(first), *texts[1:]], tmp_path, SETTINGS, run)
+    model.config.name_or_path = "another"
+    with pytest.raises(OptionError, match=r"other settings: target=.* \(now 'another'\)"):
+        train_eagle(model, texts, tmp_path, SETTINGS, run)
+
+
 class TestGoingOn:
     def test_it_starts_where_the_saved_head_ended(
         self, model: PreTrainedModel, texts: list[Text], tmp_path: Path

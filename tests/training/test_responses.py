@@ -128,7 +128,47 @@ def test_prompts_that_are_too_long_are_counted(
     assert generate(path=path, prompts=more) == 1
 
 
-def test_another_kind_of_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "prompts.jsonl").write_text('{"id": "a", "turns": ["b"]}\n')
+@pytest.mark.parametrize("content", [b'{"id": "a", "turns": ["b"]}\n', b"text", b"[1]", b"\xff"])
+def test_another_kind_of_file_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "prompts.jsonl").write_bytes(content)
     with pytest.raises(OptionError, match="no file of responses"):
         list(read_responses(tmp_path / "prompts.jsonl"))
+
+
+@pytest.mark.parametrize("first", ["hello", "[1]", '"text"', ""])
+def test_a_file_without_a_head_is_refused(tmp_path: Path, first: str) -> None:
+    (tmp_path / "some.jsonl").write_text(first + "\n")
+    with pytest.raises(OptionError, match="no file of responses"):
+        list(read_responses(tmp_path / "some.jsonl"))
+
+
+def test_a_run_that_was_cut_short_is_read_so_far(path: Path) -> None:
+    whole = list(read_responses(path))
+    path.write_bytes(path.read_bytes()[:-20])
+    assert list(read_responses(path)) == whole[:-1]
+
+
+def test_a_last_line_without_an_end_is_read(path: Path) -> None:
+    whole = list(read_responses(path))
+    path.write_text(path.read_text().rstrip("\n"))
+    assert list(read_responses(path)) == whole
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{}",
+        "[1]",
+        "no JSON",
+        '{"id": "a", "task": "qa", "prompt": [], "response": [5]}',
+        '{"id": "a", "task": "qa", "prompt": [5], "response": []}',
+        '{"id": "a", "task": "qa", "prompt": [5], "response": "text"}',
+        '{"id": "a", "task": "qa", "prompt": [5], "response": 5}',
+        '{"id": "a", "task": "qa", "prompt": [5], "response": [0.5]}',
+    ],
+)
+def test_a_line_that_is_no_answer_is_named(path: Path, line: str) -> None:
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:3], line, *lines[3:]]) + "\n")
+    with pytest.raises(OptionError, match=r"line 4: .* leave the line out"):
+        list(read_responses(path))

@@ -161,10 +161,23 @@ class TestFigures:
 
 def test_other_settings_are_refused(tmp_path: Path) -> None:
     Line().fit(tmp_path)
-    with pytest.raises(OptionError, match="other settings"):
+    with pytest.raises(OptionError, match=r"other settings: learning_rate=0.05 \(now 0.1\); use"):
         Line().fit(tmp_path, replace(SETTINGS, learning_rate=0.1))
     with pytest.raises(OptionError, match="other settings"):
         Line().fit(tmp_path, facts={"examples": 3})
+
+
+def test_checkpoints_that_do_not_say_what_was_learned_from(tmp_path: Path) -> None:
+    """Those of older versions; once it is said, it must be the same."""
+    broken = Line()
+    broken.stop_at = 5
+    with pytest.raises(KeyboardInterrupt):
+        broken.fit(tmp_path)
+    told = {"target": "a", "answers": "0"}
+    Line().fit(tmp_path, facts=told)
+    for other in ({"target": "b"}, {"answers": "1"}):
+        with pytest.raises(OptionError, match="other settings: " + next(iter(other))):
+            Line().fit(tmp_path, facts={**told, **other})
 
 
 def test_an_unfinished_file_does_not_count(tmp_path: Path) -> None:

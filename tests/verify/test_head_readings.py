@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_spec import AssistantError
-from hf_spec.verify.head_readings import Agreement, Texts, check_readings, own_answers
+from hf_spec.verify.head_readings import Agreement, Texts, check_readings, own_answers, read_head
 from tests.published_heads import WIDTH, bare, embeddings, plain_config, sample, save
 from tests.tiny_models import VOCAB, build, repetitive_prompt
 
@@ -42,7 +42,7 @@ def test_own_answers() -> None:
 
 def test_a_wrong_config() -> None:
     heard: list[Agreement] = []
-    best = check_readings(head([1, 2, 3]), build("llama"), TEXTS, heard.append)
+    best = check_readings(read_head(head([1, 2, 3])), build("llama"), TEXTS, heard.append)
     assert heard[0].changes == ()
     assert heard[0].share < 0.8
     assert best.changes == (("aux_layers", (0, 1, 2)),)
@@ -53,7 +53,7 @@ def test_a_wrong_config() -> None:
 
 
 def test_a_right_config_is_kept() -> None:
-    best = check_readings(head([0, 1, 2]), build("llama"), TEXTS, lambda one: None)
+    best = check_readings(read_head(head([0, 1, 2])), build("llama"), TEXTS, lambda one: None)
     assert best.changes == ()
     assert best.share > 0.95
 
@@ -61,4 +61,4 @@ def test_a_right_config_is_kept() -> None:
 def test_a_head_of_another_kind(tmp_path: Path) -> None:
     build("llama").save_pretrained(tmp_path)
     with pytest.raises(AssistantError, match="no published head; readings are open in"):
-        check_readings(str(tmp_path), build("llama"), TEXTS, print)
+        check_readings(read_head(str(tmp_path)), build("llama"), TEXTS, print)

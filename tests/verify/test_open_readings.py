@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hf_spec.verify.head_readings import Agreement, Texts, check_readings
+from hf_spec.verify.head_readings import Agreement, Texts, check_readings, read_head
 from tests import feature_reference
 from tests.published_heads import bare, embeddings, sample, save
 from tests.tiny_models import VOCAB, build
@@ -14,9 +14,8 @@ from tests.tiny_models import VOCAB, build
 
 def test_a_first_eagle() -> None:
     heard: list[Agreement] = []
-    check_readings(
-        sample("eagle").folder, build("llama"), Texts([list(range(20))], [4]), heard.append
-    )
+    head = read_head(sample("eagle").folder)
+    check_readings(head, build("llama"), Texts([list(range(20))], [4]), heard.append)
     assert [name for one in heard for name, _ in one.changes] == ["embedding"]
 
 
@@ -51,7 +50,7 @@ def test_layers_of_a_block_head() -> None:
     )
     texts = Texts([[token] * 30 for token in (9, 30, 51, 77)], [20] * 4)
     heard: list[Agreement] = []
-    best = check_readings(folder, build("llama"), texts, heard.append)
+    best = check_readings(read_head(folder), build("llama"), texts, heard.append)
     assert heard[0].share < 0.5
     assert best.changes == (("aux_layers", (0, 1)),)
     assert best.share > 0.95
@@ -68,6 +67,6 @@ def test_what_an_output_of_a_block_head_drafts() -> None:
     tokens = [7]
     while len(tokens) < 40:
         tokens.append(int(following[tokens[-1]]))
-    best = check_readings(folder, build("llama"), Texts([tokens], [1]), lambda one: None)
+    best = check_readings(read_head(folder), build("llama"), Texts([tokens], [1]), lambda one: None)
     assert best.changes == (("from_anchor", True),)
     assert best.share > 0.95

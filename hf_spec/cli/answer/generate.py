@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from hf_spec.cli import options
+from hf_spec.files import read_text
 
 
 @options.from_settings
@@ -112,7 +113,7 @@ def _prompt(prompt: str | None, file: Path | None) -> str:
     if (prompt is None) == (file is None):
         raise typer.BadParameter("give a prompt (- for standard input) or --prompt-file")
     if file is not None:
-        text = file.read_text(encoding="utf-8")
+        text = read_text(file)
     else:
         text = sys.stdin.read() if prompt == "-" else str(prompt)
     if not text:

@@ -45,7 +45,7 @@ def answer_all(
         OptionError: if `out` holds something else, or was begun with other settings.
         SpecError: as of `Speaker.load` and `Speaker.generate_each`.
     """
-    check_out(out)
+    check_out(out, source)
     prompts = load_prompts(source)
     several = next((prompt.id for prompt in prompts if len(prompt.turns) > 1), None)
     if several is not None:

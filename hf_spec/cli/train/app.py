@@ -22,7 +22,9 @@ train = typer.Typer(no_args_is_help=True, help="Train the parts that strategies 
 def train_responses_command(
     *,
     model: options.ModelOption,
-    prompts: Annotated[Path, typer.Option(exists=True, help="JSON lines with id, task, turns.")],
+    prompts: Annotated[
+        Path, typer.Option(exists=True, dir_okay=False, help="JSON lines with id, task, turns.")
+    ],
     out: Annotated[Path, typer.Option(help="JSON lines; an interrupted run goes on here.")],
     settings: kinds.ResponseSettings,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts per batch.")] = kinds.BATCH_SIZE,
@@ -41,7 +43,7 @@ def train_responses_command(
     from hf_spec.data.prompts import load_prompts
     from hf_spec.training.responses import generate_responses
 
-    options.check_out(out)
+    options.check_out(out, prompts)
     known = load_prompts(prompts)
     target, tokenizer = load_target(model, placement), load_tokenizer(model)
     with tqdm(total=len(known), desc="prompts", disable=None) as bar:

@@ -21,11 +21,18 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 
 Responses = Annotated[
-    Path, typer.Option(exists=True, help="The target's answers, from `hf-spec train responses`.")
+    Path,
+    typer.Option(
+        exists=True, dir_okay=False, help="The target's answers, from `hf-spec train responses`."
+    ),
 ]
 ResponseFiles = Annotated[
     list[Path],
-    typer.Option(exists=True, help="Answers of `hf-spec train responses`; may be repeated."),
+    typer.Option(
+        exists=True,
+        dir_okay=False,
+        help="Answers of `hf-spec train responses`; may be repeated.",
+    ),
 ]
 AdapterOut = Annotated[
     Path, typer.Option(help="Folder for the adapter; an interrupted run resumes.")
