@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedModel
 
 from hf_spec.drafting.config import StrategyConfig
-from hf_spec.errors import AssistantError
+from hf_spec.errors import AssistantError, OptionError
 from hf_spec.models.truncated import truncated_draft
 from hf_spec.strategies.registry import parse_strategy
 
@@ -50,23 +50,32 @@ def parse_entry(text: str) -> Entry:
     return Entry(text, parse_strategy(options), assistant or None)
 
 
-def parse_entries(texts: Iterable[str], assistants: Sequence[str] = ()) -> list[Entry]:
+def parse_entries(
+    texts: Iterable[str], assistants: Sequence[str] = (), *, others_follow: bool = False
+) -> list[Entry]:
     """Entries with `assistants` for those that name none and take some.
 
-    One serves every strategy; several, as a list, "auto" alone.
+    One serves every strategy; several, as a list, "auto" alone. Where others follow, they may be
+    for those.
 
     Raises:
-        OptionError: for an unknown strategy or option.
+        OptionError: for an unknown strategy or option, and for assistants that none takes.
         AssistantError: if a strategy lacks its assistant.
     """
     given: Any = assistants[0] if len(assistants) == 1 else list(assistants) or None
-    found = []
+    found, is_used = list[Entry](), others_follow
     for entry in map(parse_entry, texts):
         takes = entry.config.needs_assistant or entry.config.strategy == "auto"
         own = entry.assistant or (given if takes else None)
+        is_used |= own is given
         if entry.config.needs_assistant and own is None:
             raise AssistantError(f"--strategy {entry.name} needs --assistant, a folder or a Hub id")
         found.append(entry._replace(assistant=own))
+    if assistants and not is_used:
+        raise OptionError(
+            f"--assistant {assistants[0]}: no strategy that was named asks for it; write it after "
+            f"one that takes it, NAME@{assistants[0]}, or leave it out"
+        )
     return found
 
 

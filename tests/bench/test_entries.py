@@ -57,6 +57,12 @@ class TestAssistants:
         with pytest.raises(AssistantError, match="--strategy gsd needs --assistant"):
             parse_entries(["gsd"])
 
+    def test_one_that_nobody_takes(self) -> None:
+        with pytest.raises(OptionError, match="--assistant d: no strategy that was named"):
+            parse_entries(["none", "tree@x"], ["d"])
+        [entry] = parse_entries(["lookup"], ["d"], others_follow=True)
+        assert entry.assistant is None
+
 
 def test_a_cut_model_is_made_once(model: Any) -> None:
     find = assistant_finder(model)

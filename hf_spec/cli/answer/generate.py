@@ -14,6 +14,9 @@ from rich.console import Console
 from hf_spec.cli import options
 from hf_spec.files import read_text
 
+# Prompts that are answered at a time.
+BATCH_SIZE = 8
+
 
 @options.from_settings
 def generate(  # noqa: PLR0913 - one parameter an option
@@ -42,8 +45,12 @@ def generate(  # noqa: PLR0913 - one parameter an option
         ),
     ] = None,
     batch_size: Annotated[
-        int, typer.Option(min=1, help="Prompts of --prompts that are answered at a time.")
-    ] = 8,
+        int | None,
+        typer.Option(
+            min=1,
+            help=f"Prompts of --prompts that are answered at a time; {BATCH_SIZE} by default.",
+        ),
+    ] = None,
     settings: options.AnswerSettings,
     assistant: options.Assistants = None,
     chat_template: Annotated[
@@ -79,11 +86,15 @@ def generate(  # noqa: PLR0913 - one parameter an option
     if prompts is not None or out is not None:
         if prompts is None or out is None or prompt is not None or prompt_file is not None:
             raise typer.BadParameter("--prompts and --out go together, without another prompt")
+        if as_json or stats:
+            raise typer.BadParameter("--json and --stats are for one prompt, not for --prompts")
         from hf_spec.cli.answer.many import answer_all
 
         load = partial(Speaker.load, model, placement, settings, assistant)
-        answer_all(load, prompts, out, batch_size, chat_template)
+        answer_all(load, prompts, out, batch_size or BATCH_SIZE, chat_template)
         return
+    if batch_size is not None:
+        raise typer.BadParameter("--batch-size is for many prompts; add --prompts and --out")
     text = _prompt(prompt, prompt_file)
     speaker = Speaker.load(model, placement, settings, assistant)
     ids = speaker.encode_text(text, chat_template)

@@ -47,7 +47,7 @@ class Speaker:
 
     def choose(self, strategy: str) -> None:
         """Use another strategy, written as on the command line; errors as of `parse_entries`."""
-        [self.entry] = parse_entries([strategy], self.assistants)
+        [self.entry] = parse_entries([strategy], self.assistants, others_follow=True)
 
     def encode(self, messages: list[dict[str, str]]) -> Tensor:
         """(1, L) int64: a conversation in the model's chat template, open for its answer.

@@ -128,6 +128,9 @@ def test_files_that_are_something_else_are_refused(
         result = run(folder, *wrong)
         assert result.exit_code == 2
         assert "--prompts and --out go together" in said(result)
+    for useless in ("--json", "--stats"):
+        result = run(folder, *options(source, out), useless)
+        assert (result.exit_code, "are for one prompt" in said(result)) == (2, True)
     source.write_text(json.dumps({"id": "chat", "turns": ["a", "b"]}))
     assert "'chat' has several turns" in said(run(folder, *options(source, tmp_path / "o")))
 

@@ -75,7 +75,7 @@ def test_the_engine_alone_is_always_a_baseline() -> None:
 
 
 def test_options_and_assistants_are_those_of_bench() -> None:
-    [_, (name, config, assistant)] = chosen_entries(["lookup:copy_length=5"], ["DRAFT"])
+    [_, (name, config, assistant)] = chosen_entries(["lookup:copy_length=5"], [])
     assert (name, config.copy_length, assistant) == ("lookup:copy_length=5", 5, None)
     [_, tree] = chosen_entries(["tree"], ["DRAFT"])
     assert tree[2] == "DRAFT"
