@@ -207,7 +207,7 @@ class TestCalibration:
                 settled_prompt("llama"),
                 max_new_tokens=12,
                 do_sample=False,
-                spec_strategy=FalconConfig(length_policy="static"),
+                spec_strategy=FalconConfig(length_policy="static", max_nodes=None),
                 assistant=tmp_path,
             )
         assert seen[1][0].num_nodes == sent + 1
