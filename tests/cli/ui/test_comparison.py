@@ -80,7 +80,7 @@ def test_assistants_and_layers_of_the_model() -> None:
 
 
 def test_an_assistant_of_another_model_is_refused_at_once() -> None:
-    entries = parse_entries(["sdsat"], [tiny_models.disco_adapter("llama")])
+    entries = parse_entries([f"sdsat@{tiny_models.disco_adapter('llama')}"])
     with pytest.raises(hf_spec.AssistantError, match="sdsat"):
         Comparer(build("llama"), speller(), entries)
 
