@@ -59,7 +59,8 @@ def parse_entries(
     for those.
 
     Raises:
-        OptionError: for an unknown strategy or option, and for assistants that none takes.
+        OptionError: for an unknown strategy or option, assistants that none takes, and layers that
+            some want compiled and others not.
         AssistantError: if a strategy lacks its assistant.
     """
     given: Any = assistants[0] if len(assistants) == 1 else list(assistants) or None
@@ -75,6 +76,11 @@ def parse_entries(
         raise OptionError(
             f"--assistant {assistants[0]}: no strategy that was named asks for it; write it after "
             f"one that takes it, NAME@{assistants[0]}, or leave it out"
+        )
+    if len({entry.config.compile for entry in found}) > 1:
+        raise OptionError(
+            "compile=true of one strategy compiles the model, for all that run on it; give it to "
+            "every strategy, or to none"
         )
     return found
 

@@ -32,6 +32,8 @@ class StrategyConfig:
         takes_tokenizers: whether its draft model may have a tokenizer of its own.
         batching: what is padded in a batch: "unpadded", which is nothing; for comparison
             "unpadded_kv", "unpadded_input" and "padded" (see `hf_spec.execution.row_work`).
+        compile: compile the target's layers on a CPU before the first call, as `hf_spec.compile`
+            does; they stay compiled.
     """
 
     strategy: ClassVar[str] = ""
@@ -41,6 +43,7 @@ class StrategyConfig:
     takes_tokenizers: ClassVar[bool] = False
 
     batching: str = field(default="unpadded", kw_only=True)
+    compile: bool = field(default=False, kw_only=True)
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         """Refuse options that the config does not have, with the names of those it has."""
@@ -57,6 +60,7 @@ class StrategyConfig:
                 f"{type(self).__name__}(batching={self.batching!r}) is no way of batching; "
                 f"{choices(self.batching, BATCHING)}"
             )
+        self.check_flags("compile")
 
     @property
     def leaves_sizes_open(self) -> bool:

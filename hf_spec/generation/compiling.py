@@ -71,6 +71,12 @@ def compile(model: PreTrainedModel, mode: str = "on") -> CompileReport:  # noqa:
     return CompileReport(len(running), programs, seconds, dict(compiled.refused))
 
 
+def compile_once(model: PreTrainedModel) -> None:
+    """`compile`, unless that has been done."""
+    if not CompiledLayers.of(model).wanted:
+        compile(model)
+
+
 @torch.no_grad()
 def _run(model: PreTrainedModel) -> None:
     """Run a step of every form on a short text."""

@@ -35,7 +35,7 @@ from hf_spec.generation.generate_batch import (
 from hf_spec.generation.one_call import generate_with
 from hf_spec.generation.own_prefill import read_prompt
 from hf_spec.generation.settling import (
-    find_drafter,
+    make_ready,
     settle,
     with_own_storage,
     without_tokenizers,
@@ -273,7 +273,7 @@ def speculate(
     check_arguments(of_decoder(model, given))
     streamer = given.get("streamer")
     check_streamer(streamer)
-    drafter = find_drafter(config, model, assistant, given)
+    drafter = make_ready(config, model, assistant, given)
     watch(drafter)
     given = without_tokenizers(settings["stop_strings"], with_own_storage(settings, given))
 
@@ -313,5 +313,5 @@ def _continuous_batch(
     config, call = settle_batch(model, strategy, given)
     if not call.requests:
         return None
-    drafter = find_drafter(config, model, assistant, given)
+    drafter = make_ready(config, model, assistant, given)
     return make_continuous_batch(generate, model, drafter, call)

@@ -13,6 +13,7 @@ from hf_spec.drafting.config import StrategyConfig
 from hf_spec.errors import AssistantError, OptionError, UnsupportedError
 from hf_spec.execution.model_checks import check_model
 from hf_spec.generation.call_checks import Settings, check_called, check_settings
+from hf_spec.generation.compiling import compile_once
 from hf_spec.generation.target_checks import check_evaluation
 from hf_spec.models.trained_draft import METHOD as DRAFT
 from hf_spec.strategies.assistants import find_assistant
@@ -66,17 +67,20 @@ def with_own_storage(settings: Settings, given: dict[str, Any]) -> dict[str, Any
     return {**given, "cache_implementation": None} if static else given
 
 
-def find_drafter(
+def make_ready(
     config: StrategyConfig, model: PreTrainedModel, assistant: Any, given: dict[str, Any]
 ) -> Drafter:
-    """What drafts for a call, from its assistant and tokenizers."""
+    """What drafts for a call, from its assistant and tokenizers; a target ready for it."""
     assistant = find_assistant(assistant, model, config.adapter_methods)
     if config.needs_assistant and assistant is None:
         raise AssistantError(
             f"spec_strategy={config.strategy!r} needs assistant={_what_drafts(config)}"
         )
     tokenizers = (given.get(name) for name in ("tokenizer", "assistant_tokenizer"))
-    return make_drafter(config, model, with_tokenizers(config, assistant, *tokenizers))
+    drafter = make_drafter(config, model, with_tokenizers(config, assistant, *tokenizers))
+    if config.compile:
+        compile_once(model)
+    return drafter
 
 
 def _what_drafts(config: StrategyConfig) -> str:

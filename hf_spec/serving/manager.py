@@ -21,7 +21,6 @@ from transformers.cli.serving.utils import (
 )
 
 from hf_spec.errors import OptionError
-from hf_spec.generation.compiling import compile as compile_layers
 from hf_spec.generation.open_generation import OpenGeneration, Ready
 from hf_spec.serving.scheduler import QueueFullError, Scheduler
 from hf_spec.serving.settings import ServeSettings
@@ -54,8 +53,6 @@ class SpeculativeManager(GenerateManager):
         if self._scheduler is None or self._scheduler.generation.model is not model:
             self.stop()
             settings = self._settings
-            if settings.compile:
-                compile_layers(model)
             stored = getattr(model.generation_config, STORED, None)
             strategy = self._strategy or stored or "auto"
             generation = OpenGeneration(model, strategy, self._assistant, processor)

@@ -20,7 +20,6 @@ class ServeSettings(Settings):
         max_batch: most sequences at a time.
         max_waiting: requests in the queue beyond which further ones are turned away (status 429).
         max_length: longest prompt with its answer, in tokens; the model's context by default.
-        compile: compile the target's layers on a CPU at the start, as `hf_spec.compile` does.
     """
 
     host: str = "127.0.0.1"
@@ -28,4 +27,3 @@ class ServeSettings(Settings):
     max_batch: Count = 8
     max_waiting: Count = 256
     max_length: Count | None = None
-    compile: bool = False

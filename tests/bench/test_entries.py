@@ -83,3 +83,9 @@ def test_a_cut_model_is_made_once(model: Any) -> None:
 )
 def test_names_in_tables_are_short(entry: str, name: str) -> None:
     assert parse_entry(entry).short_name == name
+
+
+def test_layers_are_compiled_for_all_or_for_none() -> None:
+    assert len(parse_entries(["lookup:compile=true", "auto:compile=true"])) == 2
+    with pytest.raises(OptionError, match="to every strategy, or to none"):
+        parse_entries(["lookup", "auto:compile=true"])

@@ -68,3 +68,29 @@ def test_models_that_take_no_attention_function_are_told_so() -> None:
 def test_a_mode_that_does_not_exist() -> None:
     with pytest.raises(hf_spec.OptionError, match="mode='auto'"):
         hf_spec.compile(model(), "auto")
+
+
+@pytest.mark.parametrize("call", ["generate", "generate_batch"])
+def test_a_strategy_asks_for_it(call: str, traced: None) -> None:
+    target = model()
+    target.generation_config.spec_strategy = {"strategy": "lookup", "compile": True}
+    given = {"max_new_tokens": 8, "do_sample": False}
+    if call == "generate":
+        prompt = tiny_models.prompts("llama", "one")
+        plain = target.generate(**prompt, **given, spec_strategy="none")
+        assert torch.equal(target.generate(**prompt, **given), plain)
+    else:
+        target.generate_batch([[5, 6, 7]], **given)
+    assert [layer.is_compiled for layer in CompiledLayers.of(target).layers] == [True] * 3
+
+
+def test_nothing_is_compiled_for_a_call_that_is_refused(traced: None) -> None:
+    target = model()
+    with pytest.raises(hf_spec.AssistantError, match="needs assistant"):
+        target.generate(torch.tensor([[5]]), spec_strategy=hf_spec.DraftConfig(compile=True))
+    assert not CompiledLayers.of(target).wanted
+
+
+def test_the_option_is_a_flag() -> None:
+    with pytest.raises(hf_spec.OptionError, match="compile='auto' must be True or False"):
+        hf_spec.LookupConfig(compile="auto")  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from transformers.generation import StoppingCriteriaList, StopStringCriteria
 from hf_spec import AssistantError, LookupConfig, OptionError, UnsupportedError
 from hf_spec.generation.settling import (
     REFUSED_ARGUMENTS,
-    find_drafter,
+    make_ready,
     settle,
     with_own_storage,
     without_tokenizers,
@@ -44,11 +44,9 @@ def test_a_static_cache_is_not_reserved() -> None:
 
 def test_drafters_and_what_they_lack() -> None:
     model = tiny_models.build("llama")
-    assert isinstance(
-        find_drafter(LookupConfig(max_draft_tokens=5), model, None, {}), LookupDrafter
-    )
+    assert isinstance(make_ready(LookupConfig(max_draft_tokens=5), model, None, {}), LookupDrafter)
     with pytest.raises(AssistantError, match="needs assistant"):
-        find_drafter(parse_strategy("draft"), model, None, {})
+        make_ready(parse_strategy("draft"), model, None, {})
 
 
 @pytest.mark.parametrize(
@@ -66,14 +64,14 @@ def test_drafters_and_what_they_lack() -> None:
 )
 def test_who_lacks_an_assistant_hears_where_to_get_one(strategy: str, way_out: str) -> None:
     with pytest.raises(AssistantError, match=f"'{strategy}' needs assistant=.*{way_out}"):
-        find_drafter(parse_strategy(strategy), tiny_models.build("llama"), None, {})
+        make_ready(parse_strategy(strategy), tiny_models.build("llama"), None, {})
 
 
 @pytest.mark.parametrize("strategy", ["draft", "falcon", "eagle", "auto"])
 @pytest.mark.parametrize("name", ["", " "])
 def test_an_empty_name_is_no_folder(strategy: str, name: str) -> None:
     with pytest.raises(AssistantError, match=f"assistant='{name}' names nothing"):
-        find_drafter(parse_strategy(strategy), tiny_models.build("llama"), name, {})
+        make_ready(parse_strategy(strategy), tiny_models.build("llama"), name, {})
 
 
 def test_options_of_the_strategy_are_not_for_generate() -> None:

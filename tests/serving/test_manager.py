@@ -74,7 +74,7 @@ def test_a_model_that_was_loaded_again_gets_its_own_thread(model: Any) -> None:
 
 
 def test_layers_are_compiled_where_that_is_asked(model: Any) -> None:
-    manager = SpeculativeManager("lookup", None, ServeSettings(compile=True))
+    manager = SpeculativeManager(LookupConfig(compile=True), None, ServeSettings())
     manager.open(model, speller())
     compiled = CompiledLayers.of(model)
     assert [layer.is_compiled for layer in compiled.layers] == [True] * len(model.model.layers)
