@@ -1,8 +1,8 @@
 """Products of few rows on a CPU, computed with weights packed for it.
 
 A decoding step multiplies 1 to 64 rows by every weight of the model, where `F.linear` is slow.
-With weights that oneDNN packed once the same product takes a half to a third of the time, at one
-row and at a prompt's hundreds too:
+With weights that were packed once (see `packed_products`) the same product takes a half to a third
+of the time:
 
     form                 products of         takes
     packed weight        any rows            a second copy of the weights in memory
@@ -10,10 +10,10 @@ row and at a prompt's hundreds too:
     (weight @ x.T).T     4 to 48 rows        nothing; float32 only
     F.linear             the rest            nothing
 
-All add up the same products, in different order. Packing needs two private operators of PyTorch,
-tried on a sample first. Left alone: classes other than `nn.Linear` (quantised layers), dtypes other
-than float32 and bfloat16, modules with a forward of their own (accelerate), autograd, autocast; and
-whatever runs outside of `fast_products`, in other threads or in between, to the last bit.
+All add up the same products, in different order. Left alone: classes other than `nn.Linear`
+(quantised layers), dtypes other than float32 and bfloat16, modules with a forward of their own
+(accelerate), autograd, autocast; and whatever runs outside of `fast_products`, in other threads or
+in between, to the last bit.
 """
 
 from __future__ import annotations
@@ -21,15 +21,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import math
 import threading
-import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -39,6 +36,17 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_spec.errors import OptionError
 from hf_spec.execution.own_forwards import OwnForwards
+from hf_spec.execution.packed_products import (
+    NO_LIMIT,
+    Packed,
+    Rows,
+    pack,
+    packed_product,
+    padded_product,
+    served,
+    served_rows,
+    timed_as,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -47,32 +55,10 @@ MODES = ("auto", "on", "off")
 MEMORY_SHARE = 0.5
 # With fewer elements the packed call costs more than it saves (measured, break-even at 256 x 256).
 MIN_WEIGHT_ELEMENTS = 1 << 16
-# A weight packed for 16 rows serves 1 to 300 as well as one packed for that number (measured).
-PACKED_ROWS = 16
 # Rows for which (weight @ x.T).T was no slower than F.linear on either of two machines measured.
 TRANSPOSED_ROWS = range(4, 49)
-NO_LIMIT = 1 << 62
-# One row may take longer than so many: on an EPYC of two cores those of SmolLM2-135M took 49 ms by
-# F.linear and 42 ms packed, four packed ones 35 ms.
-PADDED_ROWS = 4
 # Every so manieth word of a weight is looked at by itself; a prime, which no width shares.
 SAMPLED_WORD = 97
-# Weights of a shape that forms are timed on, in bytes: more than a cache holds, as in a model.
-TIMED_BYTES = 64 << 20
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """Which products packed weights are used for.
-
-    Attributes:
-        least, most: rows.
-        padded: fewer rows than this are computed as so many.
-    """
-
-    least: int
-    most: int
-    padded: int = 1
 
 
 class _PackedWeights:
@@ -86,7 +72,7 @@ class _PackedWeights:
         self.joint = WeakIdKeyDictionary()
 
     @property
-    def copies(self) -> list[Tensor]:
+    def copies(self) -> list[Packed]:
         """All that there are."""
         # Of the dictionary inside, a list is made at once: other threads may be packing.
         known = [*self.entries.data.values(), *self.joint.data.values()]
@@ -97,7 +83,7 @@ class _PackedWeights:
         self.entries.clear()
         self.joint.clear()
 
-    def get_joint(self, weights: list[Tensor]) -> Tensor | None:
+    def get_joint(self, weights: list[Tensor]) -> Packed | None:
         """A packed copy of weights one below the other; None unless each has one of its own."""
         known = [self.entries.get(weight) for weight in weights]
         if None in known:
@@ -105,11 +91,11 @@ class _PackedWeights:
         stamps = [stamp for stamp, _ in known]
         before, copy = self.joint.get(weights[0], (None, None))
         if before != stamps:
-            copy = _pack(torch.cat([weight.detach() for weight in weights]))
+            copy = pack(torch.cat([weight.detach() for weight in weights]))
             self.joint[weights[0]] = stamps, copy
         return copy
 
-    def get_all(self, weights: list[Tensor]) -> list[Tensor | None]:
+    def get_all(self, weights: list[Tensor]) -> list[Packed | None]:
         """The packed copy of each weight, made if need be; None where it cannot be had."""
         if self.mode == "off":
             return [None] * len(weights)
@@ -117,7 +103,7 @@ class _PackedWeights:
         if self.mode == "auto":
             taken = cpu_packing_bytes()
             room = (_available_bytes() + taken) * MEMORY_SHARE - taken
-        packed = []
+        packed: list[Packed | None] = []
         for weight in weights:
             stamp = _stamp(weight)
             known_stamp, copy = self.entries.pop(weight, (None, None))
@@ -125,9 +111,8 @@ class _PackedWeights:
                 copy = None
                 if weight.nbytes > room:
                     _log_once("memory is short: not every linear weight is packed for the CPU")
-                elif _has_operators(weight.dtype):
-                    copy = _pack(weight.detach())
-                    room -= weight.nbytes
+                elif (copy := pack(weight)) is not None:
+                    room -= copy.nbytes
             if copy is not None:
                 self.entries[weight] = (stamp, copy)
             packed.append(copy)
@@ -220,8 +205,8 @@ def _fast_forwards(modules: list[nn.Module]) -> dict[nn.Module, Callable[..., An
     for linear, packed_weight in zip(linears, packed, strict=True):
         if packed_weight is not None:
             plain = partial(F.linear, weight=linear.weight, bias=linear.bias)
-            served = _served_rows(linear.weight, pairs)
-            forwards[linear] = _packed_forward(linear, packed_weight, served, linear.bias, plain)
+            rows = served_rows(linear.weight, pairs)
+            forwards[linear] = _packed_forward(linear, packed_weight, rows, linear.bias, plain)
         elif linear.weight.dtype == torch.float32:
             forwards[linear] = _transposed_forward(linear)
     return forwards
@@ -269,19 +254,24 @@ def _joint_forward(linears: Sequence[nn.Linear]) -> Callable[[Tensor], Tensor]:
     if packed is None or len(biases) not in (0, len(linears)):
         return one_by_one
     bias = torch.cat(biases) if biases else None
-    served = _served.get(_timed_as(linears[0].weight), _Rows(1, NO_LIMIT))
-    return _packed_forward(linears[0], packed, served, bias, one_by_one)
+    rows_served = served.get(timed_as(linears[0].weight), Rows(1, NO_LIMIT))
+    return _packed_forward(linears[0], packed, rows_served, bias, one_by_one)
 
 
 def _packed_forward(
     module: nn.Linear,
-    packed: Tensor,
-    served: _Rows,
+    packed: Packed,
+    rows_served: Rows,
     bias: Tensor | None,
     plain: Callable[[Tensor], Tensor],
 ) -> Callable[[Tensor], Tensor]:
     """A product of packed weights for what `module` is given; the plain one for other input."""
-    dtype, width, least, most = module.weight.dtype, module.in_features, served.least, served.most
+    dtype, width, least, most = (
+        module.weight.dtype,
+        module.in_features,
+        rows_served.least,
+        rows_served.most,
+    )
 
     def forward(input: Tensor) -> Tensor:  # noqa: A002 - the name nn.Linear has
         rows = input.numel() // width
@@ -293,32 +283,14 @@ def _packed_forward(
             or _is_left_alone()
         ):
             return plain(input)
-        if rows < served.padded:
+        if rows < rows_served.padded:
             # In a step the rows are one axis: views take as long as other small operations.
             lines = input if input.shape[-2:-1] == (rows,) else input.reshape(rows, width)
-            output = _padded_product(lines, packed, bias, served.padded)
+            output = padded_product(lines, packed, bias, rows_served.padded)
             return output if lines is input else output.view(*input.shape[:-1], -1)
-        return _packed_product(input, packed, bias)
+        return packed_product(input, packed, bias)
 
     return forward
-
-
-def _packed_product(states: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
-    output: Tensor = torch.ops.mkldnn._linear_pointwise.default(
-        states, packed, bias, "none", [], ""
-    )
-    return output
-
-
-def _padded_product(
-    states: Tensor, packed: Tensor, bias: Tensor | None = None, rows: int = PADDED_ROWS
-) -> Tensor:
-    """The product of (..., R, D) states with R rows in all, computed as one of more rows."""
-    *axes, count, _ = states.shape
-    # Copies of one row take less time to make than zeros.
-    zeros = (0, 0, 0, rows - count)
-    more = states.expand(*axes, rows, -1) if count == 1 else F.pad(states, zeros)
-    return _packed_product(more, packed, bias).narrow(-2, 0, count)
 
 
 def _transposed_forward(module: nn.Linear) -> Callable[[Tensor], Tensor]:
@@ -348,11 +320,6 @@ def _is_left_alone() -> bool:
     return torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
 
 
-def _pack(weight: Tensor) -> Tensor:
-    with torch.no_grad():
-        return torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)
-
-
 def _stamp(weight: Tensor) -> tuple[int, ...]:
     """Identity of a weight's contents: place, shape, version and two hashes of its bits.
 
@@ -379,100 +346,6 @@ def _odd_factors(count: int) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     limits = torch.iinfo(torch.int64)
     return torch.randint(limits.min, limits.max, (count,), generator=generator) | 1
-
-
-@functools.cache
-def _has_operators(dtype: torch.dtype) -> bool:
-    """Whether the private operators exist and agree with F.linear on a sample."""
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(48, 64, generator=generator).to(dtype)
-    bias = torch.randn(48, generator=generator).to(dtype)
-    sample = torch.randn(1, 5, 64, generator=generator).to(dtype)
-    try:
-        output = _packed_product(sample, _pack(weight), bias)
-    except (AttributeError, NotImplementedError, RuntimeError) as error:
-        _log_once(f"linear layers in {dtype} are not packed for the CPU: {error}")
-        return False
-    # Sums of 64 products of size 1: rounding stays well below these.
-    tolerance = 1e-4 if dtype == torch.float32 else 0.25
-    difference = (output - F.linear(sample, weight, bias)).abs().max().item()
-    if not difference < tolerance:
-        _log_once(f"linear layers in {dtype} are not packed for the CPU: off by {difference}")
-    return difference < tolerance
-
-
-# (shape, dtype, threads) of weights -> what their packed copies serve, timed once per process.
-_served: dict[tuple[Hashable, ...], _Rows] = {}
-
-
-def _served_rows(weight: Tensor, pairs: list[tuple[Tensor, Tensor | None]]) -> _Rows:
-    """The products for which the packed copies of weights of this shape are used on this machine.
-
-    Where they lose at all, it is at 1 and 2 rows or at long prompts.
-
-    Args:
-        weight: one of them.
-        pairs: all weights of the model and their copies, on which it is timed.
-    """
-    key = _timed_as(weight)
-    if key not in _served:
-        count = max(1, TIMED_BYTES // weight.nbytes)
-        alike = [(one, copy) for one, copy in pairs if copy is not None and _alike(one, weight)]
-        _served[key] = _fastest_rows(alike[:count])
-    return _served[key]
-
-
-def _timed_as(weight: Tensor) -> tuple[Hashable, ...]:
-    return weight.shape, weight.dtype, torch.get_num_threads()
-
-
-def _alike(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype
-
-
-@torch.no_grad()
-def _fastest_rows(pairs: list[tuple[Tensor, Tensor]]) -> _Rows:
-    """What packed copies serve; F.linear must be a tenth faster to be preferred."""
-    weights, copies = map(list, zip(*pairs, strict=True))
-    plain, packed = (F.linear, weights), (_packed_product, copies)
-    most = _most_rows(weights[0].dtype, torch.get_num_threads())
-    *as_they_are, by_padded = _least_seconds(1, plain, packed, (_padded_product, copies))
-    if by_padded < 0.9 * min(as_they_are):
-        return _Rows(1, most, PADDED_ROWS)
-    least = next((rows for rows in (1, 2) if _packed_wins(rows, plain, packed)), 3)
-    return _Rows(least, most)
-
-
-@functools.cache
-def _most_rows(dtype: torch.dtype, num_threads: int) -> int:
-    """Most rows for which packed weights are used on this machine."""
-    weights = [torch.ones(1024, 1024, dtype=dtype) for _ in range(2)]
-    copies = [_pack(weight) for weight in weights]
-    wins = _packed_wins(256, (F.linear, weights), (_packed_product, copies))
-    return NO_LIMIT if wins else 64
-
-
-_Form: TypeAlias = tuple[Callable[[Tensor, Tensor], Tensor], list[Tensor]]
-
-
-def _packed_wins(rows: int, plain: _Form, packed: _Form) -> bool:
-    by_plain, by_packed = _least_seconds(rows, plain, packed)
-    return by_packed < 1.1 * by_plain
-
-
-def _least_seconds(rows: int, plain: _Form, *others: _Form) -> list[float]:
-    """The fastest of a few runs of each form of product over its weights; they take turns."""
-    forms = [plain, *others]
-    weight = plain[1][0]
-    states = torch.ones(rows, weight.shape[1], dtype=weight.dtype)
-    least = [math.inf] * len(forms)
-    for _ in range(5):
-        for index, (product, weights) in enumerate(forms):
-            start = time.perf_counter()
-            for one in weights:
-                product(states, one)
-            least[index] = min(least[index], time.perf_counter() - start)
-    return least
 
 
 def _available_bytes() -> int:

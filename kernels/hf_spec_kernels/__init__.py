@@ -6,12 +6,14 @@
 `verify_tree`            which draft tokens the target accepts, decided on the device
 `draft_features`         largest probabilities and entropy in one pass over the vocabulary
 `distill_loss`           distance to a teacher's distribution without tables of log-probabilities
+`packed_linear`          linear layers of a few rows on a CPU, at the speed of memory
 =======================  =========================================================================
 
-Every op takes `impl="auto" | "triton" | "torch"`. "auto" is the kernel for tensors on a GPU and the
-reference elsewhere. What the kernel cannot read is a TypeError or a ValueError. Importing this
-package imports torch alone; Triton follows with the first kernel, and where it is not installed the
-references serve.
+The last one is C++ for a CPU and has a module of its own, which calls the machine's compiler once.
+Every other op takes `impl="auto" | "triton" | "torch"`. "auto" is the kernel for tensors on a GPU
+and the reference elsewhere. What the kernel cannot read is a TypeError or a ValueError. Importing
+this package imports torch alone; Triton follows with the first kernel, and where it is not
+installed the references serve.
 """
 
 from hf_spec_kernels.dispatch import has_triton, launches, serves, using

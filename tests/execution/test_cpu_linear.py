@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
 
 from hf_spec.errors import OptionError
-from hf_spec.execution import cpu_linear
+from hf_spec.execution import cpu_linear, packed_products
 from hf_spec.execution.cpu_linear import (
     clear_cpu_packing,
     cpu_packing_bytes,
@@ -24,6 +24,7 @@ from hf_spec.execution.cpu_linear import (
     joint_product,
     set_cpu_packing,
 )
+from hf_spec.execution.packed_products import NO_LIMIT, Rows, form_of, pack, served
 
 WIDTH = 256
 # Few rows, the edges of the transposed form, a prompt.
@@ -55,13 +56,13 @@ def clean_store() -> Iterator[None]:
     yield
     set_cpu_packing("auto")
     clear_cpu_packing()
-    cpu_linear._has_operators.cache_clear()
-    cpu_linear._served.clear()
-    cpu_linear._most_rows.cache_clear()
+    packed_products.form_of.cache_clear()
+    packed_products.served.clear()
+    packed_products._most_rows.cache_clear()
     assert not cpu_linear._forwards._given
 
 
-EVERY_ROW = cpu_linear._Rows(1, cpu_linear.NO_LIMIT)
+EVERY_ROW = Rows(1, NO_LIMIT)
 
 
 @pytest.fixture
@@ -307,7 +308,7 @@ def test_changed_weights_are_packed_again(
     torch.testing.assert_close(run_fast(model), expected, rtol=0.02, atol=tolerance)
     # Packed are no weights in a dtype that the machine multiplies in no packed form.
     linears = (model.up, model.down, model.head)
-    again = linears if cpu_linear._has_operators(expected.dtype) else ()
+    again = linears if form_of(expected.dtype) else ()
     assert len(packed_calls) == len(linears) + len(again)
     assert cpu_packing_bytes() == sum(linear.weight.nbytes for linear in again)
 
@@ -328,7 +329,7 @@ def test_no_change_of_one_bit_goes_unseen(dtype: torch.dtype, width: int) -> Non
 
 def test_unchanged_weights_are_packed_once(model: Tied, monkeypatch: pytest.MonkeyPatch) -> None:
     packed_shapes = []
-    original = cpu_linear._pack
+    original = cpu_linear.pack
     run_fast(model)
     clear_cpu_packing()
 
@@ -336,7 +337,7 @@ def test_unchanged_weights_are_packed_once(model: Tied, monkeypatch: pytest.Monk
         packed_shapes.append(tuple(weight.shape))
         return original(weight)
 
-    monkeypatch.setattr(cpu_linear, "_pack", counting)
+    monkeypatch.setattr(cpu_linear, "pack", counting)
     for _ in range(3):
         run_fast(model)
     assert packed_shapes == [(512, WIDTH), (WIDTH, 512), (320, WIDTH)]
@@ -488,62 +489,19 @@ def test_unknown_mode_is_refused() -> None:
         set_cpu_packing("fast")
 
 
-@pytest.mark.parametrize("fault", ["missing", "wrong"])
-def test_without_the_private_operators_the_other_form_serves(
-    model: Tied, fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def faulty(weight: Tensor) -> Tensor:
-        if fault == "missing":
-            raise AttributeError("no operator _reorder_linear_weight")
-        return torch.ops.mkldnn._reorder_linear_weight(weight * 2, 16)
-
-    expected = run(model)
-    cpu_linear._has_operators.cache_clear()
-    cpu_linear._log_once.cache_clear()
-    with monkeypatch.context() as patch, caplog.at_level("WARNING"):
-        patch.setattr(cpu_linear, "_pack", faulty)
-        for _ in range(3):
-            assert_same(run_fast(model), expected)
-    assert cpu_packing_bytes() == 0
-    assert caplog.text.count("not packed for the CPU") == 1
-
-
-@pytest.mark.parametrize(
-    ("winning", "padded", "served"),
-    [
-        ({1, 2, 256}, 1.0, (1, cpu_linear.NO_LIMIT, 1)),
-        ({2, 256}, 1.0, (2, cpu_linear.NO_LIMIT, 1)),
-        ({1, 2}, 1.0, (1, 64, 1)),
-        (set(), 1.0, (3, 64, 1)),
-        (set(), 0.8, (1, 64, 4)),
-        ({1, 256}, 0.8, (1, cpu_linear.NO_LIMIT, 4)),
-    ],
-)
-def test_the_fastest_form_serves(
-    winning: set[int], padded: float, served: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def seconds(rows: int, *forms: object) -> list[float]:
-        return [1.0, 1.0 if rows in winning else 2.0, padded][: len(forms)]
-
-    monkeypatch.setattr(cpu_linear, "_least_seconds", seconds)
-    weight = torch.randn(320, WIDTH)
-    found = cpu_linear._served_rows(weight, [(weight, cpu_linear._pack(weight))])
-    assert (found.least, found.most, found.padded) == served
-
-
 def test_every_shape_is_timed_once(model: Tied) -> None:
     run_fast(model)
-    shapes = {key[0] for key in cpu_linear._served}
+    shapes = {key[0] for key in served}
     assert shapes == {one.weight.shape for one in model.modules() if isinstance(one, nn.Linear)}
-    known = dict(cpu_linear._served)
+    known = dict(served)
     run_fast(model)
-    assert all(cpu_linear._served[key] is rows for key, rows in known.items())
+    assert all(served[key] is rows for key, rows in known.items())
 
 
 def test_other_rows_are_left_to_linear() -> None:
     linear = nn.Linear(WIDTH, 320)
-    poisoned = cpu_linear._pack(torch.full_like(linear.weight, 1e6))
-    rows_served = cpu_linear._Rows(3, 64)
+    poisoned = pack(torch.full_like(linear.weight, 1e6))
+    rows_served = Rows(3, 64)
     forward = cpu_linear._packed_forward(linear, poisoned, rows_served, linear.bias, linear)
     with torch.no_grad(), fast_products():
         for rows in (1, 2, 65):
@@ -557,10 +515,10 @@ def test_other_rows_are_left_to_linear() -> None:
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_few_rows_are_padded(shape: tuple[int, ...], has_bias: bool) -> None:
     linear = nn.Linear(WIDTH, 320, bias=has_bias)
-    rows = cpu_linear._Rows(1, cpu_linear.NO_LIMIT, padded=4)
+    rows = Rows(1, NO_LIMIT, padded=4)
     x = torch.randn(*shape, WIDTH)
     with torch.no_grad(), fast_products():
-        packed = cpu_linear._pack(linear.weight)
+        packed = pack(linear.weight)
         forward = cpu_linear._packed_forward(linear, packed, rows, linear.bias, linear)
         found = forward(x)
         torch.testing.assert_close(found, linear(x), atol=1e-4, rtol=0)

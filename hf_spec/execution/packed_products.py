@@ -1,0 +1,226 @@
+"""Products on a CPU with weights that were packed for them: forms, and where each is fast here.
+
+Two forms know how to pack. Our own kernel (`hf_spec_kernels.packed_linear`) reads the weight from
+one end to the other, as fast as memory goes, which is what few rows wait for; it needs a C++
+compiler. oneDNN's needs two private operators of PyTorch. Either is tried on a sample first, and
+what serves is decided by times taken on this machine: a form for each dtype, and for every shape of
+weight the numbers of rows for which `F.linear` is slower.
+
+All add up the same products, in different order.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from hf_spec_kernels.packed_linear import BuildError, PackedWeight, pack_weight, packed_linear
+from torch import Tensor
+from torch.nn import functional as F
+
+logger = logging.getLogger(__name__)
+
+# A weight packed for 16 rows serves 1 to 300 as well as one packed for that number (measured).
+PACKED_ROWS = 16
+NO_LIMIT = 1 << 62
+# One row may take longer than so many: on an EPYC of two cores those of SmolLM2-135M took 49 ms by
+# F.linear and 42 ms packed by oneDNN, four of its packed ones 35 ms.
+PADDED_ROWS = 4
+# Weights that forms are timed on, in bytes: more than a cache holds, as in a model.
+TIMED_BYTES = 64 << 20
+# Rows of a step at which the two forms are compared.
+TIMED_ROWS = (1, 4, 16)
+
+Packed: TypeAlias = PackedWeight | Tensor
+Product: TypeAlias = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class Form:
+    """A way to pack a weight, and the product with what came of it."""
+
+    name: str
+    pack: Callable[[Tensor], Packed]
+    product: Product
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Which products packed weights are used for.
+
+    Attributes:
+        least, most: rows.
+        padded: fewer rows than this are computed as so many.
+    """
+
+    least: int
+    most: int
+    padded: int = 1
+
+
+def _onednn_pack(weight: Tensor) -> Tensor:
+    return torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)
+
+
+def _onednn_product(states: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
+    output: Tensor = torch.ops.mkldnn._linear_pointwise.default(
+        states, packed, bias, "none", [], ""
+    )
+    return output
+
+
+OWN = Form("our kernel", pack_weight, packed_linear)
+ONEDNN = Form("oneDNN", _onednn_pack, _onednn_product)
+FORMS = (OWN, ONEDNN)
+
+
+@torch.no_grad()
+def pack(weight: Tensor) -> Packed | None:
+    """A packed copy of an (N, K) weight for `packed_product`; None where no form serves."""
+    form = form_of(weight.dtype)
+    return None if form is None else form.pack(weight.detach())
+
+
+def packed_product(states: Tensor, packed: Packed, bias: Tensor | None = None) -> Tensor:
+    """`F.linear` with a packed weight."""
+    product = packed_linear if isinstance(packed, PackedWeight) else _onednn_product
+    return product(states, packed, bias)
+
+
+def padded_product(
+    states: Tensor, packed: Packed, bias: Tensor | None = None, rows: int = PADDED_ROWS
+) -> Tensor:
+    """The product of (..., R, D) states with R rows in all, computed as one of more rows."""
+    *axes, count, _ = states.shape
+    # Copies of one row take less time to make than zeros.
+    zeros = (0, 0, 0, rows - count)
+    more = states.expand(*axes, rows, -1) if count == 1 else F.pad(states, zeros)
+    return packed_product(more, packed, bias).narrow(-2, 0, count)
+
+
+@functools.cache
+def form_of(dtype: torch.dtype) -> Form | None:
+    """The form that takes least time for the steps of this machine; None without any."""
+    obstacles = {form: _obstacle(form, dtype) for form in FORMS}
+    usable = [form for form, obstacle in obstacles.items() if obstacle is None]
+    level = logging.INFO if usable else logging.WARNING
+    for form, obstacle in obstacles.items():
+        if obstacle is not None:
+            said = "linear layers in %s are not packed for the CPU by %s: %s"
+            logger.log(level, said, dtype, form.name, obstacle)
+    return _fastest_form(usable, dtype) if len(usable) > 1 else next(iter(usable), None)
+
+
+def _obstacle(form: Form, dtype: torch.dtype) -> str | None:
+    """Why a form cannot be used, or None: it agrees with F.linear on a sample."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(48, 64, generator=generator).to(dtype)
+    bias = torch.randn(48, generator=generator).to(dtype)
+    sample = torch.randn(1, 5, 64, generator=generator).to(dtype)
+    try:
+        output = form.product(sample, form.pack(weight), bias)
+    except (AttributeError, BuildError, NotImplementedError, RuntimeError, TypeError) as error:
+        return str(error)
+    # Sums of 64 products of size 1: rounding stays well below these.
+    tolerance = 1e-4 if dtype == torch.float32 else 0.25
+    difference = (output - F.linear(sample, weight, bias)).abs().max().item()
+    return None if difference < tolerance else f"off by {difference}"
+
+
+@torch.no_grad()
+def _fastest_form(forms: Sequence[Form], dtype: torch.dtype) -> Form:
+    """The form whose steps take least time, on weights that no cache holds."""
+    size = 1024
+    weights = [
+        torch.full((size, size), 0.5, dtype=dtype)
+        for _ in range(TIMED_BYTES // (size * size * dtype.itemsize))
+    ]
+    timed = [(form.product, [form.pack(weight) for weight in weights]) for form in forms]
+    seconds = [0.0] * len(forms)
+    for rows in TIMED_ROWS:
+        states = torch.ones(rows, size, dtype=dtype)
+        seconds = [sum(pair) for pair in zip(seconds, least_seconds(states, *timed), strict=True)]
+    return forms[seconds.index(min(seconds))]
+
+
+def timed_as(weight: Tensor) -> tuple[Hashable, ...]:
+    """What the times of products with a weight depend on."""
+    return weight.shape, weight.dtype, torch.get_num_threads()
+
+
+# By `timed_as`: what packed copies of such weights serve, timed once per process.
+served: dict[tuple[Hashable, ...], Rows] = {}
+
+
+def served_rows(weight: Tensor, pairs: Sequence[tuple[Tensor, Packed | None]]) -> Rows:
+    """The products for which the packed copies of weights of this shape are used on this machine.
+
+    Where they lose at all, it is at 1 and 2 rows or at long prompts.
+
+    Args:
+        weight: one of them.
+        pairs: all weights of the model and their copies, on which it is timed.
+    """
+    key = timed_as(weight)
+    if key not in served:
+        count = max(1, TIMED_BYTES // weight.nbytes)
+        alike = [(one, copy) for one, copy in pairs if copy is not None and _alike(one, weight)]
+        served[key] = _fastest_rows(alike[:count])
+    return served[key]
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype
+
+
+@torch.no_grad()
+def _fastest_rows(pairs: Sequence[tuple[Tensor, Packed]]) -> Rows:
+    """What packed copies serve; F.linear must be a tenth faster to be preferred."""
+    weights, copies = map(list, zip(*pairs, strict=True))
+    dtype, width = weights[0].dtype, weights[0].shape[1]
+    plain, packed = (F.linear, weights), (packed_product, copies)
+    most = _most_rows(dtype, torch.get_num_threads())
+    one = torch.ones(1, width, dtype=dtype)
+    *as_they_are, by_padded = least_seconds(one, plain, packed, (padded_product, copies))
+    if by_padded < 0.9 * min(as_they_are):
+        return Rows(1, most, PADDED_ROWS)
+    few = (torch.ones(rows, width, dtype=dtype) for rows in (1, 2))
+    least = next((len(states) for states in few if _packed_wins(states, plain, packed)), 3)
+    return Rows(least, most)
+
+
+@functools.cache
+def _most_rows(dtype: torch.dtype, num_threads: int) -> int:
+    """Most rows for which packed weights are used on this machine."""
+    weights = [torch.ones(1024, 1024, dtype=dtype) for _ in range(2)]
+    copies = [pack(weight) for weight in weights]
+    states = torch.ones(256, 1024, dtype=dtype)
+    wins = _packed_wins(states, (F.linear, weights), (packed_product, copies))
+    return NO_LIMIT if wins else 64
+
+
+# A product and weights in its form.
+_Timed: TypeAlias = tuple[Product, Sequence[Packed | None]]
+
+
+def _packed_wins(states: Tensor, plain: _Timed, packed: _Timed) -> bool:
+    by_plain, by_packed = least_seconds(states, plain, packed)
+    return by_packed < 1.1 * by_plain
+
+
+def least_seconds(states: Tensor, *forms: _Timed) -> list[float]:
+    """The fastest of a few runs of each product over its weights; they take turns."""
+    least = [math.inf] * len(forms)
+    for _ in range(5):
+        for index, (product, weights) in enumerate(forms):
+            start = time.perf_counter()
+            for one in weights:
+                product(states, one)
+            least[index] = min(least[index], time.perf_counter() - start)
+    return least

@@ -1,0 +1,83 @@
+"""Builds C++ kernels for the processor at hand, once per machine, and loads them.
+
+As Triton does with its launchers on a GPU, this calls the machine's compiler when a kernel is first
+needed and keeps what it made in a cache folder.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+# All of the processor that builds it: what is made runs here alone, and the name of its file says
+# so. Compilers else prefer half of an AVX-512 register.
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
+WIDE = "-mprefer-vector-width=512"
+SECONDS = 120
+
+
+class BuildError(RuntimeError):
+    """A kernel cannot be built or loaded here; the message says why."""
+
+
+@cache
+def load(source: Path) -> ctypes.CDLL:
+    """The library of a C++ file, built unless that was done before.
+
+    Raises:
+        BuildError: without a compiler that takes it, or without a place to keep what it makes.
+    """
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+    if compiler is None or shutil.which(compiler) is None:
+        raise BuildError(f"no C++ compiler was found{f' at CXX={compiler}' if compiler else ''}")
+    command = [compiler, *FLAGS, *([WIDE] if platform.machine() == "x86_64" else [])]
+    try:
+        path = _cache_folder() / f"{source.parent.name}-{_key(source, command)}.so"
+        if not path.exists():
+            _build([*command, str(source)], path)
+        return ctypes.CDLL(str(path))
+    except (OSError, subprocess.SubprocessError) as error:
+        raise BuildError(str(error)) from error
+
+
+def _cache_folder() -> Path:
+    root = os.environ.get("HF_SPEC_CACHE") or Path.home() / ".cache" / "hf_spec"
+    folder = Path(root).expanduser() / "kernels"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _key(source: Path, command: list[str]) -> str:
+    """What the built file depends on: its source, the compiler and the processor."""
+    asked = subprocess.run(
+        [command[0], "-march=native", "-E", "-dM", "-x", "c++", os.devnull],
+        capture_output=True,
+        check=True,
+        timeout=SECONDS,
+    )
+    parts = (source.read_bytes(), asked.stdout, " ".join(command).encode())
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
+
+
+def _build(command: list[str], path: Path) -> None:
+    """Compile to a name of its own first: another process may be building the same."""
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        made = Path(folder) / path.name
+        done = subprocess.run(
+            [*command, "-o", str(made)],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=SECONDS,
+        )
+        if done.returncode:
+            said = done.stderr.strip().splitlines() or ["no message"]
+            raise BuildError(f"{command[0]} failed: {said[0]}")
+        made.replace(path)

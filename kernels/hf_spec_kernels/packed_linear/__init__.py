@@ -1,0 +1,128 @@
+"""Linear layers of a few rows on a CPU, with weights in the order in which memory hands them out.
+
+At few rows a product takes as long as reading the weight. A result depends on its row alone: each
+is summed up from the first input to the last, whatever else is in the batch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hf_spec_kernels.build import BuildError, load
+from hf_spec_kernels.dispatch import launches
+
+__all__ = ["BuildError", "PackedWeight", "pack_weight", "packed_linear"]
+
+# Four tensors, their sizes, and the number of threads.
+_SIGNATURE = [*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 3, ctypes.c_int]
+FUNCTIONS = {torch.float32: "linear_float32", torch.bfloat16: "linear_bfloat16"}
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A weight of (N, K), as `packed_linear` reads it.
+
+    Attributes:
+        blocks: (ceil(N / b), K, b), the weights of b outputs for one input after the other; zeros
+            after the last output. The processor decides on b.
+        num_outputs: N.
+    """
+
+    blocks: Tensor
+    num_outputs: int
+
+    @property
+    def nbytes(self) -> int:
+        """Memory in bytes."""
+        return self.blocks.nbytes
+
+    def unpacked(self) -> Tensor:
+        """The (N, K) weight."""
+        return self.blocks.transpose(1, 2).reshape(-1, self.blocks.shape[1])[: self.num_outputs]
+
+
+def pack_weight(weight: Tensor) -> PackedWeight:
+    """Arrange a copy of an (N, K) weight for `packed_linear`.
+
+    float32 or bfloat16 on the CPU; all else is a `TypeError`. Where the kernel cannot be built it
+    is a `BuildError`.
+    """
+    if weight.dtype not in FUNCTIONS or weight.device.type != "cpu":
+        raise TypeError(
+            f"a weight of {weight.dtype} on {weight.device}; the kernel takes "
+            f"{' and '.join(map(str, FUNCTIONS))} on the CPU"
+        )
+    size = _library().block_size()
+    num_outputs, num_inputs = weight.shape
+    padded = F.pad(weight, (0, 0, 0, -num_outputs % size))
+    blocks = padded.view(-1, size, num_inputs).transpose(1, 2).contiguous()
+    return PackedWeight(blocks, num_outputs)
+
+
+def packed_linear(
+    states: Tensor, weight: PackedWeight, bias: Tensor | None = None, impl: str = "auto"
+) -> Tensor:
+    """`F.linear` with a packed weight; no gradients.
+
+    Sums are float32, rounded to the dtype at the end.
+
+    Args:
+        states: (..., K), on the CPU and of the weight's dtype.
+        weight: from `pack_weight`.
+        bias: (N,), contiguous, likewise, or None.
+        impl: "auto" is the kernel, "torch" the reference.
+
+    Returns:
+        (..., N), contiguous.
+
+    Raises:
+        TypeError, ValueError: for tensors that do not fit together.
+    """
+    blocks, num_outputs = weight.blocks, weight.num_outputs
+    num_inputs = blocks.shape[1]
+    if impl not in ("auto", "torch"):
+        raise ValueError(f"impl={impl!r}; choose auto, torch")
+    if states.dtype != blocks.dtype or states.device != blocks.device:
+        raise TypeError(
+            f"states of {states.dtype} on {states.device} with a weight of {blocks.dtype} on "
+            f"{blocks.device}"
+        )
+    if states.shape[-1] != num_inputs:
+        raise ValueError(f"states of width {states.shape[-1]} with a weight of {num_inputs} inputs")
+    if bias is not None and (bias.dtype != blocks.dtype or bias.shape != (num_outputs,)):
+        raise ValueError(
+            f"a bias of {bias.dtype}, {tuple(bias.shape)} with a weight of {blocks.dtype} and "
+            f"{num_outputs} outputs"
+        )
+    if impl == "torch":
+        return F.linear(states, weight.unpacked(), bias)
+    states = states.contiguous()
+    results = states.new_empty(*states.shape[:-1], num_outputs)
+    getattr(_library(), FUNCTIONS[blocks.dtype])(
+        states.data_ptr(),
+        blocks.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        results.data_ptr(),
+        results.numel() // num_outputs,
+        num_inputs,
+        num_outputs,
+        torch.get_num_threads(),
+    )
+    launches["packed_linear"] += 1
+    return results
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    library = load(Path(__file__).with_name("kernel.cpp"))
+    for name in FUNCTIONS.values():
+        getattr(library, name).argtypes = _SIGNATURE
+        getattr(library, name).restype = None
+    return library

@@ -1,0 +1,161 @@
+"""Forms of products with packed weights: which can be had, and which is used for what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hf_spec_kernels import launches
+from hf_spec_kernels.packed_linear import BuildError, PackedWeight
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hf_spec.execution import packed_products
+from hf_spec.execution.cpu_linear import (
+    clear_cpu_packing,
+    cpu_packing_bytes,
+    fast_cpu_linears,
+    fast_products,
+)
+from hf_spec.execution.packed_products import (
+    NO_LIMIT,
+    ONEDNN,
+    OWN,
+    Form,
+    form_of,
+    pack,
+    packed_product,
+    padded_product,
+    served_rows,
+)
+
+WIDTH = 256
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_known() -> Iterator[None]:
+    def forget() -> None:
+        clear_cpu_packing()
+        form_of.cache_clear()
+        packed_products.served.clear()
+        packed_products._most_rows.cache_clear()
+
+    forget()
+    yield
+    forget()
+
+
+def refuse(weight: Tensor) -> Tensor:
+    raise BuildError("no C++ compiler was found")
+
+
+def miss(weight: Tensor) -> Tensor:
+    raise AttributeError("no operator _reorder_linear_weight")
+
+
+def broken(form: Form, fault: str) -> Form:
+    """A form that cannot pack, or packs something else."""
+    if fault == "wrong":
+        return Form(form.name, lambda weight: form.pack(weight * 2), form.product)
+    return Form(form.name, refuse if form is OWN else miss, form.product)
+
+
+def fast(linear: nn.Linear, states: Tensor) -> Tensor:
+    with torch.no_grad(), fast_cpu_linears(linear), fast_products():
+        return linear(states)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("form", [OWN, ONEDNN], ids=["own", "oneDNN"])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_both_forms_compute_a_linear_layer(form: Form, dtype: torch.dtype, has_bias: bool) -> None:
+    if packed_products._obstacle(form, dtype) is not None:
+        pytest.skip("not on this processor")
+    torch.manual_seed(0)
+    weight, bias = torch.randn(100, WIDTH).to(dtype), torch.randn(100).to(dtype)
+    packed, added = form.pack(weight), bias if has_bias else None
+    for shape in [(1,), (3, 7), (2, 20), (1, 300)]:
+        states = torch.randn(*shape, WIDTH).to(dtype)
+        found, expected = packed_product(states, packed, added), F.linear(states, weight, added)
+        assert (found.shape, found.dtype) == (expected.shape, dtype)
+        # Sums of 256 products of size 1, rounded at the end.
+        close = 1e-3 if dtype == torch.float32 else 0.3
+        torch.testing.assert_close(found, expected, rtol=0, atol=close)
+        if len(shape) > 1:
+            found = padded_product(states[:, :2], packed, added)
+            torch.testing.assert_close(found, expected[:, :2], rtol=0, atol=close)
+
+
+@pytest.mark.parametrize("fault", ["missing", "wrong"])
+@pytest.mark.parametrize("form", [OWN, ONEDNN], ids=["own", "oneDNN"])
+def test_the_other_form_serves_where_one_is_broken(
+    form: Form, fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    linear, states = nn.Linear(WIDTH, 512), torch.randn(3, WIDTH)
+    other = ONEDNN if form is OWN else OWN
+    with monkeypatch.context() as patch, caplog.at_level("INFO"):
+        patch.setattr(packed_products, "FORMS", (broken(form, fault), other))
+        for _ in range(3):
+            torch.testing.assert_close(fast(linear, states), linear(states), rtol=1e-4, atol=1e-5)
+        assert form_of(torch.float32) is other
+    assert cpu_packing_bytes() >= linear.weight.nbytes
+    assert caplog.text.count("not packed for the CPU by " + form.name) == 1
+    assert "WARNING" not in caplog.text
+
+
+@pytest.mark.parametrize("fault", ["missing", "wrong"])
+def test_without_any_form_products_are_as_without_packing(
+    fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    linear, states = nn.Linear(WIDTH, 512), torch.randn(3, WIDTH)
+    forms = broken(OWN, fault), broken(ONEDNN, fault)
+    with monkeypatch.context() as patch, caplog.at_level("WARNING"):
+        patch.setattr(packed_products, "FORMS", forms)
+        for _ in range(3):
+            assert torch.equal(fast(linear, states), linear(states))
+    assert cpu_packing_bytes() == 0
+    assert caplog.text.count("not packed for the CPU") == 2
+
+
+@pytest.mark.parametrize("faster", [OWN, ONEDNN], ids=["own", "oneDNN"])
+def test_the_faster_form_is_taken(faster: Form, monkeypatch: pytest.MonkeyPatch) -> None:
+    def seconds(states: Tensor, *forms: packed_products._Timed) -> list[float]:
+        return [len(states) / (2.0 if product is faster.product else 1.0) for product, _ in forms]
+
+    monkeypatch.setattr(packed_products, "least_seconds", seconds)
+    assert form_of(torch.float32) is faster
+    assert isinstance(pack(torch.randn(32, 64)), PackedWeight) == (faster is OWN)
+
+
+def test_the_kernel_runs_where_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_products, "FORMS", (OWN,))
+    linear = nn.Linear(WIDTH, 512)
+    fast(linear, torch.randn(3, WIDTH))
+    before = launches["packed_linear"]
+    fast(linear, torch.randn(3, WIDTH))
+    assert launches["packed_linear"] == before + 1
+
+
+@pytest.mark.parametrize(
+    ("winning", "padded", "served"),
+    [
+        ({1, 2, 256}, 1.0, (1, NO_LIMIT, 1)),
+        ({2, 256}, 1.0, (2, NO_LIMIT, 1)),
+        ({1, 2}, 1.0, (1, 64, 1)),
+        (set(), 1.0, (3, 64, 1)),
+        (set(), 0.8, (1, 64, 4)),
+        ({1, 256}, 0.8, (1, NO_LIMIT, 4)),
+    ],
+)
+def test_the_fastest_form_serves(
+    winning: set[int], padded: float, served: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def seconds(states: Tensor, *forms: object) -> list[float]:
+        return [1.0, 1.0 if len(states) in winning else 2.0, padded][: len(forms)]
+
+    weight = torch.randn(320, WIDTH)
+    assert form_of(weight.dtype)
+    monkeypatch.setattr(packed_products, "least_seconds", seconds)
+    found = served_rows(weight, [(weight, pack(weight))])
+    assert (found.least, found.most, found.padded) == served
