@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import platform
 from collections.abc import Iterator
 
 import pytest
 import torch
-from hf_spec_kernels import launches
+from hf_spec_kernels import build, launches
+from hf_spec_kernels import packed_linear as packed_linear_module
 from hf_spec_kernels.packed_linear import PackedWeight, pack_weight, packed_linear
 from torch import Tensor
 from torch.nn import functional as F
@@ -138,4 +140,29 @@ def test_other_weights_and_implementations_are_refused() -> None:
     with pytest.raises(TypeError, match="on meta"):
         pack_weight(torch.empty(5, 8, device="meta"))
     with pytest.raises(ValueError, match="impl='triton'; choose auto, torch"):
-        packed_linear(numbers(2, 8), PackedWeight(numbers(1, 8, 32), 5), impl="triton")
+        packed_linear(numbers(2, 8), PackedWeight(numbers(1, 8, 32, 1), 5, 8), impl="triton")
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names of x86 processors")
+@pytest.mark.parametrize("processor", ["x86-64", "haswell"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_other_processors_compute_the_same(
+    processor: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With narrower registers, and without instructions for bfloat16."""
+    states, weight = numbers(20, 97, dtype=dtype), numbers(70, 97, dtype=dtype)
+    expected = packed_linear(states, pack_weight(weight))
+    flags = [flag.replace("native", processor) for flag in build.FLAGS]
+    monkeypatch.setattr(build, "FLAGS", flags)
+    caches = build.load.cache_clear, packed_linear_module._library.cache_clear
+    try:
+        for forget in caches:
+            forget()
+        packed = pack_weight(weight)
+        assert packed.blocks.shape[2] == {"x86-64": 8, "haswell": 16}[processor]
+        found = packed_linear(states, packed)
+    finally:
+        for forget in caches:
+            forget()
+    close = {torch.float32: 2e-5, torch.bfloat16: 0.02}[dtype]
+    torch.testing.assert_close(found, expected, rtol=close, atol=close)

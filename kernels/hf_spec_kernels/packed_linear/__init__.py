@@ -22,7 +22,7 @@ __all__ = ["BuildError", "PackedWeight", "pack_weight", "packed_linear"]
 
 # Four tensors, their sizes, and the number of threads.
 _SIGNATURE = [*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 3, ctypes.c_int]
-FUNCTIONS = {torch.float32: "linear_float32", torch.bfloat16: "linear_bfloat16"}
+NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,14 @@ class PackedWeight:
     """A weight of (N, K), as `packed_linear` reads it.
 
     Attributes:
-        blocks: (ceil(N / b), K, b), the weights of b outputs for one input after the other; zeros
-            after the last output. The processor decides on b.
-        num_outputs: N.
+        blocks: (ceil(N / b), ceil(K / i), b, i), the weights of b outputs for i inputs, then for
+            the next ones; zeros after the last output and input. The processor decides on b and i.
+        num_outputs, num_inputs: N and K.
     """
 
     blocks: Tensor
     num_outputs: int
+    num_inputs: int
 
     @property
     def nbytes(self) -> int:
@@ -45,7 +46,8 @@ class PackedWeight:
 
     def unpacked(self) -> Tensor:
         """The (N, K) weight."""
-        return self.blocks.transpose(1, 2).reshape(-1, self.blocks.shape[1])[: self.num_outputs]
+        whole = self.blocks.transpose(1, 2).flatten(2).flatten(0, 1)
+        return whole[: self.num_outputs, : self.num_inputs]
 
 
 def pack_weight(weight: Tensor) -> PackedWeight:
@@ -54,16 +56,16 @@ def pack_weight(weight: Tensor) -> PackedWeight:
     float32 or bfloat16 on the CPU; all else is a `TypeError`. Where the kernel cannot be built it
     is a `BuildError`.
     """
-    if weight.dtype not in FUNCTIONS or weight.device.type != "cpu":
+    if weight.dtype not in NAMES or weight.device.type != "cpu":
         raise TypeError(
             f"a weight of {weight.dtype} on {weight.device}; the kernel takes "
-            f"{' and '.join(map(str, FUNCTIONS))} on the CPU"
+            f"{' and '.join(map(str, NAMES))} on the CPU"
         )
-    size = _library().block_size()
-    num_outputs, num_inputs = weight.shape
-    padded = F.pad(weight, (0, 0, 0, -num_outputs % size))
-    blocks = padded.view(-1, size, num_inputs).transpose(1, 2).contiguous()
-    return PackedWeight(blocks, num_outputs)
+    library, (num_outputs, num_inputs) = _library(), weight.shape
+    size, together = library.block_size(), getattr(library, f"inputs_{NAMES[weight.dtype]}")()
+    padded = F.pad(weight, (0, -num_inputs % together, 0, -num_outputs % size))
+    blocks = padded.view(-1, size, padded.shape[1] // together, together)
+    return PackedWeight(blocks.transpose(1, 2).contiguous(), num_outputs, num_inputs)
 
 
 def packed_linear(
@@ -85,8 +87,7 @@ def packed_linear(
     Raises:
         TypeError, ValueError: for tensors that do not fit together.
     """
-    blocks, num_outputs = weight.blocks, weight.num_outputs
-    num_inputs = blocks.shape[1]
+    blocks, num_outputs, num_inputs = weight.blocks, weight.num_outputs, weight.num_inputs
     if impl not in ("auto", "torch"):
         raise ValueError(f"impl={impl!r}; choose auto, torch")
     if states.dtype != blocks.dtype or states.device != blocks.device:
@@ -105,7 +106,7 @@ def packed_linear(
         return F.linear(states, weight.unpacked(), bias)
     states = states.contiguous()
     results = states.new_empty(*states.shape[:-1], num_outputs)
-    getattr(_library(), FUNCTIONS[blocks.dtype])(
+    getattr(_library(), f"linear_{NAMES[blocks.dtype]}")(
         states.data_ptr(),
         blocks.data_ptr(),
         None if bias is None else bias.data_ptr(),
@@ -122,7 +123,7 @@ def packed_linear(
 @cache
 def _library() -> ctypes.CDLL:
     library = load(Path(__file__).with_name("kernel.cpp"))
-    for name in FUNCTIONS.values():
-        getattr(library, name).argtypes = _SIGNATURE
-        getattr(library, name).restype = None
+    for name in NAMES.values():
+        function = getattr(library, f"linear_{name}")
+        function.argtypes, function.restype = _SIGNATURE, None
     return library

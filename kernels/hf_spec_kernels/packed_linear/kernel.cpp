@@ -9,6 +9,10 @@
 #include <cstring>
 #include <vector>
 
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
 namespace {
 
 #if defined(__AVX512F__)
@@ -22,10 +26,10 @@ constexpr int LANES = 4, REGISTERS = 16;
 #endif
 constexpr int VECTORS = 2;
 constexpr int BLOCK = VECTORS * LANES;
-// Some registers are for the weight and the states.
-constexpr int MAX_ROWS = (REGISTERS - 4) / VECTORS;
-// How far ahead of its use the weight is asked for, in elements; about a page.
-constexpr int AHEAD = 1024;
+// A quarter of the registers is for the weight and the states.
+constexpr int MAX_ROWS = REGISTERS * 3 / 4 / VECTORS;
+// How far ahead of its use the weight is asked for, in bytes.
+constexpr int AHEAD = 4096;
 
 typedef float Floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
@@ -34,13 +38,6 @@ typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2), may_a
 struct bfloat16 {
     uint16_t bits;
 };
-
-inline Floats load(const float* from) { return *reinterpret_cast<const Floats*>(from); }
-
-inline Floats load(const bfloat16* from) {
-    const Halves bits = *reinterpret_cast<const Halves*>(from);
-    return reinterpret_cast<Floats>(__builtin_convertvector(bits, Words) << 16);
-}
 
 inline float widened(float value) { return value; }
 
@@ -61,6 +58,42 @@ inline void narrow(float value, bfloat16& to) {
     to.bits = is_nan ? (bits >> 16 | 0x40u) : (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
 }
 
+// How a weight of one type meets the states: INPUTS of them at a time.
+template <typename T>
+struct Step {
+    static constexpr int INPUTS = 1;
+    using State = float;
+
+    static State state(const T* from, int64_t) { return widened(*from); }
+
+    static Floats add(Floats sums, State state, const float* weights) {
+        return sums + state * *reinterpret_cast<const Floats*>(weights);
+    }
+
+    static Floats add(Floats sums, State state, const bfloat16* weights) {
+        const Halves bits = *reinterpret_cast<const Halves*>(weights);
+        return sums + state * reinterpret_cast<Floats>(__builtin_convertvector(bits, Words) << 16);
+    }
+};
+
+#if defined(__AVX512BF16__)
+// Two products and their sum in one instruction.
+template <>
+struct Step<bfloat16> {
+    static constexpr int INPUTS = 2;
+    using State = uint32_t;
+
+    static State state(const bfloat16* from, int64_t left) {
+        return from[0].bits | (left > 1 ? static_cast<uint32_t>(from[1].bits) << 16 : 0u);
+    }
+
+    static Floats add(Floats sums, State state, const bfloat16* weights) {
+        const auto pairs = (__m512bh)_mm512_set1_epi32(static_cast<int>(state));
+        return _mm512_dpbf16_ps(sums, pairs, (__m512bh)_mm512_loadu_si512(weights));
+    }
+};
+#endif
+
 // Rows are taken in groups of almost one size, `each` of them or one more.
 struct Groups {
     int64_t count, each, larger;
@@ -73,30 +106,31 @@ struct Groups {
 };
 
 // What one call computes: a weight in blocks, (rows, outputs) results, and states, of which a group
-// lies together, one input of all its rows after the other.
+// lies together, one step of all its rows after the other.
 template <typename T>
 struct Product {
-    const float* states;
+    using State = typename Step<T>::State;
+    static constexpr int INPUTS = Step<T>::INPUTS;
+
+    const State* states;
     const T* weight;
     const T* bias;
     T* results;
     Groups groups;
-    int64_t inputs, outputs;
+    int64_t steps, outputs;
 
     // ROWS rows from `row` on times the block whose first output is `output`.
     template <int ROWS>
     void tile(int64_t row, int64_t output) const {
         Floats sums[ROWS][VECTORS] = {};
-        const float* mine = states + row * inputs;
-        const T* from = weight + output * inputs;
-        for (int64_t input = 0; input < inputs; ++input, mine += ROWS, from += BLOCK) {
-            Floats block[VECTORS];
+        const State* mine = states + row * steps;
+        const T* from = weight + output * steps * INPUTS;
+        for (int64_t step = 0; step < steps; ++step, mine += ROWS, from += BLOCK * INPUTS) {
             for (int v = 0; v < VECTORS; ++v) {
-                block[v] = load(from + v * LANES);
-                __builtin_prefetch(from + v * LANES + AHEAD);
+                const T* weights = from + v * LANES * INPUTS;
+                __builtin_prefetch(reinterpret_cast<const char*>(weights) + AHEAD);
+                for (int r = 0; r < ROWS; ++r) sums[r][v] = Step<T>::add(sums[r][v], mine[r], weights);
             }
-            for (int r = 0; r < ROWS; ++r)
-                for (int v = 0; v < VECTORS; ++v) sums[r][v] += mine[r] * block[v];
         }
         const int64_t wanted = std::min<int64_t>(BLOCK, outputs - output);
         for (int r = 0; r < ROWS; ++r) {
@@ -129,23 +163,28 @@ template <typename T>
 void linear(const T* states, const T* weight, const T* bias, T* results, int64_t rows,
             int64_t inputs, int64_t outputs, int threads) {
     if (rows == 0) return;
+    constexpr int INPUTS = Step<T>::INPUTS;
     const Groups groups(rows);
-    std::vector<float> grouped(rows * inputs);
+    const int64_t steps = (inputs + INPUTS - 1) / INPUTS;
+    std::vector<typename Step<T>::State> grouped(rows * steps);
+    auto to = grouped.begin();
     for (int64_t group = 0; group < groups.count; ++group) {
-        const int64_t size = groups.size(group), begin = groups.begin(group) * inputs;
-        for (int64_t r = 0; r < size; ++r)
-            for (int64_t input = 0; input < inputs; ++input)
-                grouped[begin + input * size + r] = widened(states[begin + r * inputs + input]);
+        const T* from = states + groups.begin(group) * inputs;
+        for (int64_t input = 0; input < inputs; input += INPUTS)
+            for (int64_t r = 0; r < groups.size(group); ++r)
+                *to++ = Step<T>::state(from + r * inputs + input, inputs - input);
     }
-    Product<T>{grouped.data(), weight, bias, results, groups, inputs, outputs}.run(threads);
+    Product<T>{grouped.data(), weight, bias, results, groups, steps, outputs}.run(threads);
 }
 
 }  // namespace
 
 extern "C" {
 
-// In this order lie the inputs of so many outputs.
+// How a weight lies: in blocks of so many outputs, and so many inputs of an output at a time.
 int block_size() { return BLOCK; }
+int inputs_float32() { return Step<float>::INPUTS; }
+int inputs_bfloat16() { return Step<bfloat16>::INPUTS; }
 
 void linear_float32(const float* states, const float* weight, const float* bias, float* results,
                     int64_t rows, int64_t inputs, int64_t outputs, int threads) {
