@@ -89,8 +89,9 @@ def pack(weight: Tensor) -> Packed | None:
 
 def packed_product(states: Tensor, packed: Packed, bias: Tensor | None = None) -> Tensor:
     """`F.linear` with a packed weight."""
-    product = packed_linear if isinstance(packed, PackedWeight) else _onednn_product
-    return product(states, packed, bias)
+    if isinstance(packed, PackedWeight):
+        return packed_linear(states, packed, bias)
+    return _onednn_product(states, packed, bias)
 
 
 def padded_product(
