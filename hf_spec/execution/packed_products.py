@@ -108,17 +108,17 @@ def padded_product(
 @functools.cache
 def form_of(dtype: torch.dtype) -> Form | None:
     """The form that takes least time for the steps of this machine; None without any."""
-    obstacles = {form: _obstacle(form, dtype) for form in FORMS}
-    usable = [form for form, obstacle in obstacles.items() if obstacle is None]
+    obstacles = {form: obstacle(form, dtype) for form in FORMS}
+    usable = [form for form, reason in obstacles.items() if reason is None]
     level = logging.INFO if usable else logging.WARNING
-    for form, obstacle in obstacles.items():
-        if obstacle is not None:
+    for form, reason in obstacles.items():
+        if reason is not None:
             said = "linear layers in %s are not packed for the CPU by %s: %s"
-            logger.log(level, said, dtype, form.name, obstacle)
+            logger.log(level, said, dtype, form.name, reason)
     return _fastest_form(usable, dtype) if len(usable) > 1 else next(iter(usable), None)
 
 
-def _obstacle(form: Form, dtype: torch.dtype) -> str | None:
+def obstacle(form: Form, dtype: torch.dtype) -> str | None:
     """Why a form cannot be used, or None: it agrees with F.linear on a sample."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(48, 64, generator=generator).to(dtype)

@@ -70,7 +70,7 @@ def fast(linear: nn.Linear, states: Tensor) -> Tensor:
 @pytest.mark.parametrize("form", [OWN, ONEDNN], ids=["own", "oneDNN"])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_both_forms_compute_a_linear_layer(form: Form, dtype: torch.dtype, has_bias: bool) -> None:
-    if packed_products._obstacle(form, dtype) is not None:
+    if packed_products.obstacle(form, dtype) is not None:
         pytest.skip("not on this processor")
     torch.manual_seed(0)
     weight, bias = torch.randn(100, WIDTH).to(dtype), torch.randn(100).to(dtype)

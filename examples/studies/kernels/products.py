@@ -1,0 +1,109 @@
+"""Products of all linear layers of a model by rows: F.linear, packed by oneDNN, and our kernel.
+
+Run as `python -m examples.studies.kernels.products --help` says. The forms take turns on the same
+weights. What they compute is compared before anything is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from examples.studies import timing
+from hf_spec.bench.tables import Table
+from hf_spec.execution.packed_products import ONEDNN, OWN, Form, obstacle
+
+ROWS = (1, 2, 4, 8, 12, 16, 24, 48, 200)
+DTYPES = (torch.float32, torch.bfloat16)
+# By norm, how far forms may be from each other.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+
+Product = Callable[[Tensor], Tensor]
+# dtype -> rows -> form -> seconds of every run.
+Seconds = dict[str, dict[int, dict[str, list[float]]]]
+
+
+def products_of(weights: Sequence[Tensor]) -> dict[str, list[Product]]:
+    """Form -> the product with each weight."""
+
+    def packed_by(form: Form, weight: Tensor) -> Product:
+        packed = form.pack(weight)
+        return lambda states: form.product(states, packed)
+
+    forms: dict[str, list[Product]]
+    forms = {"F.linear": [partial(F.linear, weight=weight) for weight in weights]}
+    for form in (ONEDNN, OWN):
+        if obstacle(form, weights[0].dtype) is None:
+            forms[form.name] = [packed_by(form, weight) for weight in weights]
+    return forms
+
+
+@torch.no_grad()
+def measure(
+    weights: Sequence[Tensor], rows: Sequence[int], repeats: int, clock: Callable[[], float]
+) -> Seconds:
+    """The seconds of every form, for all weights in turn."""
+    found: Seconds = {}
+    for dtype in DTYPES:
+        mine = [weight.to(dtype) for weight in weights]
+        forms = products_of(mine)
+        seconds: dict[int, dict[str, list[float]]] = {n: {form: [] for form in forms} for n in rows}
+        for count in rows:
+            inputs = {w: torch.randn(1, count, w).to(dtype) for w in {one.shape[1] for one in mine}}
+            states = [inputs[one.shape[1]] for one in mine]
+            check(dtype, {form: products[0](states[0]) for form, products in forms.items()})
+            for _ in range(repeats):
+                for form, products in forms.items():
+                    start = clock()
+                    for product, given in zip(products, states, strict=True):
+                        product(given)
+                    seconds[count][form].append(clock() - start)
+        found[str(dtype)] = seconds
+    return found
+
+
+def check(dtype: torch.dtype, results: Mapping[str, Tensor]) -> None:
+    """Refuse to time what computes something else."""
+    expected, *others = results.values()
+    for other in others:
+        off = float((other - expected).norm() / expected.norm())
+        assert off < TOLERANCE[dtype], f"products in {dtype} differ by {off:.1e}"
+
+
+def table(seconds: Seconds) -> str:
+    """Markdown: least and median milliseconds."""
+    by_rows = next(iter(seconds.values()))
+    lines = [
+        [dtype.removeprefix("torch."), form]
+        + [
+            f"{min(runs[form]) * 1e3:.1f} / {median(runs[form]) * 1e3:.1f}"
+            for runs in mine.values()
+        ]
+        for dtype, mine in seconds.items()
+        for form in next(iter(mine.values()))
+    ]
+    return Table(["dtype", "rows", *map(str, by_rows)], lines).markdown()
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Command line; prints the table and writes every run as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    timing.add_options(parser)
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
+    parser.add_argument("--repeats", type=int, default=9)
+    options = parser.parse_args(argv)
+    model, clock = timing.begin(options)
+    weights = [one.weight.detach() for one in model.modules() if isinstance(one, nn.Linear)]
+    seconds = measure(weights, options.rows, options.repeats, clock)
+    print(table(seconds))
+    timing.write_record(options, {"seconds": seconds})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""Products by rows: equal results only are timed, and everything asked for is in the file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from examples.studies.kernels.products import check, main
+
+
+def test_other_results_are_not_timed() -> None:
+    expected = torch.tensor([3.0, 4.0])
+    check(torch.float32, {"one": expected, "other": expected + 1e-6})
+    with pytest.raises(AssertionError, match=r"products in torch\.float32 differ by 2"):
+        check(torch.float32, {"one": expected, "other": -expected})
+
+
+def test_command(folder: Path, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "products.json"
+    main(["--model", str(folder), "--out", str(out), "--rows", "1", "5", "--repeats", "2"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "| dtype | rows | 1 | 5 |"
+    assert [line.split(" | ")[1] for line in lines[2:]] == ["F.linear", "oneDNN", "our kernel"] * 2
+    written = json.loads(out.read_text())
+    assert written["seconds"].keys() == {"torch.float32", "torch.bfloat16"}
+    for by_rows in written["seconds"].values():
+        assert [len(runs) for mine in by_rows.values() for runs in mine.values()] == [2] * 6
