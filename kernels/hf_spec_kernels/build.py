@@ -27,6 +27,13 @@ class BuildError(RuntimeError):
     """A kernel cannot be built or loaded here; the message says why."""
 
 
+def compiler() -> str | None:
+    """The C++ compiler: the one that the variable `CXX` names, or the machine's."""
+    if named := os.environ.get("CXX"):
+        return shutil.which(named)
+    return shutil.which("c++") or shutil.which("g++")
+
+
 @cache
 def load(source: Path) -> ctypes.CDLL:
     """The library of a C++ file, built unless that was done before.
@@ -34,10 +41,10 @@ def load(source: Path) -> ctypes.CDLL:
     Raises:
         BuildError: without a compiler that takes it, or without a place to keep what it makes.
     """
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
-    if compiler is None or shutil.which(compiler) is None:
-        raise BuildError(f"no C++ compiler was found{f' at CXX={compiler}' if compiler else ''}")
-    command = [compiler, *FLAGS, *([WIDE] if platform.machine() == "x86_64" else [])]
+    if (found := compiler()) is None:
+        wanted = os.environ.get("CXX")
+        raise BuildError(f"no C++ compiler was found{f' at CXX={wanted}' if wanted else ''}")
+    command = [found, *FLAGS, *([WIDE] if platform.machine() == "x86_64" else [])]
     try:
         path = _cache_folder() / f"{source.parent.name}-{_key(source, command)}.so"
         if not path.exists():

@@ -56,7 +56,6 @@ def clean_store() -> Iterator[None]:
     yield
     set_cpu_packing("auto")
     clear_cpu_packing()
-    packed_products.form_of.cache_clear()
     packed_products.served.clear()
     packed_products._most_rows.cache_clear()
     assert not cpu_linear._forwards._given

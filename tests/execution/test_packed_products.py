@@ -29,14 +29,23 @@ from hf_spec.execution.packed_products import (
     padded_product,
     served_rows,
 )
+from tests.compiler import needs_compiler
 
 WIDTH = 256
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_known() -> Iterator[None]:
+def nothing_is_packed() -> Iterator[None]:
+    clear_cpu_packing()
+    yield
+    clear_cpu_packing()
+
+
+@pytest.fixture
+def undecided() -> Iterator[None]:
+    """No form was chosen yet, nor what it serves."""
+
     def forget() -> None:
-        clear_cpu_packing()
         form_of.cache_clear()
         packed_products.served.clear()
         packed_products._most_rows.cache_clear()
@@ -87,10 +96,15 @@ def test_both_forms_compute_a_linear_layer(form: Form, dtype: torch.dtype, has_b
             torch.testing.assert_close(found, expected[:, :2], rtol=0, atol=close)
 
 
+@needs_compiler
 @pytest.mark.parametrize("fault", ["missing", "wrong"])
 @pytest.mark.parametrize("form", [OWN, ONEDNN], ids=["own", "oneDNN"])
 def test_the_other_form_serves_where_one_is_broken(
-    form: Form, fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    form: Form,
+    fault: str,
+    undecided: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     linear, states = nn.Linear(WIDTH, 512), torch.randn(3, WIDTH)
     other = ONEDNN if form is OWN else OWN
@@ -106,7 +120,7 @@ def test_the_other_form_serves_where_one_is_broken(
 
 @pytest.mark.parametrize("fault", ["missing", "wrong"])
 def test_without_any_form_products_are_as_without_packing(
-    fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    fault: str, undecided: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     linear, states = nn.Linear(WIDTH, 512), torch.randn(3, WIDTH)
     forms = broken(OWN, fault), broken(ONEDNN, fault)
@@ -118,8 +132,11 @@ def test_without_any_form_products_are_as_without_packing(
     assert caplog.text.count("not packed for the CPU") == 2
 
 
+@needs_compiler
 @pytest.mark.parametrize("faster", [OWN, ONEDNN], ids=["own", "oneDNN"])
-def test_the_faster_form_is_taken(faster: Form, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_faster_form_is_taken(
+    faster: Form, undecided: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def seconds(states: Tensor, *forms: packed_products._Timed) -> list[float]:
         return [len(states) / (2.0 if product is faster.product else 1.0) for product, _ in forms]
 
@@ -128,7 +145,10 @@ def test_the_faster_form_is_taken(faster: Form, monkeypatch: pytest.MonkeyPatch)
     assert isinstance(pack(torch.randn(32, 64)), PackedWeight) == (faster is OWN)
 
 
-def test_the_kernel_runs_where_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+@needs_compiler
+def test_the_kernel_runs_where_it_is_taken(
+    undecided: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(packed_products, "FORMS", (OWN,))
     linear = nn.Linear(WIDTH, 512)
     fast(linear, torch.randn(3, WIDTH))
@@ -149,7 +169,11 @@ def test_the_kernel_runs_where_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> N
     ],
 )
 def test_the_fastest_form_serves(
-    winning: set[int], padded: float, served: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    winning: set[int],
+    padded: float,
+    served: tuple[int, ...],
+    undecided: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def seconds(states: Tensor, *forms: object) -> list[float]:
         return [1.0, 1.0 if len(states) in winning else 2.0, padded][: len(forms)]

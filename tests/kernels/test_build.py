@@ -8,6 +8,8 @@ import pytest
 from hf_spec_kernels import build
 from hf_spec_kernels.build import BuildError, load
 
+from tests.compiler import needs_compiler
+
 SOURCE = 'extern "C" int answer() { return %d; }\n'
 
 
@@ -24,6 +26,7 @@ def built(tmp_path: Path) -> list[str]:
     return sorted(path.name for path in (tmp_path / "cache" / "kernels").iterdir())
 
 
+@needs_compiler
 def test_it_is_built_once(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert load(source).answer() == 42
     [name] = built(tmp_path)
@@ -33,6 +36,7 @@ def test_it_is_built_once(source: Path, tmp_path: Path, monkeypatch: pytest.Monk
     assert load(source).answer() == 42
 
 
+@needs_compiler
 def test_another_source_is_another_library(source: Path, tmp_path: Path) -> None:
     assert load(source).answer() == 42
     source.write_text(SOURCE % 43)
@@ -41,6 +45,7 @@ def test_another_source_is_another_library(source: Path, tmp_path: Path) -> None
     assert len(built(tmp_path)) == 2
 
 
+@needs_compiler
 def test_another_compiler_has_its_own(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -64,6 +69,7 @@ def test_a_machine_without_a_compiler(
         load(source)
 
 
+@needs_compiler
 def test_what_the_compiler_says_is_handed_on(source: Path, tmp_path: Path) -> None:
     source.write_text("not C++\n")
     with pytest.raises(BuildError, match=r"failed: .*kernel\.cpp:1"):
@@ -71,6 +77,7 @@ def test_what_the_compiler_says_is_handed_on(source: Path, tmp_path: Path) -> No
     assert built(tmp_path) == []
 
 
+@needs_compiler
 def test_a_folder_that_cannot_be_made(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

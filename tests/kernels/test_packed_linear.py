@@ -14,6 +14,10 @@ from hf_spec_kernels.packed_linear import PackedWeight, pack_weight, packed_line
 from torch import Tensor
 from torch.nn import functional as F
 
+from tests.compiler import needs_compiler
+
+pytestmark = needs_compiler
+
 DTYPES = [torch.float32, torch.bfloat16]
 # Below, at and above whole blocks and groups of rows, of every processor.
 OUTPUTS = (1, 7, 32, 33, 100)

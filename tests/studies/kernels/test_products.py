@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from examples.studies.kernels.products import check, main
+from tests.compiler import needs_compiler
 
 
 def test_other_results_are_not_timed() -> None:
@@ -19,6 +20,7 @@ def test_other_results_are_not_timed() -> None:
         check(torch.float32, {"one": expected, "other": -expected})
 
 
+@needs_compiler
 def test_command(folder: Path, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "products.json"
     main(["--model", str(folder), "--out", str(out), "--rows", "1", "5", "--repeats", "2"])
