@@ -270,20 +270,17 @@ class ModelRunner(RowStorage):
         if self._scales_by_place:
             tensors.append(torch.tensor(inputs.places(self.paddings)))
         self.tokens_run += len(tokens)
-        with self._embedded(tokens[None]) as embeddings, self._by_row(work, tree, inputs):
-            if embeddings is None:
-                logits, *hidden = self._graphs.run(self._compute, tensors, step)
-            else:
+        with self._acting(tokens[None]) as acts, self._by_row(work, tree, inputs):
+            if acts:
                 # Python decides there what the layers compute.
-                given = self._graphs.put(tensors, step)
-                logits, *hidden = self._compute(given, step, embeddings)
+                logits, *hidden = self._compute(self._graphs.put(tensors, step), step)
+            else:
+                logits, *hidden = self._graphs.run(self._compute, tensors, step)
         # After the results of a graph come those of its padding.
         hidden = [states[: len(tokens)] for states in hidden]
         return self._output(logits[: len(inputs.nodes)], hidden, inputs)
 
-    def _compute(
-        self, tensors: list[Tensor], step: PackedStep, embeddings: Tensor | None = None
-    ) -> list[Tensor]:
+    def _compute(self, tensors: list[Tensor], step: PackedStep) -> list[Tensor]:
         """Logits of the tokens to keep and hidden states of all, from tensors on the device."""
         tokens, positions, kept, *places = tensors
         # A 4D mask of one element is passed through as it is: no model builds a mask of its own.
@@ -291,7 +288,7 @@ class ModelRunner(RowStorage):
         options = {"past_key_values": TokenPlaces(places[0])} if places else {}
         result = self._call(
             tokens[None],
-            embeddings,
+            self._embedded(tokens[None]),
             positions[None],
             mask,
             kept,
@@ -314,14 +311,15 @@ class ModelRunner(RowStorage):
             mask = additive.masked_fill_(~mask, torch.finfo(self.model.dtype).min)
         last = max(1, *(len(w.nodes) for w in work))
         self.tokens_run += inputs.tokens.numel()
+        tokens = inputs.tokens.to(self.device)
         with (
             tree_alibi(self.model, inputs.key_positions.to(self.device)),
-            self._embedded(inputs.tokens) as embeddings,
+            self._acting(inputs.tokens),
             self._by_row(work, tree, inputs),
         ):
             result = self._call(
-                inputs.tokens.to(self.device),
-                embeddings,
+                tokens,
+                self._embedded(tokens),
                 inputs.positions.to(self.device),
                 mask,
                 last,
@@ -341,14 +339,20 @@ class ModelRunner(RowStorage):
             return nullcontext()
         return self._mixers.running(work, tree, inputs)
 
+    def _embedded(self, tokens: Tensor) -> Tensor | None:
+        """Embeddings of (B, T) tokens on the device, if some of them may be virtual."""
+        virtual = self._virtual_tokens
+        return None if virtual is None else virtual.embed(self.model, tokens)
+
     @contextmanager
-    def _embedded(self, tokens: Tensor) -> Iterator[Tensor | None]:
-        """Embeddings of (B, T) tokens on the host for one forward, if some of them are virtual."""
-        if self._virtual_tokens is None or int(tokens.min()) >= 0:
-            yield None
+    def _acting(self, tokens: Tensor) -> Iterator[bool]:
+        """Whether layers act on virtual ones among (B, T) tokens on the host, for one forward."""
+        virtual = self._virtual_tokens
+        if virtual is None or not virtual.acts_on_layers or int(tokens.min()) >= 0:
+            yield False
             return
-        with self._virtual_tokens.embedded(self.model, tokens) as embeddings:
-            yield embeddings
+        with virtual.acting(tokens):
+            yield True
 
     def _graphs_key(self) -> Hashable:
         """By what later calls find the same steps; None where every call has its own."""

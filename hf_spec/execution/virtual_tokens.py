@@ -20,9 +20,15 @@ class VirtualTokens(Protocol):
     def active(self, model: PreTrainedModel) -> AbstractContextManager[None]:
         """Make `model` ready for forwards with virtual tokens; as it was found afterwards."""
 
-    def embedded(self, model: PreTrainedModel, token_ids: Tensor) -> AbstractContextManager[Tensor]:
-        """Hold for one forward of an active model what the virtual tokens among its inputs need.
+    @property
+    def acts_on_layers(self) -> bool:
+        """Whether layers compute something else for virtual tokens, which `acting` is for."""
 
-        For (B, T) ids, negative where a token is virtual, it yields (B, T, hidden size)
-        `inputs_embeds`, the model's own for all other tokens.
+    def embed(self, model: PreTrainedModel, token_ids: Tensor) -> Tensor:
+        """(B, T, hidden size) `inputs_embeds` of (B, T) ids on the device of the embeddings.
+
+        Those of the model itself but where an id is negative. It asks the device nothing.
         """
+
+    def acting(self, token_ids: Tensor) -> AbstractContextManager[None]:
+        """Hold for one forward of an active model what layers need to know of (B, T) host ids."""

@@ -24,7 +24,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -107,24 +107,32 @@ class AdaptiveTokens:
         with self.lora.installed(model):
             yield
 
+    @property
+    def acts_on_layers(self) -> bool:
+        """Whether there is a LoRA."""
+        return bool(self.lora.weights)
+
+    def embed(self, model: PreTrainedModel, token_ids: Tensor) -> Tensor:
+        """See `VirtualTokens.embed`."""
+        own = model.get_input_embeddings()(token_ids.clamp_min(0))
+        kinds = (-1 - token_ids).clamp_min(0)
+        new = self.embeddings[kinds.to(self.embeddings.device)].to(own.device, own.dtype)
+        return torch.where((token_ids < 0).to(own.device)[..., None], new, own)
+
+    def acting(self, token_ids: Tensor) -> AbstractContextManager[None]:
+        """See `VirtualTokens.acting`."""
+        chosen: Rows = slice(0, token_ids.numel())
+        if not self.everywhere:
+            rows = (token_ids < 0).flatten().nonzero()[:, 0]
+            chosen = _as_rows(rows, rows.to(self.embeddings.device))
+        return self.lora.acting_on(chosen, token_ids.numel())
+
     @contextmanager
     def embedded(self, model: PreTrainedModel, token_ids: Tensor) -> Iterator[Tensor]:
-        """See `VirtualTokens.embedded`."""
-        virtual = token_ids < 0
+        """`embed` and `acting` for one forward outside of the engine; ids may lie anywhere."""
         table: Any = model.get_input_embeddings()
-        own = table(token_ids.clamp_min(0).to(execution_device(table)))
-        kinds = (-1 - token_ids[virtual]).to(self.embeddings.device)
-        rows = virtual.flatten().nonzero()[:, 0]
-        places = rows.to(own.device)
-        new = self.embeddings[kinds].to(own.device, own.dtype)
-        flat = own.reshape(-1, own.shape[-1])
-        if torch.is_grad_enabled():
-            flat = flat.index_copy(0, places, new)
-        else:
-            flat[places] = new
-        chosen = slice(0, token_ids.numel()) if self.everywhere else _as_rows(rows, places)
-        with self.lora.acting_on(chosen, token_ids.numel()):
-            yield flat.view_as(own)
+        with self.acting(token_ids.cpu()):
+            yield self.embed(model, token_ids.to(execution_device(table)))
 
     def to_adapter(self, base: BaseModel, options: dict[str, Any]) -> SpecAdapter:
         """What was trained, in bfloat16, with the kind added to `options`."""

@@ -201,7 +201,9 @@ class SdsatDrafter(Drafter):
         for row, plan in self._plans.items():
             path = paths[row]
             if chain := plan.chains.get(path[-1] if path else 0):
-                self._said[row] = output.logits[[starts[row] + node for node in chain]]
+                # Those of a chain follow each other; a list of places would have to be sent.
+                first, last = starts[row] + chain[0], starts[row] + chain[-1]
+                self._said[row] = output.logits[first : last + 1]
 
     def _predicted(self, state: GenerationState) -> dict[int, Predicted]:
         """Per row what was predicted, as lists on the host; one transfer for all rows."""

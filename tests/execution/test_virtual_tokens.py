@@ -37,20 +37,24 @@ def tree() -> DraftTree:
 class AnyVector:
     """Stands for every virtual token."""
 
-    def __init__(self, vector: Tensor):
+    def __init__(self, vector: Tensor, acts_on_layers: bool = False):
         self.vector = vector
-        self.calls = 0
+        self.acts_on_layers = acts_on_layers
+        self.acted: list[list[int]] = []
 
     @contextmanager
     def active(self, model: PreTrainedModel) -> Iterator[None]:
         yield
 
-    @contextmanager
-    def embedded(self, model: PreTrainedModel, token_ids: Tensor) -> Iterator[Tensor]:
-        self.calls += 1
+    def embed(self, model: PreTrainedModel, token_ids: Tensor) -> Tensor:
         embeddings = model.get_input_embeddings()(token_ids.clamp_min(0))
         embeddings[token_ids < 0] = self.vector
-        yield embeddings
+        return embeddings
+
+    @contextmanager
+    def acting(self, token_ids: Tensor) -> Iterator[None]:
+        self.acted.append(token_ids[token_ids < 0].tolist())
+        yield
 
 
 def test_the_tree_counts_tokens_alone() -> None:
@@ -105,28 +109,29 @@ def test_residual_rejection_passes_them_over() -> None:
     assert verdict.tokens(0) == [20, 21, VOCAB - 1]
 
 
+@pytest.mark.parametrize("acts", [False, True], ids=["embeddings", "layers"])
 @pytest.mark.parametrize("name", ["llama", "gemma", "gemma3", "bloom", "falcon_alibi", "gpt2"])
-def test_the_runner_embeds_them_and_leaves_the_rest(name: str) -> None:
+def test_the_runner_embeds_them_and_leaves_the_rest(name: str, acts: bool) -> None:
     model = build(name)
     prompt = repetitive_prompt()[0].tolist()
     embedding: Any = model.get_input_embeddings()
     with torch.no_grad():
         # A virtual token that means token 40: its node says what the model says after 40.
-        virtual = AnyVector(embedding(torch.tensor(40)))
+        virtual = AnyVector(embedding(torch.tensor(40)), acts)
     runner = ModelRunner(model, 1, virtual_tokens=virtual)
     drafted = DraftTree.from_rows([([prompt[-1], -1, -1, 20], [-1, 0, 1, 0])])
     with torch.no_grad(), runner.active():
         logits = runner.forward(drafted, [prompt]).logits
-        assert virtual.calls == 1
+        assert virtual.acted == ([[-1, -1]] if acts else [])
         for node, path in enumerate(([], [40], [40, 40], [20])):
             expected = model(torch.tensor([[*prompt, *path]])).logits[0, -1]
             torch.testing.assert_close(logits[node], expected, atol=2e-4, rtol=1e-4)
-        # Their keys and values go; a forward without them does not ask for embeddings.
+        # Their keys and values go; a forward without them asks nothing of the layers.
         runner.keep([[3]])
         assert runner.stored == [len(prompt) + 1]
         root = DraftTree.from_rows([([33], [-1])])
         logits = runner.forward(root, [[*prompt, 20, 33]]).logits
-        assert virtual.calls == 1
+        assert virtual.acted == ([[-1, -1]] if acts else [])
         expected = model(torch.tensor([[*prompt, 20, 33]])).logits[0, -1]
         torch.testing.assert_close(logits[0], expected, atol=2e-4, rtol=1e-4)
 
