@@ -266,12 +266,8 @@ def _packed_forward(
     plain: Callable[[Tensor], Tensor],
 ) -> Callable[[Tensor], Tensor]:
     """A product of packed weights for what `module` is given; the plain one for other input."""
-    dtype, width, least, most = (
-        module.weight.dtype,
-        module.in_features,
-        rows_served.least,
-        rows_served.most,
-    )
+    dtype, width = module.weight.dtype, module.in_features
+    least, most, padded = rows_served
 
     def forward(input: Tensor) -> Tensor:  # noqa: A002 - the name nn.Linear has
         rows = input.numel() // width
@@ -283,10 +279,10 @@ def _packed_forward(
             or _is_left_alone()
         ):
             return plain(input)
-        if rows < rows_served.padded:
+        if rows < padded:
             # In a step the rows are one axis: views take as long as other small operations.
             lines = input if input.shape[-2:-1] == (rows,) else input.reshape(rows, width)
-            output = padded_product(lines, packed, bias, rows_served.padded)
+            output = padded_product(lines, packed, bias, padded)
             return output if lines is input else output.view(*input.shape[:-1], -1)
         return packed_product(input, packed, bias)
 

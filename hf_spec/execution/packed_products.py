@@ -17,7 +17,7 @@ import math
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from hf_spec_kernels.packed_linear import BuildError, PackedWeight, pack_weight, packed_linear
@@ -50,8 +50,7 @@ class Form:
     product: Product
 
 
-@dataclass(frozen=True)
-class Rows:
+class Rows(NamedTuple):
     """Which products packed weights are used for.
 
     Attributes:
