@@ -19,8 +19,8 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from hf_spec_kernels import RaggedLayout, Scoring, kv_write, ragged_tree_attention, serves
-from hf_spec_kernels.ragged_tree_attention import MAX_HEAD_SIZE
+from hf_spec_kernels import RaggedLayout, Scoring, kv_write, ragged_tree_attention
+from hf_spec_kernels.ragged_tree_attention import implementation
 from torch import Tensor, nn
 from transformers import (
     AttentionInterface,
@@ -159,7 +159,7 @@ def tree_attention(  # noqa: PLR0913 - the signature that transformers calls
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Store the new keys and values, then attend: on a GPU by kernels, elsewhere by `attend`.
+    """Store the new keys and values, then attend: by kernels, or by `attend` where none serves.
 
     The signature is what transformers calls, with (1, H, T, D) queries and (1, H_kv, T, D) keys and
     values, rotated already. What is visible comes from `spec_step`, not from the mask. `softcap`
@@ -231,9 +231,8 @@ def _attend(
 
 def _form(step: PackedStep, query: Tensor, values: Tensor) -> tuple[str, bool]:
     """Which implementation of the kernels, and whether a step is told to it by its layout."""
-    small = max(query.shape[-1], values.shape[-1]) <= MAX_HEAD_SIZE
-    impl = "auto" if small and serves(query) else "torch"
-    return impl, impl == "auto" or not step.segments
+    impl = implementation(query, values)
+    return impl, impl != "torch" or not step.segments
 
 
 def _store(
@@ -246,7 +245,8 @@ def _store(
     (key, value), (keys, values) = new, buffers
     if form[1]:
         _, where = step.layout(key.device)
-        kv_write(key[0].transpose(0, 1), value[0].transpose(0, 1), keys, values, where)
+        by_token = key[0].transpose(0, 1), value[0].transpose(0, 1)
+        kv_write(*by_token, keys, values, where, form[0])
         return
     for states, buffer in ((key, keys), (value, values)):
         store(step.writes, step.where, states, buffer)

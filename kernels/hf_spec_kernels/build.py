@@ -69,7 +69,8 @@ def _key(source: Path, command: list[str]) -> str:
         check=True,
         timeout=SECONDS,
     )
-    parts = (source.read_bytes(), asked.stdout, " ".join(command).encode())
+    headers = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.h"))]
+    parts = (source.read_bytes(), *headers, asked.stdout, " ".join(command).encode())
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
 
 

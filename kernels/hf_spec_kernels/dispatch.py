@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
+from hf_spec_kernels.build import BuildError, load
+
+logger = logging.getLogger(__name__)
+
 IMPLEMENTATIONS = ("auto", "triton", "torch")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# What C++ kernels know, and what their functions are called for it.
+CPU_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 # Older GPUs know no bfloat16 and have too little shared memory for heads of 256.
 MIN_CAPABILITY = (8, 0)
 
@@ -72,6 +81,46 @@ def serves(tensor: Tensor, impl: str = "auto") -> bool:
     return True
 
 
+def implementation(tensor: Tensor, impl: str, source: Path) -> str:
+    """What runs of an op with a third form, `impl="cpp"`, the C++ of a file.
+
+    "auto" is C++ for float32 and bfloat16 on a CPU, outside of autograd, where a compiler is found.
+
+    Returns:
+        "triton", "cpp" or "torch".
+
+    Raises:
+        ValueError: as `serves` does, and for C++ that is asked for where it cannot run.
+    """
+    if impl == "cpp":
+        if tensor.device.type != "cpu" or tensor.dtype not in CPU_DTYPES:
+            raise ValueError(
+                f"impl='cpp' on a {tensor.dtype} tensor on {tensor.device}: it takes "
+                f"{' and '.join(map(str, CPU_DTYPES))} on the CPU; use impl='torch'"
+            )
+        if (obstacle := _obstacle(source)) is not None:
+            raise ValueError(f"impl='cpp' cannot run here: {obstacle}; use impl='torch'")
+        return "cpp"
+    if impl not in IMPLEMENTATIONS:
+        _refuse(impl, (*IMPLEMENTATIONS, "cpp"))
+    if serves(tensor, impl):
+        return "triton"
+    auto = impl == _preferred == "auto" and not (tensor.requires_grad and torch.is_grad_enabled())
+    known = auto and tensor.device.type == "cpu" and tensor.dtype in CPU_DTYPES
+    return "cpp" if known and _obstacle(source) is None else "torch"
+
+
+@cache
+def _obstacle(source: Path) -> str | None:
+    """Why a C++ file cannot be used on this machine; None if it can."""
+    try:
+        load(source)
+    except BuildError as error:
+        logger.info("%s runs in PyTorch on the CPU: %s", source.parent.name, error)
+        return str(error)
+    return None
+
+
 @cache
 def capability(device: torch.device) -> tuple[int, int]:
     """Compute capability of a GPU; AMD's count otherwise, and all that Triton knows are newer."""
@@ -84,7 +133,11 @@ def _dotted(version: tuple[int, int]) -> str:
 
 def _check(impl: str) -> None:
     if impl not in IMPLEMENTATIONS:
-        raise ValueError(f"impl={impl!r}; choose {', '.join(IMPLEMENTATIONS)}")
+        _refuse(impl, IMPLEMENTATIONS)
+
+
+def _refuse(impl: str, choices: Sequence[str]) -> NoReturn:
+    raise ValueError(f"impl={impl!r}; choose {', '.join(choices)}")
 
 
 def check_tensor(
@@ -98,19 +151,23 @@ def check_tensor(
 
     In `shape`, None stands for any size. Another dtype is a TypeError, all else a ValueError.
     """
-    allowed = (dtypes,) if isinstance(dtypes, torch.dtype) else tuple(dtypes)
-    if tensor.dtype not in allowed:
+    # Many times a step, so what is right is found in few words.
+    dtype, sizes = tensor.dtype, tensor.shape
+    if dtype != dtypes and (isinstance(dtypes, torch.dtype) or dtype not in dtypes):
+        allowed = (dtypes,) if isinstance(dtypes, torch.dtype) else dtypes
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
-        raise TypeError(f"{name} is {tensor.dtype}, it must be {names}")
-    fits = tensor.dim() == len(shape) and all(
-        want is None or have == want for have, want in zip(tensor.shape, shape, strict=True)
-    )
+        raise TypeError(f"{name} is {dtype}, it must be {names}")
+    fits = len(sizes) == len(shape)
+    if fits:
+        for want, have in zip(shape, sizes, strict=True):
+            if want != have and want is not None:
+                fits = False
     if not fits:
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected ({wanted})")
+        raise ValueError(f"{name} has shape {tuple(sizes)}, expected ({wanted})")
     if tensor.device != device:
         raise ValueError(f"{name} is on {tensor.device}, the other arguments on {device}")
-    if tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+    if sizes and sizes[-1] > 1 and tensor.stride(-1) != 1:
         raise ValueError(
             f"{name} has strides {tensor.stride()}; its last dimension must be contiguous: call "
             ".contiguous() on it"

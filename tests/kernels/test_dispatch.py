@@ -109,6 +109,21 @@ def test_old_gpus_run_the_references(monkeypatch: pytest.MonkeyPatch) -> None:
         serves(tensor, "triton")
 
 
+def test_without_a_compiler_the_reference_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", "/nowhere/c++")
+    source = tmp_path / "an_op" / "kernel.cpp"
+    with caplog.at_level("INFO", "hf_spec_kernels"):
+        for _ in range(2):
+            assert dispatch.implementation(torch.zeros(1), "auto", source) == "torch"
+    said = "an_op runs in PyTorch on the CPU: no C++ compiler was found at CXX=/nowhere/c++"
+    assert caplog.messages == [said]
+    with pytest.raises(ValueError, match=r"impl='cpp' cannot run here: no C\+\+ compiler"):
+        dispatch.implementation(torch.zeros(1), "cpp", source)
+    assert dispatch.implementation(torch.zeros(1), "torch", source) == "torch"
+
+
 def test_new_memory_is_full_of_nan() -> None:
     """What the other tests here rely on."""
     tensor = torch.zeros(2)

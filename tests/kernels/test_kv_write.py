@@ -9,6 +9,8 @@ import torch
 from hf_spec_kernels import kv_write, launches
 from torch import Tensor
 
+from tests.compiler import needs_compiler
+
 # Slot and place of seven tokens; -1 leaves one out. Order and gaps are free.
 PLACES = [[0, 0, 2, -1, 1, 2, 0], [3, 4, 9, 1, 15, 0, 12]]
 
@@ -56,14 +58,36 @@ def test_the_kernel(sizes: tuple[int, int, int], device: torch.device, dtype: to
     assert launches["kv_write"] == before + 1
 
 
+@needs_compiler
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 8, 6), (3, 80, 80)])
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=str)
+def test_the_kernel_of_a_cpu(sizes: tuple[int, int, int], kind: torch.dtype) -> None:
+    arguments = {
+        name: tensor if name == "place" else tensor.to(kind)
+        for name, tensor in states(*sizes).items()
+    }
+    before = launches["kv_write"]
+    check(arguments, "cpp")
+    assert launches["kv_write"] == before + 1
+
+
+@needs_compiler
+def test_strides_are_free_on_a_cpu() -> None:
+    strides_are_free(torch.device("cpu"), "cpp")
+
+
 def test_strides_are_free(device: torch.device) -> None:
+    strides_are_free(device, "triton")
+
+
+def strides_are_free(device: torch.device, impl: str) -> None:
     """Heads before tokens, as attention layers have them, into a part of a larger pool."""
     arguments = {name: tensor.to(device) for name, tensor in states().items()}
     for name in ("key", "value"):
         arguments[name] = arguments[name].transpose(0, 1).contiguous().transpose(0, 1)
     pool = torch.zeros(6, 2, 32, 8, device=device)
     arguments["keys"] = pool[::2, :, ::2]
-    check(arguments, "triton")
+    check(arguments, impl)
     assert not pool[1::2].any()
     assert not pool[:, :, 1::2].any()
 

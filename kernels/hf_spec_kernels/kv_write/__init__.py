@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_spec_kernels.dispatch import serves
+from hf_spec_kernels.dispatch import DTYPES, check_tensor, implementation
+from hf_spec_kernels.kv_write import cpu
 from hf_spec_kernels.kv_write.reference import kv_write_ref
 
 
@@ -30,10 +31,28 @@ def kv_write(
             tokens must not share a place.
         impl: see the package.
     """
-    if not serves(key, impl):
+    chosen = implementation(key, impl, cpu.SOURCE)
+    if chosen == "torch":
         kv_write_ref(key, value, keys, values, place)
+        return
+    _check(key, value, keys, values, place)
+    if chosen == "cpp":
+        cpu.kv_write(key, value, keys, values, place)
         return
     from hf_spec_kernels.kv_write import kernel
 
     with torch.cuda.device_of(key):
         kernel.kv_write(key, value, keys, values, place)
+
+
+def _check(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, place: Tensor) -> None:
+    """Refuse what a kernel would misread: a TypeError or ValueError names it."""
+    device, dtype = key.device, key.dtype
+    num_tokens, num_heads, head_size = key.shape
+    check_tensor("key", key, (None, None, None), DTYPES, device)
+    check_tensor("value", value, (num_tokens, num_heads, None), dtype, device)
+    check_tensor("keys", keys, (None, num_heads, None, head_size), dtype, device)
+    check_tensor("values", values, (*keys.shape[:3], value.shape[2]), dtype, device)
+    check_tensor("place", place, (2, num_tokens), torch.int32, device)
+    if not place.is_contiguous():
+        raise ValueError("place must be contiguous: call .contiguous() on it")

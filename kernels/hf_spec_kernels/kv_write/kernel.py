@@ -4,12 +4,11 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_spec_kernels.dispatch import DTYPES, check_tensor, launches
+from hf_spec_kernels.dispatch import launches
 
 OP = "kv_write"
 # Elements that a program holds at a time.
@@ -51,17 +50,9 @@ def kv_write_kernel(
 
 def kv_write(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, place: Tensor) -> None:
     """Launch the kernel; see the package's function."""
-    device, dtype = key.device, key.dtype
     num_tokens, num_heads, head_size = key.shape
-    check_tensor("key", key, (None, None, None), DTYPES, device)
-    check_tensor("value", value, (num_tokens, num_heads, None), dtype, device)
-    check_tensor("keys", keys, (None, num_heads, None, head_size), dtype, device)
-    check_tensor("values", values, (*keys.shape[:3], value.shape[2]), dtype, device)
-    check_tensor("place", place, (2, num_tokens), torch.int32, device)
     if not num_tokens:
         return
-    if not place.is_contiguous():
-        raise ValueError("place must be contiguous: call .contiguous() on it")
     block_d = triton.next_power_of_2(head_size)
     block_v = triton.next_power_of_2(value.shape[2])
     block_r = max(1, TILE // max(block_d, block_v))

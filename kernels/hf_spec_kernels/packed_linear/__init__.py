@@ -16,13 +16,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_spec_kernels.build import BuildError, load
-from hf_spec_kernels.dispatch import launches
+from hf_spec_kernels.dispatch import CPU_DTYPES, launches
 
 __all__ = ["BuildError", "PackedWeight", "pack_weight", "packed_linear"]
 
 # Four tensors, their sizes, and the number of threads.
 _SIGNATURE = [*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 3, ctypes.c_int]
-NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 @dataclass(frozen=True)
@@ -56,13 +55,13 @@ def pack_weight(weight: Tensor) -> PackedWeight:
     float32 or bfloat16 on the CPU; all else is a `TypeError`. Where the kernel cannot be built it
     is a `BuildError`.
     """
-    if weight.dtype not in NAMES or weight.device.type != "cpu":
+    if weight.dtype not in CPU_DTYPES or weight.device.type != "cpu":
         raise TypeError(
             f"a weight of {weight.dtype} on {weight.device}; the kernel takes "
-            f"{' and '.join(map(str, NAMES))} on the CPU"
+            f"{' and '.join(map(str, CPU_DTYPES))} on the CPU"
         )
     library, (num_outputs, num_inputs) = _library(), weight.shape
-    size, together = library.block_size(), getattr(library, f"inputs_{NAMES[weight.dtype]}")()
+    size, together = library.block_size(), getattr(library, f"inputs_{CPU_DTYPES[weight.dtype]}")()
     padded = F.pad(weight, (0, -num_inputs % together, 0, -num_outputs % size))
     blocks = padded.view(-1, size, padded.shape[1] // together, together)
     return PackedWeight(blocks.transpose(1, 2).contiguous(), num_outputs, num_inputs)
@@ -106,7 +105,7 @@ def packed_linear(
         return F.linear(states, weight.unpacked(), bias)
     states = states.contiguous()
     results = states.new_empty(*states.shape[:-1], num_outputs)
-    getattr(_library(), f"linear_{NAMES[blocks.dtype]}")(
+    getattr(_library(), f"linear_{CPU_DTYPES[blocks.dtype]}")(
         states.data_ptr(),
         blocks.data_ptr(),
         None if bias is None else bias.data_ptr(),
@@ -123,7 +122,7 @@ def packed_linear(
 @cache
 def _library() -> ctypes.CDLL:
     library = load(Path(__file__).with_name("kernel.cpp"))
-    for name in NAMES.values():
+    for name in CPU_DTYPES.values():
         function = getattr(library, f"linear_{name}")
         function.argtypes, function.restype = _SIGNATURE, None
     return library

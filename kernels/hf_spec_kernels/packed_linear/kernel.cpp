@@ -5,9 +5,9 @@
 // after the other, and a block's sums stay in registers for as many rows as there is room for.
 
 #include <algorithm>
-#include <cstdint>
-#include <cstring>
 #include <vector>
+
+#include "../vectors.h"
 
 #if defined(__AVX512BF16__)
 #include <immintrin.h>
@@ -15,48 +15,12 @@
 
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int LANES = 16, REGISTERS = 32;
-#elif defined(__AVX__)
-constexpr int LANES = 8, REGISTERS = 16;
-#elif defined(__aarch64__)
-constexpr int LANES = 4, REGISTERS = 32;
-#else
-constexpr int LANES = 4, REGISTERS = 16;
-#endif
 constexpr int VECTORS = 2;
 constexpr int BLOCK = VECTORS * LANES;
 // A quarter of the registers is for the weight and the states.
 constexpr int MAX_ROWS = REGISTERS * 3 / 4 / VECTORS;
 // How far ahead of its use the weight is asked for, in bytes.
 constexpr int AHEAD = 4096;
-
-typedef float Floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
-typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
-
-struct bfloat16 {
-    uint16_t bits;
-};
-
-inline float widened(float value) { return value; }
-
-inline float widened(bfloat16 value) {
-    const uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
-    float wide;
-    std::memcpy(&wide, &bits, sizeof wide);
-    return wide;
-}
-
-inline void narrow(float value, float& to) { to = value; }
-
-// To the nearest, ties to even; what is not a number stays one.
-inline void narrow(float value, bfloat16& to) {
-    uint32_t bits;
-    std::memcpy(&bits, &value, sizeof bits);
-    const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
-    to.bits = is_nan ? (bits >> 16 | 0x40u) : (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
-}
 
 // How a weight of one type meets the states: INPUTS of them at a time.
 template <typename T>
@@ -66,13 +30,8 @@ struct Step {
 
     static State state(const T* from, int64_t) { return widened(*from); }
 
-    static Floats add(Floats sums, State state, const float* weights) {
-        return sums + state * *reinterpret_cast<const Floats*>(weights);
-    }
-
-    static Floats add(Floats sums, State state, const bfloat16* weights) {
-        const Halves bits = *reinterpret_cast<const Halves*>(weights);
-        return sums + state * reinterpret_cast<Floats>(__builtin_convertvector(bits, Words) << 16);
+    static Floats add(Floats sums, State state, const T* weights) {
+        return sums + state * load(weights);
     }
 };
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_spec_kernels.dispatch import serves
+from hf_spec_kernels import dispatch
+from hf_spec_kernels.ragged_tree_attention import cpu
 from hf_spec_kernels.ragged_tree_attention.layout import (
     MAX_HEAD_SIZE,
     RaggedLayout,
@@ -14,7 +15,17 @@ from hf_spec_kernels.ragged_tree_attention.layout import (
 )
 from hf_spec_kernels.ragged_tree_attention.reference import ragged_tree_attention_ref
 
-__all__ = ["MAX_HEAD_SIZE", "RaggedLayout", "Scoring", "pack_bits", "ragged_tree_attention"]
+__all__ = ["RaggedLayout", "Scoring", "implementation", "pack_bits", "ragged_tree_attention"]
+
+
+def implementation(query: Tensor, values: Tensor, impl: str = "auto") -> str:
+    """What `ragged_tree_attention` runs for such tensors: "triton", "cpp" or "torch"."""
+    if impl == "auto" and max(query.shape[-1], values.shape[-1]) > MAX_HEAD_SIZE:
+        return "torch"
+    found = dispatch.implementation(query, impl, cpu.SOURCE)
+    # Under autocast layers may hand over states of another dtype than their buffers have.
+    mixed = impl == "auto" and found == "cpp" and values.dtype != query.dtype
+    return "torch" if mixed else found
 
 
 def ragged_tree_attention(
@@ -41,8 +52,11 @@ def ragged_tree_attention(
         NaN for one that sees Inf or NaN, which reach nobody else.
     """
     scoring = scoring or Scoring()
-    if not serves(query, impl):
+    chosen = implementation(query, values, impl)
+    if chosen == "torch":
         return ragged_tree_attention_ref(query, keys, values, layout, scoring)
+    if chosen == "cpp":
+        return cpu.ragged_tree_attention(query, keys, values, layout, scoring)
     from hf_spec_kernels.ragged_tree_attention import launch
 
     # Triton launches on the current device, which need not be that of the layer.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -11,6 +13,20 @@ from torch.nn import functional as F
 from hf_spec_kernels.dispatch import DTYPES, check_tensor
 
 MAX_HEAD_SIZE = 512
+_TENSORS = (
+    *("slot", "query_start", "num_keys", "prefix", "bits"),
+    *("position", "first_position", "key_position", "key_start"),
+)
+
+
+class Addresses(ctypes.Structure):
+    """The tensors of a layout and their sizes, as the C++ kernel reads them."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in _TENSORS),
+        ("num_segments", ctypes.c_int64),
+        ("num_bytes", ctypes.c_int64),
+    )
 
 
 @dataclass(frozen=True)
@@ -53,11 +69,17 @@ class RaggedLayout:
 
         The TypeError or ValueError names the argument and what it should be.
         """
+        self.check_states(query, keys, values)
+        self.check_tensors(query.device)
+
+    def check_states(self, query: Tensor, keys: Tensor, values: Tensor) -> None:
+        """The part of `check` that looks at the arguments."""
         device, dtype = query.device, query.dtype
         check_tensor("query", query, (None, None, None), DTYPES, device)
+        check_tensor("layout.position", self.position, (query.shape[0],), torch.int32, device)
         check_tensor("keys", keys, (None, None, None, query.shape[2]), dtype, device)
         check_tensor("values", values, (*keys.shape[:3], None), dtype, device)
-        num_tokens, num_heads = query.shape[:2]
+        num_heads = query.shape[1]
         if keys.shape[1] == 0 or num_heads % keys.shape[1]:
             raise ValueError(f"{num_heads} query heads cannot share {keys.shape[1]} key heads")
         if max(query.shape[2], values.shape[3]) > MAX_HEAD_SIZE:
@@ -65,7 +87,10 @@ class RaggedLayout:
                 f"head sizes {query.shape[2]} and {values.shape[3]}: the kernel takes up to "
                 f"{MAX_HEAD_SIZE}; use impl='torch'"
             )
-        size = self.slot.shape[0]
+
+    def check_tensors(self, device: torch.device) -> None:
+        """The part of `check` that looks at the layout itself."""
+        size, num_tokens = self.slot.shape[0], self.position.shape[0]
         others = {"query_start": size + 1, "position": num_tokens, "key_position": None}
         for name in ("slot", "num_keys", "prefix", "first_position", "key_start", *others):
             shape = (others.get(name, size),)
@@ -73,6 +98,13 @@ class RaggedLayout:
         check_tensor("layout.bits", self.bits, (num_tokens, None), torch.uint8, device)
         if not self.bits.is_contiguous():
             raise ValueError("layout.bits must be contiguous: call .contiguous() on it")
+
+    @cached_property
+    def addresses(self) -> Addresses:
+        """For the C++ kernel, which many layers call with one layout; checked."""
+        self.check_tensors(torch.device("cpu"))
+        pointers = (getattr(self, name).data_ptr() for name in _TENSORS)
+        return Addresses(*pointers, self.slot.shape[0], self.bits.shape[1])
 
 
 @dataclass(frozen=True)

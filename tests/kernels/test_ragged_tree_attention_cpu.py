@@ -1,0 +1,200 @@
+"""The C++ form of ragged tree attention against the reference."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import platform
+from typing import Any
+
+import pytest
+import torch
+from hf_spec_kernels import Scoring, build, launches, ragged_tree_attention, using
+from hf_spec_kernels.ragged_tree_attention import cpu, implementation
+from torch import Tensor
+
+from tests.compiler import needs_compiler
+from tests.kernels.ragged_cases import ROWS, Case, Shape, make_case
+from tests.kernels.test_ragged_tree_attention import OPTIONS, TOLERANCE, scoring
+
+pytestmark = needs_compiler
+
+DTYPES = [torch.float32, torch.bfloat16]
+# Blocks are of 64 keys. Rows of several, of queries in such numbers that keys are turned, of one
+# that sees its first keys by bits, and an empty one.
+CHAIN = [-1, *range(39)]
+LONG: list[tuple[int, list[int]]] = [
+    (150, [-1, 0, 0, 1]),
+    (0, CHAIN),
+    (64, [-1]),
+    (200, CHAIN),
+    (9, []),
+    (63, [-1, 0]),
+]
+
+
+def compare(case: Case, how: Scoring) -> Tensor:
+    before = launches["ragged_tree_attention"]
+    out = ragged_tree_attention(*case.tensors, how, impl="cpp")
+    assert launches["ragged_tree_attention"] == before + 1
+    expected = ragged_tree_attention(*case.tensors, how, impl="torch")
+    assert out.dtype == case.query.dtype
+    torch.testing.assert_close(out, expected, atol=TOLERANCE[out.dtype], rtol=0)
+    return out
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("rows", [ROWS, LONG], ids=["short", "long"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_it_agrees(name: str, rows: Any, dtype: torch.dtype) -> None:
+    compare(make_case(rows, dtype=dtype), scoring(name))
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *(Shape(4, 1), Shape(1, 4), Shape(1, 3), Shape(1, 17)),
+        *(Shape(1, 2, head, head) for head in (1, 8, 24, 64, 80, 128, 256, 512)),
+        *(Shape(1, 2, 24, 12), Shape(1, 2, 5, 70)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_shapes_of_heads(shape: Shape, dtype: torch.dtype) -> None:
+    compare(make_case(LONG, shape, dtype), Scoring())
+
+
+@pytest.mark.parametrize("window", [1, 63, 64, 65, 130])
+def test_windows_leave_out_whole_blocks(window: int) -> None:
+    compare(make_case(LONG), Scoring(window=window))
+    compare(make_case(LONG), Scoring(chunk=window))
+
+
+@pytest.mark.parametrize("first_known", [12, 999])
+def test_a_prefix_may_be_told_by_bits(first_known: int) -> None:
+    compare(make_case(LONG, first_known=first_known), scoring("window"))
+    compare(make_case(LONG, first_known=first_known), Scoring())
+
+
+@pytest.mark.parametrize("name", ["plain", "everything"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_has_one_result_in_every_batch(name: str, dtype: torch.dtype) -> None:
+    """On any number of threads, too."""
+    case, how = make_case(LONG, dtype=dtype), scoring(name)
+    threads = torch.get_num_threads()
+    found = []
+    try:
+        for number in (1, 2, 5):
+            torch.set_num_threads(number)
+            found.append(ragged_tree_attention(*case.tensors, how, impl="cpp"))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    starts = case.layout.query_start.tolist()
+    for segment in range(len(LONG)):
+        own = slice(starts[segment], starts[segment + 1])
+        layout = dataclasses.replace(
+            case.layout,
+            query_start=torch.tensor([0, own.stop - own.start], dtype=torch.int32),
+            **{
+                key: getattr(case.layout, key)[segment : segment + 1]
+                for key in ("slot", "num_keys", "prefix", "first_position", "key_start")
+            },
+            **{key: getattr(case.layout, key)[own] for key in ("bits", "position")},
+        )
+        alone = case.query[own], case.keys, case.values, layout, how
+        assert torch.equal(ragged_tree_attention(*alone, impl="cpp"), found[0][own])
+
+
+def test_strides_are_free() -> None:
+    case = make_case(LONG)
+    case.query = case.query.transpose(0, 1).contiguous().transpose(0, 1)
+    wide = [torch.randn(*b.shape[:3], 21) for b in (case.keys, case.values)]
+    for big, buffer in zip(wide, (case.keys, case.values), strict=True):
+        big[..., 5:] = buffer
+    case.keys, case.values = (big[..., 5:] for big in wide)
+    assert not case.query.is_contiguous()
+    compare(case, Scoring())
+
+
+def test_a_query_that_sees_nothing_gets_zeros() -> None:
+    case = make_case(LONG)
+    case.layout.bits[1] = 0
+    case.layout.prefix[0] = 0
+    for how in (Scoring(), scoring("sinks")):
+        out = compare(case, how)
+        assert not out[1].any()
+        assert out[0].all()
+    nothing = make_case([(7, []), (0, [])])
+    assert ragged_tree_attention(*nothing.tensors, impl="cpp").shape == (0, 4, 16)
+
+
+@pytest.mark.parametrize("rows", [ROWS, [(0, []), (37, [*ROWS[1][1], *[0] * 20]), *ROWS[2:]]])
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+@pytest.mark.parametrize("name", ["plain", "window", "everything"])
+def test_what_is_not_finite_reaches_nobody_who_does_not_see_it(
+    name: str, broken: float, rows: Any
+) -> None:
+    """In row 1 place 41 is node 4, a leaf; windows begin after the other."""
+    case, how = make_case(rows), scoring(name)
+    whole = ragged_tree_attention(*case.tensors, how, impl="cpp")
+    for place in {41} if how.window is None else {37 - how.window, 41}:
+        case.values[4, 0, place, 5] = broken
+        case.keys[4, 1, place, 5] = math.nan
+    out = ragged_tree_attention(*case.tensors, how, impl="cpp")
+    expected = ragged_tree_attention(*case.tensors, how, impl="torch")
+    torch.testing.assert_close(out, expected, atol=5e-6, rtol=0, equal_nan=True)
+    assert out.isnan().any()
+    sees = torch.tensor([41 in places for places in case.seen])
+    assert torch.equal(out[~sees], whole[~sees])
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names of x86 processors")
+@pytest.mark.parametrize("processor", ["x86-64", "haswell"])
+def test_other_processors_compute_the_same(processor: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With narrower registers, and without instructions that multiply and add at once."""
+    flags = [flag.replace("native", processor) for flag in build.FLAGS]
+    monkeypatch.setattr(build, "FLAGS", flags)
+    caches = build.load.cache_clear, cpu._function.cache_clear
+    try:
+        for forget in caches:
+            forget()
+        for name in ("plain", "everything"):
+            for dtype in DTYPES:
+                compare(make_case(LONG, Shape(2, 2, 20, 20), dtype), scoring(name))
+    finally:
+        for forget in caches:
+            forget()
+
+
+def test_what_it_cannot_read_is_refused() -> None:
+    case = make_case()
+    with pytest.raises(ValueError, match="keys has shape"):
+        ragged_tree_attention(case.query, case.keys[..., 1:], *case.tensors[2:], impl="cpp")
+    with pytest.raises(ValueError, match="impl='cpp' on a torch.float16 tensor on cpu: it takes"):
+        ragged_tree_attention(*make_case(dtype=torch.float16).tensors, impl="cpp")
+    with pytest.raises(ValueError, match="impl='fast'; choose auto, triton, torch, cpp"):
+        ragged_tree_attention(*case.tensors, impl="fast")
+    layout = dataclasses.replace(case.layout, slot=case.layout.slot.long())
+    with pytest.raises(TypeError, match="layout.slot is torch.int64"):
+        ragged_tree_attention(*case.tensors[:3], layout, impl="cpp")
+
+
+def test_where_it_serves() -> None:
+    query, values = torch.zeros(1, 2, 8), torch.zeros(1, 2, 4, 8)
+    assert implementation(query, values) == "cpp"
+    assert implementation(query.bfloat16(), values.bfloat16()) == "cpp"
+    with using("torch"):
+        assert implementation(query, values) == "torch"
+    others = [
+        (query.half(), values.half()),
+        (query.double(), values.double()),
+        (query.bfloat16(), values),
+        (query, torch.zeros(1, 2, 4, 520)),
+        (query.clone().requires_grad_(), values),
+    ]
+    for pair in others:
+        assert implementation(*pair) == "torch"
+    with torch.no_grad():
+        assert implementation(*others[-1]) == "cpp"
