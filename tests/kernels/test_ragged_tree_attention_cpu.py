@@ -172,12 +172,12 @@ def test_what_it_cannot_read_is_refused() -> None:
     case = make_case()
     with pytest.raises(ValueError, match="keys has shape"):
         ragged_tree_attention(case.query, case.keys[..., 1:], *case.tensors[2:], impl="cpp")
-    with pytest.raises(ValueError, match="impl='cpp' on a torch.float16 tensor on cpu: it takes"):
+    with pytest.raises(ValueError, match=r"impl='cpp' on a torch\.float16 tensor on cpu: it takes"):
         ragged_tree_attention(*make_case(dtype=torch.float16).tensors, impl="cpp")
     with pytest.raises(ValueError, match="impl='fast'; choose auto, triton, torch, cpp"):
         ragged_tree_attention(*case.tensors, impl="fast")
     layout = dataclasses.replace(case.layout, slot=case.layout.slot.long())
-    with pytest.raises(TypeError, match="layout.slot is torch.int64"):
+    with pytest.raises(TypeError, match=r"layout\.slot is torch\.int64"):
         ragged_tree_attention(*case.tensors[:3], layout, impl="cpp")
 
 
