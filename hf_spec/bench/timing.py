@@ -22,13 +22,15 @@ _RESET = Path("/proc/self/clear_refs")
 _STATUS = Path("/proc/self/status")
 
 
-def timed(call: Callable[[], Result]) -> tuple[Result, float]:
+def timed(
+    call: Callable[[], Result], clock: Callable[[], float] = time.perf_counter
+) -> tuple[Result, float]:
     """What `call` returns and its seconds, from an idle GPU to an idle GPU if there is one."""
     synchronize()
-    start = time.perf_counter()
+    start = clock()
     result = call()
     synchronize()
-    return result, time.perf_counter() - start
+    return result, clock() - start
 
 
 def synchronize() -> None:

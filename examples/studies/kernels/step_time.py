@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
@@ -47,9 +48,17 @@ class Steps:
         model: the target, on its device.
         texts: per row the committed tokens.
         nodes: of each row's chain, root included.
+        clock: what seconds are read from.
     """
 
-    def __init__(self, model: PreTrainedModel, texts: Sequence[Sequence[int]], nodes: int):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        texts: Sequence[Sequence[int]],
+        nodes: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        self._clock = clock
         self.runner = ModelRunner(model, len(texts))
         self._texts = [list(text) for text in texts]
         self._nodes = nodes
@@ -72,7 +81,7 @@ class Steps:
             self.runner.keep([[] for _ in self._texts])
             return logits
 
-        logits, seconds = timed(step)
+        logits, seconds = timed(step, self._clock)
         for text in self._texts:
             text.append(text[len(text) % 7])
         return seconds, logits.clone()
