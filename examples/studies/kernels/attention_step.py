@@ -1,4 +1,4 @@
-"""A target step on a CPU by rows, nodes and context: attention by PyTorch's calls, and by our kernel.
+"""A target step on a CPU by rows, nodes and context: attention by PyTorch, and by our kernel.
 
 Run as `python -m examples.studies.kernels.attention_step --help` says. Both forms run in turn on
 the same rows; all else of a step, products above all, is the same. What they compute is compared
