@@ -334,7 +334,7 @@ def test_a_forward_that_waits_is_found_before_it_is_recorded(
 ) -> None:
     """Here the references do, which stand in for the kernels."""
     monkeypatch.setattr(step_graphs, "NoWaits", NoWaits)
-    with caplog.at_level(logging.INFO, logger="hf_spec"):
+    with using("torch"), caplog.at_level(logging.INFO, logger="hf_spec"):
         for _ in range(2):
             stats = generate("llama", "one", spec_strategy="lookup").spec_stats
             assert (stats.graph_captures, stats.graph_replays) == (0, 0)

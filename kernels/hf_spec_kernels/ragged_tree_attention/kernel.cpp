@@ -167,6 +167,14 @@ inline bool is_finite(Table values, int64_t count, int64_t size) {
     return sum_of(zeros) == 0.0f;
 }
 
+// Lets memory hand out keys or values while others are computed with.
+template <typename T>
+inline void ask_for(const T* from, int64_t place, int64_t count, int64_t size) {
+    constexpr int64_t LINE = 64 / sizeof(T);
+    for (int64_t i = 0; i < count; ++i)
+        for (int64_t d = 0; d < size; d += LINE) __builtin_prefetch(from + i * place + d, 0, 2);
+}
+
 // What the queries of an item have added up so far.
 template <typename T>
 struct Rows {
@@ -311,10 +319,14 @@ struct Rows {
         }
         if (!anybody) return;
         const Pool<T>&k = call.keys, &v = call.values;
-        score(k.data + slot * k.slot + item.head * k.head + begin * k.place, count);
+        const T* key = k.data + slot * k.slot + item.head * k.head + begin * k.place;
+        const T* value = v.data + slot * v.slot + item.head * v.head + begin * v.place;
+        ask_for(value, v.place, count, call.value_size);
+        score(key, count);
         for (int64_t row = 0; row < item.count; ++row) weigh(row, begin, count, sees[row]);
-        const Table values = rows_of(v.data + slot * v.slot + item.head * v.head + begin * v.place,
-                                     v.place, count, call.value_size, value_copy);
+        const int64_t next = std::min<int64_t>(BLOCK, num_keys - begin - BLOCK);
+        ask_for(key + BLOCK * k.place, k.place, next, call.head_size);
+        const Table values = rows_of(value, v.place, count, call.value_size, value_copy);
         // Zero times what is not finite would be added where nobody looks.
         if (everybody == all || is_finite(values, count, value_size))
             return mix_all(sums.data(), value_size, weights.data(), BLOCK, values, count, value_size,
