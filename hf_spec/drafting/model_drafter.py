@@ -121,7 +121,9 @@ class DraftModelDrafter(LevelDrafter):
 
     def _make_runner(self, num_rows: int) -> ModelRunner:
         batching, size = self.config.batching, self.vocab_size
-        return ModelRunner(self.model, num_rows, batching=batching, vocab_size=size)
+        runner = ModelRunner(self.model, num_rows, batching=batching, vocab_size=size)
+        runner.rounded = True
+        return runner
 
     def restart(self, row: int) -> None:
         """Empty keys and values for one row, and a policy that knows nothing of it."""

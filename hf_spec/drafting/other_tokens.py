@@ -233,7 +233,9 @@ class TextDrafter(TranslatingDrafter):
         super().observe(Verdict(self._tree, accepted, verdict.bonus), output)
 
     def _make_runner(self, num_rows: int) -> ModelRunner:
-        return ModelRunner(self.model, num_rows, batching=self.config.batching)
+        runner = ModelRunner(self.model, num_rows, batching=self.config.batching)
+        runner.rounded = True
+        return runner
 
     def _paths(self, row: int) -> list[tuple[list[int], list[float]]]:
         """Per leaf of a row's tree the target's tokens and how probable it is to get so far."""

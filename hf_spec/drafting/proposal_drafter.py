@@ -190,7 +190,7 @@ class ProposalDrafter(LevelDrafter):
             return self._proposals.confidence
         return super().scores(probs, positions)
 
-    @fast_products()
+    @fast_products(rounded=True)
     def probabilities(self, state: GenerationState, graphs: Graphs, owners: Owners) -> Tensor:
         """(nodes, V) float32: what the head proposes after each (row, node), processed."""
         if owners[0][1] == 0:

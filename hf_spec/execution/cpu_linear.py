@@ -6,6 +6,7 @@ of the time:
 
     form                 products of         takes
     packed weight        any rows            a second copy of the weights in memory
+    the same, bfloat16   any rows            half of that; what drafts only
     the same, padded     1 to 3 rows         where four rows take less time than one
     (weight @ x.T).T     4 to 48 rows        nothing; float32 only
     F.linear             the rest            nothing
@@ -23,7 +24,7 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,12 +38,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hf_spec.errors import OptionError
 from hf_spec.execution.own_forwards import OwnForwards
 from hf_spec.execution.packed_products import (
-    NO_LIMIT,
+    EVERY_ROW,
     Packed,
     Rows,
     pack,
+    pack_rounded,
     packed_product,
     padded_product,
+    rounded_rows,
     served,
     served_rows,
     timed_as,
@@ -61,13 +64,35 @@ TRANSPOSED_ROWS = range(4, 49)
 SAMPLED_WORD = 97
 
 
+@dataclass
+class _Copies:
+    """The packed copies of a weight.
+
+    Attributes:
+        stamp: what the weight looked like.
+        exact: with all bits of the weight.
+        rounded: in bfloat16, for drafts.
+        rows: the products that `exact` serves.
+    """
+
+    stamp: tuple[int, ...]
+    exact: Packed | None = None
+    rounded: Packed | None = None
+    rows: Rows = EVERY_ROW
+
+    @property
+    def all(self) -> list[Packed]:
+        """Those that there are."""
+        return [copy for copy in (self.exact, self.rounded) if copy is not None]
+
+
 class _PackedWeights:
     """Packed copies by weight, kept as long as the weight lives and stays the same."""
 
     def __init__(self) -> None:
         self.mode = "auto"
-        # weight -> (what it looked like, its packed copy); the first of several packed as one ->
-        # (what all looked like, their copy).
+        # weight -> its copies; the first of several packed as one -> (what all looked like, their
+        # copy).
         self.entries = WeakIdKeyDictionary()
         self.joint = WeakIdKeyDictionary()
 
@@ -75,8 +100,8 @@ class _PackedWeights:
     def copies(self) -> list[Packed]:
         """All that there are."""
         # Of the dictionary inside, a list is made at once: other threads may be packing.
-        known = [*self.entries.data.values(), *self.joint.data.values()]
-        return [copy for _, copy in known]
+        known = [copy for copies in list(self.entries.data.values()) for copy in copies.all]
+        return [*known, *(copy for _, copy in list(self.joint.data.values()))]
 
     def clear(self) -> None:
         """Free them."""
@@ -86,37 +111,38 @@ class _PackedWeights:
     def get_joint(self, weights: list[Tensor]) -> Packed | None:
         """A packed copy of weights one below the other; None unless each has one of its own."""
         known = [self.entries.get(weight) for weight in weights]
-        if None in known:
+        if any(copies is None or copies.exact is None for copies in known):
             return None
-        stamps = [stamp for stamp, _ in known]
+        stamps = [copies.stamp for copies in known]
         before, copy = self.joint.get(weights[0], (None, None))
         if before != stamps:
             copy = pack(torch.cat([weight.detach() for weight in weights]))
             self.joint[weights[0]] = stamps, copy
         return copy
 
-    def get_all(self, weights: list[Tensor]) -> list[Packed | None]:
-        """The packed copy of each weight, made if need be; None where it cannot be had."""
+    def make(self, weights: Sequence[Tensor], rounded: bool) -> None:
+        """See that weights have packed copies where these can be had, rounded where that pays."""
         if self.mode == "off":
-            return [None] * len(weights)
+            return
         room = float("inf")
         if self.mode == "auto":
             taken = cpu_packing_bytes()
             room = (_available_bytes() + taken) * MEMORY_SHARE - taken
-        packed: list[Packed | None] = []
         for weight in weights:
-            stamp = _stamp(weight)
-            known_stamp, copy = self.entries.pop(weight, (None, None))
-            if known_stamp != stamp:
-                copy = None
+            stamp, copies = _stamp(weight), self.entries.pop(weight, None)
+            if copies is None or copies.stamp != stamp:
+                copies = _Copies(stamp)
+            if rounded and copies.rounded is None and weight.nbytes // 2 <= room:
+                copies.rounded = pack_rounded(weight)
+                room -= 0 if copies.rounded is None else copies.rounded.nbytes
+            if copies.exact is None and not (rounded and copies.rounded is not None):
                 if weight.nbytes > room:
                     _log_once("memory is short: not every linear weight is packed for the CPU")
-                elif (copy := pack(weight)) is not None:
-                    room -= copy.nbytes
-            if copy is not None:
-                self.entries[weight] = (stamp, copy)
-            packed.append(copy)
-        return packed
+                elif (exact := pack(weight)) is not None:
+                    copies.exact = exact
+                    room -= exact.nbytes
+            if copies.all:
+                self.entries[weight] = copies
 
 
 _weights = _PackedWeights()
@@ -124,9 +150,10 @@ _lock = threading.Lock()
 
 
 class _Chosen(threading.local):
-    """Whether this thread runs a forward that wants its products fast."""
+    """Whether this thread runs a forward that wants its products fast, and need not be exact."""
 
     fast: bool = False
+    rounded: bool = False
 
 
 _chosen = _Chosen()
@@ -165,7 +192,8 @@ def cpu_packing_bytes() -> int:
     return sum(copy.nbytes for copy in _weights.copies)
 
 
-def fast_cpu_linears(model: nn.Module) -> AbstractContextManager[None]:
+@contextlib.contextmanager
+def fast_cpu_linears(model: nn.Module, rounded: bool = False) -> Iterator[None]:
     """Make `model` ready for products on the CPU in their fastest form, inside `fast_products`.
 
     Suitable modules get a `forward` of their own, which goes when the last block that uses the
@@ -175,19 +203,26 @@ def fast_cpu_linears(model: nn.Module) -> AbstractContextManager[None]:
 
     Args:
         model: any module; parts on other devices are left alone.
+        rounded: whether it drafts, with weights that may be rounded to bfloat16. What somebody else
+            computes with the same modules stays exact.
     """
-    autocast = torch.is_autocast_enabled("cpu")
-    return _forwards.lent(() if autocast else model.modules(), _fast_forwards)
+    modules = [] if torch.is_autocast_enabled("cpu") else list(model.modules())
+    _make_copies([one for one in modules if type(one) is nn.Linear], rounded)
+    with _forwards.lent(modules, _fast_forwards):
+        yield
 
 
 @contextlib.contextmanager
-def fast_products() -> Iterator[None]:
-    """What this thread runs of models made ready computes its products in their fastest form."""
-    before, _chosen.fast = _chosen.fast, True
+def fast_products(rounded: bool = False) -> Iterator[None]:
+    """What this thread runs of models made ready computes its products in their fastest form.
+
+    With `rounded`, of weights that were rounded for it.
+    """
+    before, _chosen.fast, _chosen.rounded = (_chosen.fast, _chosen.rounded), True, rounded
     try:
         yield
     finally:
-        _chosen.fast = before
+        _chosen.fast, _chosen.rounded = before
 
 
 def has_fast_forward(module: nn.Module) -> bool:
@@ -195,18 +230,33 @@ def has_fast_forward(module: nn.Module) -> bool:
     return _forwards.has(module)
 
 
+def _make_copies(linears: list[nn.Linear], rounded: bool) -> None:
+    """See that weights of modules that have or will have a fast forward are packed."""
+    with _lock:
+        weights = [one.weight for one in linears if _lacks_copies(one, rounded)]
+        _weights.make(weights, rounded)
+        found = [(weight, _weights.entries.get(weight)) for weight in weights]
+    packed = [(weight, copies) for weight, copies in found if copies and copies.exact is not None]
+    pairs = [(weight, copies.exact) for weight, copies in packed]
+    for weight, copies in packed:
+        copies.rows = served_rows(weight, pairs)
+
+
+def _lacks_copies(linear: nn.Linear, rounded: bool) -> bool:
+    """Whether the weight has to be looked at: those of modules in use are as they were."""
+    if not has_fast_forward(linear):
+        return _is_suitable(linear)
+    copies = _weights.entries.get(linear.weight)
+    return copies is not None and (copies.rounded if rounded else copies.exact) is None
+
+
 def _fast_forwards(modules: list[nn.Module]) -> dict[nn.Module, Callable[..., Any]]:
     """The forwards of those modules that have a faster one."""
-    linears = [one for one in modules if type(one) is nn.Linear and _is_suitable(one)]
-    with _lock:
-        packed = _weights.get_all([linear.weight for linear in linears])
-    pairs = [(linear.weight, copy) for linear, copy in zip(linears, packed, strict=True)]
     forwards: dict[nn.Module, Callable[..., Any]] = {}
-    for linear, packed_weight in zip(linears, packed, strict=True):
-        if packed_weight is not None:
+    for linear in (one for one in modules if type(one) is nn.Linear and _is_suitable(one)):
+        if (copies := _weights.entries.get(linear.weight)) is not None:
             plain = partial(F.linear, weight=linear.weight, bias=linear.bias)
-            rows = served_rows(linear.weight, pairs)
-            forwards[linear] = _packed_forward(linear, packed_weight, rows, linear.bias, plain)
+            forwards[linear] = _packed_forward(linear, copies, linear.bias, plain)
         elif linear.weight.dtype == torch.float32:
             forwards[linear] = _transposed_forward(linear)
     return forwards
@@ -254,37 +304,34 @@ def _joint_forward(linears: Sequence[nn.Linear]) -> Callable[[Tensor], Tensor]:
     if packed is None or len(biases) not in (0, len(linears)):
         return one_by_one
     bias = torch.cat(biases) if biases else None
-    rows_served = served.get(timed_as(linears[0].weight), Rows(1, NO_LIMIT))
-    return _packed_forward(linears[0], packed, rows_served, bias, one_by_one)
+    rows = served.get(timed_as(linears[0].weight), EVERY_ROW)
+    return _packed_forward(linears[0], _Copies((), packed, rows=rows), bias, one_by_one)
 
 
 def _packed_forward(
     module: nn.Linear,
-    packed: Packed,
-    rows_served: Rows,
+    copies: _Copies,
     bias: Tensor | None,
     plain: Callable[[Tensor], Tensor],
 ) -> Callable[[Tensor], Tensor]:
     """A product of packed weights for what `module` is given; the plain one for other input."""
     dtype, width = module.weight.dtype, module.in_features
-    least, most, padded = rows_served
 
     def forward(input: Tensor) -> Tensor:  # noqa: A002 - the name nn.Linear has
+        if not _chosen.fast or input.dtype != dtype or input.shape[-1] != width or _is_left_alone():
+            return plain(input)
         rows = input.numel() // width
-        if (
-            not _chosen.fast
-            or not least <= rows <= most
-            or input.dtype != dtype
-            or input.shape[-1] != width
-            or _is_left_alone()
-        ):
+        if _chosen.rounded and copies.rounded is not None and rows <= rounded_rows():
+            return packed_product(input, copies.rounded, bias)
+        least, most, padded = copies.rows
+        if copies.exact is None or not least <= rows <= most:
             return plain(input)
         if rows < padded:
             # In a step the rows are one axis: views take as long as other small operations.
             lines = input if input.shape[-2:-1] == (rows,) else input.reshape(rows, width)
-            output = padded_product(lines, packed, bias, padded)
+            output = padded_product(lines, copies.exact, bias, padded)
             return output if lines is input else output.view(*input.shape[:-1], -1)
-        return packed_product(input, packed, bias)
+        return packed_product(input, copies.exact, bias)
 
     return forward
 

@@ -6,7 +6,8 @@ compiler. oneDNN's needs two private operators of PyTorch. Either is tried on a 
 what serves is decided by times taken on this machine: a form for each dtype, and for every shape of
 weight the numbers of rows for which `F.linear` is slower.
 
-All add up the same products, in different order.
+All add up the same products, in different order. Drafts need not be exact to the last bit: for them
+there is a form with weights in bfloat16, which is less to read.
 """
 
 from __future__ import annotations
@@ -63,6 +64,9 @@ class Rows(NamedTuple):
     padded: int = 1
 
 
+EVERY_ROW = Rows(1, NO_LIMIT)
+
+
 def _onednn_pack(weight: Tensor) -> Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)
 
@@ -74,7 +78,12 @@ def _onednn_product(states: Tensor, packed: Tensor, bias: Tensor | None = None) 
     return output
 
 
+def _pack_rounded(weight: Tensor) -> PackedWeight:
+    return pack_weight(weight.bfloat16(), weight.dtype)
+
+
 OWN = Form("our kernel", pack_weight, packed_linear)
+ROUNDED = Form("our kernel, weights in bfloat16", _pack_rounded, packed_linear)
 ONEDNN = Form("oneDNN", _onednn_pack, _onednn_product)
 FORMS = (OWN, ONEDNN)
 
@@ -84,6 +93,26 @@ def pack(weight: Tensor) -> Packed | None:
     """A packed copy of an (N, K) weight for `packed_product`; None where no form serves."""
     form = form_of(weight.dtype)
     return None if form is None else form.pack(weight.detach())
+
+
+@torch.no_grad()
+def pack_rounded(weight: Tensor) -> Packed | None:
+    """A packed copy of an (N, K) weight in bfloat16; None where that is no faster than `pack`."""
+    if weight.dtype != torch.float32 or not rounded_rows():
+        return None
+    return ROUNDED.pack(weight.detach())
+
+
+@functools.cache
+def rounded_rows() -> int:
+    """Most rows for which weights in bfloat16 make products in float32 faster here; 0 for none."""
+    exact = form_of(torch.float32)
+    if exact is None or obstacle(OWN, torch.float32) is not None:
+        return 0
+    few, many = max(TIMED_ROWS), 64
+    if _fastest_form((exact, ROUNDED), torch.float32, TIMED_ROWS) is exact:
+        return 0
+    return NO_LIMIT if _fastest_form((exact, ROUNDED), torch.float32, (many,)) is ROUNDED else few
 
 
 def packed_product(states: Tensor, packed: Packed, bias: Tensor | None = None) -> Tensor:
@@ -114,7 +143,9 @@ def form_of(dtype: torch.dtype) -> Form | None:
         if reason is not None:
             said = "linear layers in %s are not packed for the CPU by %s: %s"
             logger.log(level, said, dtype, form.name, reason)
-    return _fastest_form(usable, dtype) if len(usable) > 1 else next(iter(usable), None)
+    if len(usable) > 1:
+        return _fastest_form(usable, dtype, TIMED_ROWS)
+    return next(iter(usable), None)
 
 
 def obstacle(form: Form, dtype: torch.dtype) -> str | None:
@@ -134,8 +165,10 @@ def obstacle(form: Form, dtype: torch.dtype) -> str | None:
 
 
 @torch.no_grad()
-def _fastest_form(forms: Sequence[Form], dtype: torch.dtype) -> Form:
-    """The form whose steps take least time, on weights that no cache holds."""
+def _fastest_form(
+    forms: Sequence[Form], dtype: torch.dtype, numbers_of_rows: Sequence[int]
+) -> Form:
+    """The form whose products take least time, on weights that no cache holds."""
     size = 1024
     weights = [
         torch.full((size, size), 0.5, dtype=dtype)
@@ -143,7 +176,7 @@ def _fastest_form(forms: Sequence[Form], dtype: torch.dtype) -> Form:
     ]
     timed = [(form.product, [form.pack(weight) for weight in weights]) for form in forms]
     seconds = [0.0] * len(forms)
-    for rows in TIMED_ROWS:
+    for rows in numbers_of_rows:
         states = torch.ones(rows, size, dtype=dtype)
         seconds = [sum(pair) for pair in zip(seconds, least_seconds(states, *timed), strict=True)]
     return forms[seconds.index(min(seconds))]

@@ -28,7 +28,6 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from hf_spec.execution.cpu_linear import fast_products
 from hf_spec.execution.mixers import (
     COMMITTED,
     Call,
@@ -137,9 +136,8 @@ class RecurrentMixers:
         for same in by_length.values():
             rows, starts = [row for row, _, _ in same], [start for _, start, _ in same]
             call = Call.of(rows, starts, [places for _, _, places in same], self._begun)
-            with fast_products():
-                for mixer in self._mixers.values():
-                    mixer.replay(call)
+            for mixer in self._mixers.values():
+                mixer.replay(call)
             self._begun.update(rows)
         for mixer in self._mixers.values():
             mixer.end_round()

@@ -60,6 +60,7 @@ class ModelRunner(RowStorage):
         padding_run: how many of them were padding.
         expected_length: how many tokens a row will hold, where all that is stored is needed no more
             when `active` ends; 0 where that is not so, or nobody knows.
+        rounded: whether it drafts: its weights may then be rounded, see `fast_cpu_linears`.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class ModelRunner(RowStorage):
         self.tokens_run = 0
         self.padding_run = 0
         self.expected_length = 0
+        self.rounded = False
         self._call = ModelCall(model, hidden_layers, vocab_size)
         self._virtual_tokens = virtual_tokens
         self._attention: PackedAttention | None = None
@@ -113,7 +115,7 @@ class ModelRunner(RowStorage):
                 )
                 stack.callback(self._graphs.close)
             for part in decoding_parts(self.model):
-                stack.enter_context(fast_cpu_linears(part))
+                stack.enter_context(fast_cpu_linears(part, self.rounded))
             stack.enter_context(self._compiled.active())
             if self._virtual_tokens is not None:
                 stack.enter_context(self._virtual_tokens.active(self.model))
@@ -214,7 +216,8 @@ class ModelRunner(RowStorage):
         """Keep what is stored of each row's accepted path; see `RowStorage.keep`."""
         kept = super().keep(paths)
         if self._mixers is not None:
-            self._mixers.keep(kept)
+            with fast_products(self.rounded):
+                self._mixers.keep(kept)
         return kept
 
     def shorten(self, row: int, length: int) -> None:
@@ -247,7 +250,7 @@ class ModelRunner(RowStorage):
         self.pool.reserve(max(w.num_keys + w.fill for w in rows) + 1)
         self.forwards += 1
         before = self.tokens_run
-        with fast_products(), packed.chosen() if packed else nullcontext():
+        with fast_products(self.rounded), packed.chosen() if packed else nullcontext():
             if packed:
                 output = self._run_packed(rows, tree, drawn)
             else:

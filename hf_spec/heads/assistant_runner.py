@@ -42,7 +42,7 @@ class AssistantRunner:
     @contextmanager
     def active(self) -> Iterator[AssistantRunner]:
         """Prepare the assistant; it is as it was found when the block ends."""
-        with fast_cpu_linears(self.assistant):
+        with fast_cpu_linears(self.assistant, rounded=True):
             yield self
 
     def restart(self, row: int) -> None:
@@ -65,7 +65,7 @@ class AssistantRunner:
         self._known |= dict(zip(rows, states, strict=True))
         self._drafted = {}
 
-    @fast_products()
+    @fast_products(rounded=True)
     def run(self, nodes: Sequence[Node]) -> Tensor:
         """(M, V) what the assistant says after nodes whose parents have run, row by row."""
         self.forwards += 1

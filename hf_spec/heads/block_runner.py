@@ -48,7 +48,7 @@ class BlockRunner:
     def active(self) -> Iterator[BlockRunner]:
         """Prepare the head for packed passes; it is as it was found when the block ends."""
         with ExitStack() as stack:
-            stack.enter_context(fast_cpu_linears(self.head))
+            stack.enter_context(fast_cpu_linears(self.head, rounded=True))
             head: Any = self.head
             self._graphs = StepGraphs(head, self.pool, self.device)
             stack.callback(self._graphs.clear)
@@ -63,7 +63,7 @@ class BlockRunner:
         """Whether a row has any context."""
         return self._first[row] >= 0
 
-    @fast_products()
+    @fast_products(rounded=True)
     def learn(self, spans: Mapping[int, tuple[int, int]], states: Sequence[Tensor]) -> None:
         """See `ProposalRunner`."""
         parts = zip(*(layer.split(LEARNED_AT_ONCE) for layer in states), strict=True)
@@ -74,7 +74,7 @@ class BlockRunner:
                 self._first[row] = first
             self._waiting.setdefault(row, []).append(mine)
 
-    @fast_products()
+    @fast_products(rounded=True)
     def propose(self, roots: Mapping[int, int], depth: int) -> Proposals:
         """See `ProposalRunner`: one pass over a block for each row."""
         self._store([row for row in roots if row in self._waiting])
@@ -172,7 +172,7 @@ class BlockProposals(Proposals):
                 _, state = markov(markov.embed(roots.to(outputs.device)), outputs[:, 0], state)
             self._state = state
 
-    @fast_products()
+    @fast_products(rounded=True)
     def after(self, tokens: Tensor, parents: Tensor) -> Tensor:
         """See `Proposals`."""
         rows, level = self._descend(parents)

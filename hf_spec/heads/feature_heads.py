@@ -168,7 +168,7 @@ class NewestFeatures:
     @contextmanager
     def active(self) -> Iterator[NewestFeatures]:
         """Let the head compute its products as fast as the target does."""
-        with fast_cpu_linears(self.head):
+        with fast_cpu_linears(self.head, rounded=True):
             yield self
 
     def restart(self, row: int) -> None:

@@ -130,12 +130,12 @@ class HeadRunner:
             check_packed(self.head.attention)
             self._attention = PackedAttention(self.head.attention)
             head: Any = self.head
-            stack.enter_context(fast_cpu_linears(head))
+            stack.enter_context(fast_cpu_linears(head, rounded=True))
             self._graphs = StepGraphs(self.head.attention, self.pool, self._mask.device)
             stack.callback(self._graphs.clear)
             yield self
 
-    @fast_products()
+    @fast_products(rounded=True)
     def feed(
         self,
         rows: Sequence[PairRow],
@@ -167,7 +167,7 @@ class HeadRunner:
         parts = outputs.split([end - first + extra for _, first, end in spans])
         return torch.stack([part[-size - extra :] for part in parts]), state
 
-    @fast_products()
+    @fast_products(rounded=True)
     def grow(
         self,
         rows: Sequence[PairRow],
@@ -194,7 +194,7 @@ class HeadRunner:
             outputs = self.attend(mixed.flatten(0, 1), segments)
         return outputs.view(len(rows), blocks.count, self._size, -1), state
 
-    @fast_products()
+    @fast_products(rounded=True)
     def grow_each(
         self, rows: Sequence[PairRow], blocks: Sequence[Blocks], tokens: Tensor, features: Tensor
     ) -> Tensor:
@@ -208,7 +208,7 @@ class HeadRunner:
             segments.append(self._block_segment(row, mine, start))
         return self._run(tokens, features, segments)
 
-    @fast_products()
+    @fast_products(rounded=True)
     def attend(self, mixed: Tensor, segments: Sequence[Segment]) -> Tensor:
         """One packed pass over (T, H) mixed pairs -> (T, H) predicted features.
 
@@ -218,7 +218,7 @@ class HeadRunner:
         (positions,) = self._graphs.put([positions], step)
         return self._attend(mixed, positions, step)
 
-    @fast_products()
+    @fast_products(rounded=True)
     def lists(self, outputs: Tensor, num_ranks: int) -> tuple[Tensor, Tensor, Tensor]:
         """The likeliest tokens of (M, H) predicted features: (M, ranks) int64, best first.
 

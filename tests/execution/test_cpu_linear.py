@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import sys
 import threading
@@ -24,7 +25,9 @@ from hf_spec.execution.cpu_linear import (
     joint_product,
     set_cpu_packing,
 )
-from hf_spec.execution.packed_products import NO_LIMIT, Rows, form_of, pack, served
+from hf_spec.execution.packed_products import EVERY_ROW, NO_LIMIT, Rows, form_of, pack, served
+from tests import tiny_models
+from tests.compiler import needs_compiler
 
 WIDTH = 256
 # Few rows, the edges of the transposed form, a prompt.
@@ -61,9 +64,6 @@ def clean_store() -> Iterator[None]:
     assert not cpu_linear._forwards._given
 
 
-EVERY_ROW = Rows(1, NO_LIMIT)
-
-
 @pytest.fixture
 def model() -> Tied:
     torch.manual_seed(0)
@@ -76,8 +76,9 @@ def packed_calls(monkeypatch: pytest.MonkeyPatch) -> list[nn.Linear]:
     calls: list[nn.Linear] = []
     original = cpu_linear._packed_forward
 
-    def counting(module: nn.Linear, packed: Tensor, served: object, *rest: Any) -> object:
-        forward = original(module, packed, EVERY_ROW, *rest)
+    def counting(module: nn.Linear, copies: cpu_linear._Copies, *rest: Any) -> object:
+        copies.rows = EVERY_ROW
+        forward = original(module, copies, *rest)
 
         def counted(input: Tensor) -> Tensor:  # noqa: A002
             calls.append(module)
@@ -500,8 +501,8 @@ def test_every_shape_is_timed_once(model: Tied) -> None:
 def test_other_rows_are_left_to_linear() -> None:
     linear = nn.Linear(WIDTH, 320)
     poisoned = pack(torch.full_like(linear.weight, 1e6))
-    rows_served = Rows(3, 64)
-    forward = cpu_linear._packed_forward(linear, poisoned, rows_served, linear.bias, linear)
+    copies = cpu_linear._Copies((), poisoned, rows=Rows(3, 64))
+    forward = cpu_linear._packed_forward(linear, copies, linear.bias, linear)
     with torch.no_grad(), fast_products():
         for rows in (1, 2, 65):
             x = torch.randn(rows, WIDTH)
@@ -514,11 +515,10 @@ def test_other_rows_are_left_to_linear() -> None:
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_few_rows_are_padded(shape: tuple[int, ...], has_bias: bool) -> None:
     linear = nn.Linear(WIDTH, 320, bias=has_bias)
-    rows = Rows(1, NO_LIMIT, padded=4)
     x = torch.randn(*shape, WIDTH)
     with torch.no_grad(), fast_products():
-        packed = pack(linear.weight)
-        forward = cpu_linear._packed_forward(linear, packed, rows, linear.bias, linear)
+        copies = cpu_linear._Copies((), pack(linear.weight), rows=Rows(1, NO_LIMIT, padded=4))
+        forward = cpu_linear._packed_forward(linear, copies, linear.bias, linear)
         found = forward(x)
         torch.testing.assert_close(found, linear(x), atol=1e-4, rtol=0)
         # Models call `view` on it.
@@ -652,3 +652,108 @@ def test_a_transformers_model_keeps_its_logits(packed_calls: list[nn.Linear]) ->
                 assert_same(model(ids).logits, expected)
     # 128 x 256 is too small to pack for k and v; it is not for the other five and the head.
     assert len(packed_calls) == 3 * (2 * 5 + 1)
+
+
+@needs_compiler
+class TestRounded:
+    """Weights in bfloat16, for drafts alone."""
+
+    @pytest.fixture(autouse=True)
+    def pays(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for module in (cpu_linear, packed_products):
+            monkeypatch.setattr(module, "rounded_rows", lambda: 64)
+
+    @torch.no_grad()
+    def drafted(self, model: nn.Module, rows: int = 8) -> Tensor:
+        with fast_cpu_linears(model, rounded=True), fast_products(rounded=True):
+            return run(model, rows)
+
+    def rounded(self, model: Tied) -> Tensor:
+        """The model's output with weights in bfloat16, of products alone."""
+        copied = copy.deepcopy(model)
+        tied = copied.head.weight = nn.Parameter(model.head.weight.bfloat16().float())
+        copied.embedding.weight = nn.Parameter(model.embedding.weight.detach())
+        assert not torch.equal(tied, copied.embedding.weight)
+        for linear in (copied.up, copied.down):
+            linear.weight = nn.Parameter(linear.weight.bfloat16().float())
+        return run(copied)
+
+    def test_drafts_are(self, model: Tied) -> None:
+        found, expected = self.drafted(model), run(model)
+        # Processors that multiply bfloat16 round the states as well.
+        assert (found - self.rounded(model)).norm() < 0.01 * expected.norm()
+        assert 1e-4 * expected.norm() < (found - expected).norm()
+        exact = sum(one.weight.nbytes for one in (model.up, model.down, model.head))
+        assert cpu_packing_bytes() < 0.6 * exact
+
+    def test_what_others_compute_with_the_same_modules_is_not(self, model: Tied) -> None:
+        expected, drafted = run(model), self.drafted(model)
+        clear_cpu_packing()
+        for first, second in ((True, False), (False, True)):
+            with fast_cpu_linears(model, first), fast_cpu_linears(model, second):
+                with torch.no_grad(), fast_products(rounded=True):
+                    assert torch.equal(run(model), drafted)
+                    with fast_products():
+                        assert_same(run(model), expected)
+                    assert torch.equal(run(model), drafted)
+                assert torch.equal(run(model), expected)
+            clear_cpu_packing()
+
+    def test_a_block_of_its_own_for_each(self, model: Tied, packed_calls: list[nn.Linear]) -> None:
+        """Copies stay, and each block finds those that it needs."""
+        expected = run(model)
+        for _ in range(2):
+            drafted = self.drafted(model)
+            assert_same(run_fast(model), expected)
+        assert not torch.equal(drafted, expected)
+        assert len(packed_calls) == 4 * 3
+        kept = cpu_packing_bytes()
+        self.drafted(model)
+        assert cpu_packing_bytes() == kept
+
+    def test_changed_weights_are_rounded_again(self, model: Tied) -> None:
+        before = self.drafted(model)
+        model.up.weight.data.neg_()
+        after = self.drafted(model)
+        assert not torch.allclose(before, after, atol=1.0)
+        assert (after - self.rounded(model)).norm() < 0.01 * after.norm()
+
+    def test_more_rows_than_pay_are_exact(self, model: Tied) -> None:
+        assert torch.equal(self.drafted(model, 65), run(model, 65))
+
+    def test_nothing_is_where_it_does_not_pay(
+        self, model: Tied, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(packed_products, "rounded_rows", lambda: 0)
+        assert_same(self.drafted(model), run(model))
+        assert cpu_packing_bytes() >= model.up.weight.nbytes
+
+    def test_bfloat16_is_as_it_is(self) -> None:
+        model = Tied().bfloat16()
+        assert torch.equal(self.drafted(model), run_fast(model))
+
+    @pytest.mark.parametrize(
+        "strategy",
+        ["draft", "tree", "falcon", "eagle", "block", "heads", "disco", "gemma_assistant"],
+    )
+    def test_it_reaches_no_target(self, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Copies full of nonsense serve drafts, and change no output."""
+        nonsense, used = [], []
+
+        def spoiled(weight: Tensor) -> object:
+            nonsense.append(pack(torch.full_like(weight, 7.0)))
+            return nonsense[-1]
+
+        def product(states: Tensor, packed: Any, *rest: Any) -> Tensor:
+            used.extend(one for one in nonsense if one is packed)
+            return packed_products.packed_product(states, packed, *rest)
+
+        monkeypatch.setattr(cpu_linear, "MIN_WEIGHT_ELEMENTS", 1)
+        monkeypatch.setattr(cpu_linear, "pack_rounded", spoiled)
+        monkeypatch.setattr(cpu_linear, "packed_product", product)
+        model, prompt = tiny_models.build("llama"), tiny_models.settled_prompt("llama")
+        call = {"max_new_tokens": 12, "do_sample": False}
+        plain = model.generate(prompt, **call)
+        found = model.generate(prompt, **call, **tiny_models.speculation("llama", strategy))
+        assert torch.equal(found, plain)
+        assert used

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from hf_spec_kernels import using
 from torch import Tensor
 
 import hf_spec

@@ -74,6 +74,26 @@ def test_the_reference_is_what_the_kernel_computes() -> None:
     assert launches["packed_linear"] == before + 1
 
 
+@pytest.mark.parametrize("rows", ROWS)
+def test_states_in_float32_meet_weights_in_bfloat16(rows: int) -> None:
+    weight, bias, states = numbers(70, 31).bfloat16(), numbers(70), numbers(rows, 31)
+    packed = pack_weight(weight, torch.float32)
+    assert packed.nbytes < 0.6 * pack_weight(weight.float()).nbytes
+    assert torch.equal(packed.unpacked(), weight)
+    found, expected = packed_linear(states, packed, bias), F.linear(states, weight.float(), bias)
+    assert found.dtype == torch.float32
+    # Sums of 31 products of size one, of states that may be rounded.
+    torch.testing.assert_close(found, expected, rtol=0.01, atol=0.05)
+    reference = packed_linear(states, packed, bias, impl="torch")
+    torch.testing.assert_close(reference, expected, rtol=1e-5, atol=1e-5)
+    alone = [packed_linear(row[None], packed, bias) for row in states]
+    assert torch.equal(found, torch.cat([found[:0], *alone]))
+    with pytest.raises(TypeError, match=r"bfloat16 on cpu with a weight for torch\.float32"):
+        packed_linear(states.bfloat16(), packed)
+    with pytest.raises(TypeError, match=r"float32 on cpu for states of torch\.bfloat16"):
+        pack_weight(weight.float(), torch.bfloat16)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_packing_keeps_every_weight(dtype: torch.dtype) -> None:
     weight = numbers(100, 30, dtype=dtype)
@@ -139,12 +159,16 @@ def test_what_does_not_fit_is_refused(
 
 
 def test_other_weights_and_implementations_are_refused() -> None:
-    with pytest.raises(TypeError, match=r"torch\.float64 on cpu; the kernel takes"):
+    with pytest.raises(
+        TypeError, match=r"torch\.float64 on cpu for states of torch\.float64; the kernel takes"
+    ):
         pack_weight(numbers(5, 8).double())
     with pytest.raises(TypeError, match="on meta"):
         pack_weight(torch.empty(5, 8, device="meta"))
     with pytest.raises(ValueError, match="impl='triton'; choose auto, torch"):
-        packed_linear(numbers(2, 8), PackedWeight(numbers(1, 8, 32, 1), 5, 8), impl="triton")
+        packed_linear(
+            numbers(2, 8), PackedWeight(numbers(1, 8, 32, 1), 5, 8, torch.float32), impl="triton"
+        )
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names of x86 processors")

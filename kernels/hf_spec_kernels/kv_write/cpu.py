@@ -13,7 +13,7 @@ from hf_spec_kernels.dispatch import launches
 
 SOURCE = Path(__file__).with_name("kernel.cpp")
 _ADDRESS, _INT = ctypes.c_void_p, ctypes.c_int64
-_SIGNATURE = [_ADDRESS, _INT, _INT, _ADDRESS, _INT, _INT, _INT, _ADDRESS, _INT, _INT, _INT]
+_SIGNATURE = (_ADDRESS, _INT, _INT, _ADDRESS, _INT, _INT, _INT, _ADDRESS, _INT, _INT, _INT)
 
 
 def kv_write(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, place: Tensor) -> None:

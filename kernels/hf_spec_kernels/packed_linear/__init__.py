@@ -20,6 +20,11 @@ from hf_spec_kernels.dispatch import CPU_DTYPES, launches
 
 __all__ = ["BuildError", "PackedWeight", "pack_weight", "packed_linear"]
 
+# Of states and weights -> the name of what multiplies them.
+_NAMES = {
+    **{(dtype, dtype): name for dtype, name in CPU_DTYPES.items()},
+    (torch.float32, torch.bfloat16): "float32_by_bfloat16",
+}
 # Four tensors, their sizes, and the number of threads.
 _SIGNATURE = [*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 3, ctypes.c_int]
 
@@ -32,11 +37,13 @@ class PackedWeight:
         blocks: (ceil(N / b), ceil(K / i), b, i), the weights of b outputs for i inputs, then for
             the next ones; zeros after the last output and input. The processor decides on b and i.
         num_outputs, num_inputs: N and K.
+        dtype: of the states that it is for.
     """
 
     blocks: Tensor
     num_outputs: int
     num_inputs: int
+    dtype: torch.dtype
 
     @property
     def nbytes(self) -> int:
@@ -49,22 +56,30 @@ class PackedWeight:
         return whole[: self.num_outputs, : self.num_inputs]
 
 
-def pack_weight(weight: Tensor) -> PackedWeight:
+def pack_weight(weight: Tensor, states: torch.dtype | None = None) -> PackedWeight:
     """Arrange a copy of an (N, K) weight for `packed_linear`.
 
-    float32 or bfloat16 on the CPU; all else is a `TypeError`. Where the kernel cannot be built it
-    is a `BuildError`.
+    Args:
+        weight: float32 or bfloat16, on the CPU.
+        states: the dtype of the states; by default the weight's. Weights in bfloat16 take states
+            in float32, too, which are rounded where the processor multiplies bfloat16 by itself.
+
+    Raises:
+        TypeError: for anything else.
+        BuildError: where the kernel cannot be built.
     """
-    if weight.dtype not in CPU_DTYPES or weight.device.type != "cpu":
+    states = weight.dtype if states is None else states
+    if (states, weight.dtype) not in _NAMES or weight.device.type != "cpu":
         raise TypeError(
-            f"a weight of {weight.dtype} on {weight.device}; the kernel takes "
-            f"{' and '.join(map(str, CPU_DTYPES))} on the CPU"
+            f"a weight of {weight.dtype} on {weight.device} for states of {states}; the kernel "
+            "takes torch.float32 and torch.bfloat16 on the CPU, and float32 by bfloat16"
         )
     library, (num_outputs, num_inputs) = _library(), weight.shape
-    size, together = library.block_size(), getattr(library, f"inputs_{CPU_DTYPES[weight.dtype]}")()
+    size = library.block_size()
+    together = getattr(library, f"inputs_{_NAMES[states, weight.dtype]}")()
     padded = F.pad(weight, (0, -num_inputs % together, 0, -num_outputs % size))
     blocks = padded.view(-1, size, padded.shape[1] // together, together)
-    return PackedWeight(blocks.transpose(1, 2).contiguous(), num_outputs, num_inputs)
+    return PackedWeight(blocks.transpose(1, 2).contiguous(), num_outputs, num_inputs, states)
 
 
 def packed_linear(
@@ -75,7 +90,7 @@ def packed_linear(
     Sums are float32, rounded to the dtype at the end.
 
     Args:
-        states: (..., K), on the CPU and of the weight's dtype.
+        states: (..., K), on the CPU, of the dtype that the weight was packed for.
         weight: from `pack_weight`.
         bias: (N,), contiguous, likewise, or None.
         impl: "auto" is the kernel, "torch" the reference.
@@ -89,23 +104,23 @@ def packed_linear(
     blocks, num_outputs, num_inputs = weight.blocks, weight.num_outputs, weight.num_inputs
     if impl not in ("auto", "torch"):
         raise ValueError(f"impl={impl!r}; choose auto, torch")
-    if states.dtype != blocks.dtype or states.device != blocks.device:
+    if states.dtype != weight.dtype or states.device != blocks.device:
         raise TypeError(
-            f"states of {states.dtype} on {states.device} with a weight of {blocks.dtype} on "
+            f"states of {states.dtype} on {states.device} with a weight for {weight.dtype} on "
             f"{blocks.device}"
         )
     if states.shape[-1] != num_inputs:
         raise ValueError(f"states of width {states.shape[-1]} with a weight of {num_inputs} inputs")
-    if bias is not None and (bias.dtype != blocks.dtype or bias.shape != (num_outputs,)):
+    if bias is not None and (bias.dtype != states.dtype or bias.shape != (num_outputs,)):
         raise ValueError(
-            f"a bias of {bias.dtype}, {tuple(bias.shape)} with a weight of {blocks.dtype} and "
+            f"a bias of {bias.dtype}, {tuple(bias.shape)} with states of {states.dtype} and "
             f"{num_outputs} outputs"
         )
     if impl == "torch":
-        return F.linear(states, weight.unpacked(), bias)
+        return F.linear(states, weight.unpacked().to(states.dtype), bias)
     states = states.contiguous()
     results = states.new_empty(*states.shape[:-1], num_outputs)
-    getattr(_library(), f"linear_{CPU_DTYPES[blocks.dtype]}")(
+    getattr(_library(), f"linear_{_NAMES[states.dtype, blocks.dtype]}")(
         states.data_ptr(),
         blocks.data_ptr(),
         None if bias is None else bias.data_ptr(),
@@ -122,7 +137,7 @@ def packed_linear(
 @cache
 def _library() -> ctypes.CDLL:
     library = load(Path(__file__).with_name("kernel.cpp"))
-    for name in CPU_DTYPES.values():
+    for name in _NAMES.values():
         function = getattr(library, f"linear_{name}")
         function.argtypes, function.restype = _SIGNATURE, None
     return library

@@ -22,28 +22,34 @@ constexpr int MAX_ROWS = REGISTERS * 3 / 4 / VECTORS;
 // How far ahead of its use the weight is asked for, in bytes.
 constexpr int AHEAD = 4096;
 
-// How a weight of one type meets the states: INPUTS of them at a time.
-template <typename T>
+// How weights of one type meet states of another: INPUTS of them at a time.
+template <typename T, typename W>
 struct Step {
     static constexpr int INPUTS = 1;
     using State = float;
 
     static State state(const T* from, int64_t) { return widened(*from); }
 
-    static Floats add(Floats sums, State state, const T* weights) {
+    static Floats add(Floats sums, State state, const W* weights) {
         return sums + state * load(weights);
     }
 };
 
 #if defined(__AVX512BF16__)
-// Two products and their sum in one instruction.
-template <>
-struct Step<bfloat16> {
+// Two products and their sum in one instruction, for which states in float32 are rounded.
+template <typename T>
+struct Step<T, bfloat16> {
     static constexpr int INPUTS = 2;
     using State = uint32_t;
 
-    static State state(const bfloat16* from, int64_t left) {
-        return from[0].bits | (left > 1 ? static_cast<uint32_t>(from[1].bits) << 16 : 0u);
+    static uint32_t bits(T value) {
+        bfloat16 rounded;
+        narrow(widened(value), rounded);
+        return rounded.bits;
+    }
+
+    static State state(const T* from, int64_t left) {
+        return bits(from[0]) | (left > 1 ? bits(from[1]) << 16 : 0u);
     }
 
     static Floats add(Floats sums, State state, const bfloat16* weights) {
@@ -66,13 +72,13 @@ struct Groups {
 
 // What one call computes: a weight in blocks, (rows, outputs) results, and states, of which a group
 // lies together, one step of all its rows after the other.
-template <typename T>
+template <typename T, typename W>
 struct Product {
-    using State = typename Step<T>::State;
-    static constexpr int INPUTS = Step<T>::INPUTS;
+    using State = typename Step<T, W>::State;
+    static constexpr int INPUTS = Step<T, W>::INPUTS;
 
     const State* states;
-    const T* weight;
+    const W* weight;
     const T* bias;
     T* results;
     Groups groups;
@@ -83,12 +89,12 @@ struct Product {
     void tile(int64_t row, int64_t output) const {
         Floats sums[ROWS][VECTORS] = {};
         const State* mine = states + row * steps;
-        const T* from = weight + output * steps * INPUTS;
+        const W* from = weight + output * steps * INPUTS;
         for (int64_t step = 0; step < steps; ++step, mine += ROWS, from += BLOCK * INPUTS) {
             for (int v = 0; v < VECTORS; ++v) {
-                const T* weights = from + v * LANES * INPUTS;
+                const W* weights = from + v * LANES * INPUTS;
                 __builtin_prefetch(reinterpret_cast<const char*>(weights) + AHEAD);
-                for (int r = 0; r < ROWS; ++r) sums[r][v] = Step<T>::add(sums[r][v], mine[r], weights);
+                for (int r = 0; r < ROWS; ++r) sums[r][v] = Step<T, W>::add(sums[r][v], mine[r], weights);
             }
         }
         const int64_t wanted = std::min<int64_t>(BLOCK, outputs - output);
@@ -118,42 +124,42 @@ struct Product {
     }
 };
 
-template <typename T>
-void linear(const T* states, const T* weight, const T* bias, T* results, int64_t rows,
+template <typename T, typename W>
+void linear(const T* states, const W* weight, const T* bias, T* results, int64_t rows,
             int64_t inputs, int64_t outputs, int threads) {
     if (rows == 0) return;
-    constexpr int INPUTS = Step<T>::INPUTS;
+    constexpr int INPUTS = Step<T, W>::INPUTS;
     const Groups groups(rows);
     const int64_t steps = (inputs + INPUTS - 1) / INPUTS;
-    std::vector<typename Step<T>::State> grouped(rows * steps);
+    std::vector<typename Step<T, W>::State> grouped(rows * steps);
     auto to = grouped.begin();
     for (int64_t group = 0; group < groups.count; ++group) {
         const T* from = states + groups.begin(group) * inputs;
         for (int64_t input = 0; input < inputs; input += INPUTS)
             for (int64_t r = 0; r < groups.size(group); ++r)
-                *to++ = Step<T>::state(from + r * inputs + input, inputs - input);
+                *to++ = Step<T, W>::state(from + r * inputs + input, inputs - input);
     }
-    Product<T>{grouped.data(), weight, bias, results, groups, steps, outputs}.run(threads);
+    Product<T, W>{grouped.data(), weight, bias, results, groups, steps, outputs}.run(threads);
 }
 
 }  // namespace
 
+#define LINEAR(NAME, STATES, WEIGHTS)                                                             \
+    /* How many inputs of an output lie together. */                                              \
+    int inputs_##NAME() { return Step<STATES, WEIGHTS>::INPUTS; }                                 \
+    void linear_##NAME(const STATES* states, const WEIGHTS* weight, const STATES* bias,           \
+                       STATES* results, int64_t rows, int64_t inputs, int64_t outputs,            \
+                       int threads) {                                                             \
+        linear(states, weight, bias, results, rows, inputs, outputs, threads);                    \
+    }
+
 extern "C" {
 
-// How a weight lies: in blocks of so many outputs, and so many inputs of an output at a time.
+// A weight lies in blocks of so many outputs.
 int block_size() { return BLOCK; }
-int inputs_float32() { return Step<float>::INPUTS; }
-int inputs_bfloat16() { return Step<bfloat16>::INPUTS; }
 
-void linear_float32(const float* states, const float* weight, const float* bias, float* results,
-                    int64_t rows, int64_t inputs, int64_t outputs, int threads) {
-    linear(states, weight, bias, results, rows, inputs, outputs, threads);
-}
-
-void linear_bfloat16(const bfloat16* states, const bfloat16* weight, const bfloat16* bias,
-                     bfloat16* results, int64_t rows, int64_t inputs, int64_t outputs,
-                     int threads) {
-    linear(states, weight, bias, results, rows, inputs, outputs, threads);
-}
+LINEAR(float32, float, float)
+LINEAR(bfloat16, bfloat16, bfloat16)
+LINEAR(float32_by_bfloat16, float, bfloat16)
 
 }  // extern "C"
