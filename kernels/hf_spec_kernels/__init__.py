@@ -9,11 +9,12 @@
 `packed_linear`          linear layers of a few rows on a CPU, at the speed of memory
 =======================  =========================================================================
 
-The last one is C++ for a CPU and has a module of its own, which calls the machine's compiler once.
-Every other op takes `impl="auto" | "triton" | "torch"`. "auto" is the kernel for tensors on a GPU
-and the reference elsewhere. What the kernel cannot read is a TypeError or a ValueError. Importing
-this package imports torch alone; Triton follows with the first kernel, and where it is not
-installed the references serve.
+The last one is C++ for a CPU and has a module of its own. Every other op takes `impl="auto" |
+"triton" | "torch"`. "auto" is the kernel for tensors on a GPU and the reference elsewhere;
+`ragged_tree_attention` and `kv_write` also have a form "cpp", which "auto" is on a CPU. The
+machine's compiler builds C++ once, when it is first needed. What a kernel cannot read is a
+TypeError or a ValueError. Importing this package imports torch alone; Triton follows with the first
+kernel, and where it, or a compiler, is missing, the references serve.
 """
 
 from hf_spec_kernels.dispatch import has_triton, launches, serves, using
