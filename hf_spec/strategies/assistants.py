@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_spec.heads.families
 import hf_spec.models.methods  # noqa: F401 - the methods become known
-from hf_spec.adapters.adapter import PEFT_TYPE
+from hf_spec.adapters.adapter import PEFT_TYPE, BaseModel
 from hf_spec.adapters.folder import SpecAdapter, active_adapters, is_adapter, load_adapter
 from hf_spec.adapters.hub import Place
 from hf_spec.adapters.published import (
@@ -149,8 +149,8 @@ def resolve_published(
     """What a strategy works with, made of the published head that `assistant` stands for.
 
     That is its folder or Hub id, a `PublishedHead`, or what a builder of a family in `kinds` has
-    made, which says so by its attribute `strategy`. Messages name the `strategy`; `reading` is what
-    the user says of the files against their config.
+    made: its attributes `strategy` and `base` say what for. Messages name the `strategy`;
+    `reading` is what the user says of the files against their config.
 
     Raises:
         AssistantError: if it is missing, damaged, of another family, or for another target.
@@ -176,11 +176,21 @@ def resolve_published(
                 f"and this {type(assistant).__name__} was made of them before; pass "
                 "assistant=<folder or Hub id>, or leave them out"
             )
+        _check_built(assistant, target)
         return assistant
     raise AssistantError(
         f"spec_strategy={strategy!r} needs a published head: pass assistant=<folder or Hub id>; "
         f"got {type(assistant).__name__}"
     )
+
+
+def _check_built(head: Any, target: PreTrainedModel) -> None:
+    """Refuse a head that was built for another target than `target`."""
+    if (difference := head.base.difference(BaseModel.of(target))) is not None:
+        raise AssistantError(
+            f"this {type(head).__name__} was built for {difference}: build it for this model, or "
+            "pass its folder or Hub id as assistant="
+        )
 
 
 def resolve_inside(strategy: str, target: PreTrainedModel, make: Callable[[], Made]) -> Made:

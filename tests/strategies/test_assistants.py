@@ -22,10 +22,12 @@ from transformers import (
 
 from hf_spec import AssistantError
 from hf_spec.adapters.folder import save_adapter
+from hf_spec.adapters.published import read_published
 from hf_spec.generation.peft_type import SpecPeftConfig
 from hf_spec.models.trained_draft import TrainableDraft
 from hf_spec.strategies.assistants import (
     adapter_module,
+    build_published,
     find_assistant,
     resolve_draft_model,
     resolve_falcon_head,
@@ -33,8 +35,11 @@ from hf_spec.strategies.assistants import (
 from hf_spec.strategies.assistants import (
     build as build_module,
 )
+from hf_spec.strategies.registry import make_drafter, parse_strategy
 from tests.adapters.samples import METHODS, sample
+from tests.feature_reference import deepspec, medusa, speculator
 from tests.published_heads import sample as published
+from tests.refusals import refuse, small_llama
 from tests.tiny_models import VOCAB, build, repetitive_prompt
 
 SMALL = {
@@ -201,6 +206,34 @@ class TestDraftAdapter:
     def test_another_target_is_refused(self, adapter: Path) -> None:
         with pytest.raises(AssistantError, match="other weights"):
             resolve_draft_model("draft", adapter, build("llama", seed=1))
+
+
+# One per class of built heads.
+HEADS = {
+    "EagleHead": lambda: read_published(published("eagle3").folder),
+    "FirstEagleHead": lambda: read_published(published("eagle").folder),
+    "BlockHead": deepspec,
+    "MedusaHeads": medusa,
+    "MlpSpeculator": speculator,
+}
+
+
+class TestBuiltHeads:
+    """Heads made of their files before, which know what they were made for."""
+
+    @pytest.mark.parametrize("kind", HEADS)
+    def test_another_target_is_refused(self, kind: str) -> None:
+        target = build("llama")
+        head = build_published(HEADS[kind](), target)
+        assert type(head).__name__ == kind
+        call = {"error": AssistantError, "assistant": head}
+        who = f"this {kind} was built for 'LlamaForCausalLM'"
+        for strategy in (head.strategy, "auto"):
+            call["spec_strategy"] = strategy
+            refuse(rf"{who}; 'Qwen2.*' has .* other weights: build", model=build("qwen2"), **call)
+        refuse(f"{who} with hidden_size 32; 'LlamaFor.*' has 16", model=small_llama(), **call)
+        # The same weights are the same target.
+        assert make_drafter(parse_strategy(head.strategy), copy.deepcopy(target), head)
 
 
 class TestAdapterObjects:
