@@ -32,6 +32,7 @@ from hf_spec.execution.vocabulary import PADDED_ROWS, num_embeddings
 from hf_spec.models.falcon_head import METHOD as FALCON
 from hf_spec.models.falcon_head import FalconHead
 from hf_spec.models.trained_draft import METHOD as DRAFT
+from hf_spec.models.truncated import named_layers, truncated_draft
 
 Made = TypeVar("Made")
 
@@ -254,10 +255,12 @@ def find_assistant(assistant: Any, target: PreTrainedModel, methods: Collection[
 
     Returns:
         The adapter of a PEFT model that carries one; for None the one attached to the target,
-        several as a list, or None; everything else as it is.
+        several as a list, or None; for "truncated:N" the target's own first N layers, made once;
+        everything else as it is.
 
     Raises:
         AssistantError: if several adapters are attached to the target and the strategy uses one.
+        OptionError: if the target has no N layers to cut off.
     """
     if isinstance(assistant, (list, tuple)):
         return [None if one is None else find_assistant(one, target, methods) for one in assistant]
@@ -266,6 +269,8 @@ def find_assistant(assistant: Any, target: PreTrainedModel, methods: Collection[
         return next(iter(active_adapters(unwrap())), assistant)
     if isinstance(assistant, str) and not assistant.strip():
         raise AssistantError(f"assistant={assistant!r} names nothing; give a folder or a Hub id")
+    if (count := named_layers(assistant)) is not None:
+        return made_once(target, (named_layers, count), lambda: truncated_draft(target, count))
     if assistant is not None:
         return assistant
     fitting = [a for a in active_adapters(target) if methods is None or a.method in methods]

@@ -20,7 +20,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from hf_spec import AssistantError
+from hf_spec import AssistantError, OptionError, truncated_draft
 from hf_spec.adapters.folder import save_adapter
 from hf_spec.adapters.published import read_published
 from hf_spec.generation.peft_type import SpecPeftConfig
@@ -79,6 +79,33 @@ def test_a_peft_model_is_taken_with_its_adapters(target: PreTrainedModel) -> Non
     with torch.no_grad():
         assert torch.equal(model(prompt).logits, adapted(prompt).logits)
         assert not torch.equal(model(prompt).logits, target(prompt).logits)
+
+
+class TestOwnLayers:
+    """`truncated:N`, wherever an assistant is named."""
+
+    def test_they_are_cut_off_once(self, target: PreTrainedModel) -> None:
+        cut, again, other = find_assistant(["truncated:2", "truncated:2", "a/b"], target, None)
+        assert cut.config.num_hidden_layers == 2
+        assert again is cut
+        assert other == "a/b"
+
+    @pytest.mark.parametrize("strategy", ["draft", "auto", "gsd"])
+    def test_they_draft(self, target: PreTrainedModel, strategy: str) -> None:
+        call = {"max_new_tokens": 12, "do_sample": False}
+        given = {**call, "spec_strategy": strategy, "return_dict_in_generate": True}
+        by_name, by_hand = (
+            target.generate(repetitive_prompt(), **given, assistant=draft)
+            for draft in ("truncated:2", truncated_draft(target, 2))
+        )
+        assert torch.equal(by_name.sequences, target.generate(repetitive_prompt(), **call))
+        assert by_name.spec_stats.draft_forwards == by_hand.spec_stats.draft_forwards > 0
+
+    @pytest.mark.parametrize("name", ["truncated:x", "truncated:", "truncated:-1", "truncated:3"])
+    def test_layers_that_are_not_there(self, target: PreTrainedModel, name: str) -> None:
+        match = "num_layers=3: .* 1 to 2" if name.endswith("3") else "N a number"
+        call = {"spec_strategy": "tree", "assistant": name}
+        refuse(match, error=OptionError, model=target, **call)
 
 
 class TestFolder:
