@@ -218,6 +218,9 @@ def _obstacle(layer: nn.Module) -> str | None:
         return "it is not on a CPU"
     if {type(tensor) for tensor in tensors} - {Tensor, nn.Parameter}:
         return "its weights are of a class of their own"
+    kinds = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+    if odd := sorted(_name(kind) for kind in kinds - TOLERANCE.keys()):
+        return f"it has weights in {odd[0]}; {', '.join(map(_name, TOLERANCE))} are compiled"
     if every_module._global_forward_hooks or every_module._global_forward_pre_hooks:
         return "there are hooks of all modules"
     for module in layer.modules():
@@ -229,6 +232,10 @@ def _obstacle(layer: nn.Module) -> str | None:
         if own or not seen or hasattr(module, "_hf_hook"):
             return "it has hooks or a forward of its own"
     return None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _agree(found: Any, expected: Any) -> bool:
