@@ -102,7 +102,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     scripts = {**METHODS, "falcon": FALCON, "loop": LOOP}
     parts = [f"folder = start({name!r})\n{scripts[name]}\nfinish()" for name in scripts]
     source = START + "\n".join(parts)
-    return run_on_one_and_two(source, tmp_path_factory.mktemp("trained"), 29631)
+    return run_on_one_and_two(source, tmp_path_factory.mktemp("trained"))
 
 
 @pytest.mark.parametrize("method", METHODS)
