@@ -41,7 +41,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     image_cases.build("gemma3").save_pretrained(folder / "images")
     heads = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 24}
     small_llama(**heads, head_dim=8).save_pretrained(folder / "odd")
-    run_together(Path(two_processes.__file__), {folder: 2})
+    done = run_together(Path(two_processes.__file__), {folder: 2})
+    assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
 
 

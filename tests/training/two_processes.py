@@ -48,20 +48,22 @@ for count, folder in zip(runs[::2], runs[1::2]):
 """
 
 
-def run_together(script: Path, runs: Mapping[Path, int]) -> None:
+def run_together(
+    script: Path, runs: Mapping[Path, int], **variables: str
+) -> subprocess.CompletedProcess[str]:
     """Run a script in so many processes for each folder, which it is told; one after the other."""
     told = [word for folder, count in runs.items() for word in (str(count), str(folder))]
     paths = f"{ROOT}:{ROOT / 'kernels'}"
-    done = subprocess.run(
+    usual = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
+    return subprocess.run(
         [sys.executable, "-c", FORK, str(script), *told],
         check=False,
-        env={"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
+        env={**usual, **variables},
         capture_output=True,
         text=True,
         cwd=ROOT,
         timeout=600,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def run_on_one_and_two(source: str, folder: Path) -> tuple[Path, Path]:
@@ -69,5 +71,6 @@ def run_on_one_and_two(source: str, folder: Path) -> tuple[Path, Path]:
     script = folder / "script.py"
     script.write_text(source)
     one, two = folder / "one", folder / "two"
-    run_together(script, {one: 1, two: 2})
+    done = run_together(script, {one: 1, two: 2})
+    assert done.returncode == 0, done.stderr[-3000:]
     return one, two
