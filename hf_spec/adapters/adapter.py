@@ -141,22 +141,24 @@ class BaseModel:
             tuple(float(f"{value:.6g}") for value in sample),
         )
 
-    def check(self, model: PreTrainedModel) -> None:
-        """Refuse a model that is not this one (`AssistantError`), with what differs."""
-        other = BaseModel.of(model)
+    def difference(self, other: BaseModel) -> str | None:
+        """What tells another model from this one, with both names; None if it is the same."""
         for name in ("hidden_size", "num_layers", "vocab_size"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
-                raise AssistantError(
-                    f"the adapter was trained for {self.name!r} with {name} {mine}; "
-                    f"{other.name!r} has {theirs}: load the adapter's own base model"
-                )
+                return f"{self.name!r} with {name} {mine}; {other.name!r} has {theirs}"
         pairs = zip(self.fingerprint, other.fingerprint, strict=True)
         scale = max(abs(value) for value in self.fingerprint)
         if any(abs(a - b) > FINGERPRINT_TOLERANCE * scale for a, b in pairs):
+            return f"{self.name!r}; {other.name!r} has the same sizes but other weights"
+        return None
+
+    def check(self, model: PreTrainedModel) -> None:
+        """Refuse a model that an adapter of this one is not for (`AssistantError`)."""
+        if (difference := self.difference(BaseModel.of(model))) is not None:
             raise AssistantError(
-                f"the adapter was trained for {self.name!r}; {other.name!r} has the same sizes but "
-                "other weights: load the adapter's own base model, or train an adapter for this one"
+                f"the adapter was trained for {difference}: load the adapter's own base model, or "
+                "train an adapter for this one"
             )
 
 

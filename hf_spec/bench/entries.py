@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Iterable, Sequence
-from functools import cache, partial
+from collections.abc import Iterable, Sequence
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
@@ -13,8 +11,8 @@ from transformers import PreTrainedModel
 
 from hf_spec.drafting.config import StrategyConfig
 from hf_spec.errors import AssistantError, OptionError
-from hf_spec.models.truncated import truncated_draft
-from hf_spec.strategies.registry import parse_strategy
+from hf_spec.strategies.assistants import find_assistant
+from hf_spec.strategies.registry import make_drafter, parse_strategy
 
 
 class Entry(NamedTuple):
@@ -85,6 +83,17 @@ def parse_entries(
     return found
 
 
+def found_entry(entry: Entry, model: PreTrainedModel) -> Entry:
+    """An entry by its short name, with what its assistant is to `model`.
+
+    Raises:
+        SpecError: if that does not fit.
+    """
+    assistant = find_assistant(entry.assistant, model, entry.config.adapter_methods)
+    make_drafter(entry.config, model, assistant)
+    return Entry(entry.short_name, entry.config, assistant)
+
+
 def _split(text: str) -> list[str]:
     """The parts between commas outside of brackets."""
     parts, depth = [""], 0
@@ -95,16 +104,3 @@ def _split(text: str) -> list[str]:
         else:
             parts[-1] += letter
     return parts
-
-
-def assistant_finder(model: PreTrainedModel) -> Callable[[Any], Any]:
-    """What turns `truncated:N`, alone or in a list, into the first N layers of `model`, once."""
-    cut = cache(partial(truncated_draft, model))
-
-    def find(given: Any) -> Any:
-        if isinstance(given, list):
-            return [find(one) for one in given]
-        named = re.fullmatch(r"truncated:(\d+)", given) if isinstance(given, str) else None
-        return given if named is None else cut(int(named[1]))
-
-    return find

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from hf_spec.bench import contenders as ways
 from hf_spec.bench.contenders import Contender, Settings
-from hf_spec.bench.entries import Entry, assistant_finder
+from hf_spec.bench.entries import Entry, found_entry
 from hf_spec.bench.known_answers import PlainAnswers, oracle, synthetic
 from hf_spec.bench.profiling import profiled
 from hf_spec.bench.runner import Plan, Record, time_contenders
@@ -30,8 +30,11 @@ from hf_spec.errors import OptionError
 from hf_spec.execution.model_checks import check_model
 from hf_spec.execution.vocabulary import num_embeddings
 from hf_spec.models.trained_draft import METHOD as DRAFT
-from hf_spec.strategies.assistants import read_draft_model, resolve_draft_model
-from hf_spec.strategies.registry import make_drafter
+from hf_spec.strategies.assistants import (
+    find_assistant,
+    read_draft_model,
+    resolve_draft_model,
+)
 from hf_spec.training.responses import end_tokens
 
 # Tokens before the root where the cost of a forward is measured.
@@ -189,11 +192,8 @@ def make_contenders(
         SpecError: if an assistant cannot be used, two entries are the same, or compiling fails.
     """
     check_model(model)
-    find = assistant_finder(model)
-    ours = [Entry(one.short_name, one.config, find(one.assistant)) for one in entries]
-    for entry in ours:
-        # An adapter that does not fit is refused here, not when its turn comes.
-        make_drafter(entry.config, model, entry.assistant)
+    # An adapter that does not fit is refused here, not when its turn comes.
+    ours = [found_entry(entry, model) for entry in entries]
     found: list[Contender | None] = [ways.plain(model, settings)]
     if suite.compiled:
         found.append(ways.compiled(model, settings))
@@ -215,7 +215,8 @@ def make_contenders(
     if suite.synthetic_acceptance is not None:
         found.append(synthetic(model, suite.synthetic_acceptance, suite.synthetic_length))
     if suite.oracle is not None:
-        found.append(oracle(model, resolve_draft_model("oracle", find(suite.oracle), model)))
+        draft = find_assistant(suite.oracle, model, (DRAFT,))
+        found.append(oracle(model, resolve_draft_model("oracle", draft, model)))
     contenders = [contender for contender in found if contender is not None]
     for name, count in Counter(contender.name for contender in contenders).items():
         if count > 1:

@@ -26,10 +26,7 @@ def bench(  # noqa: PLR0913 - one parameter an option
     model: options.ModelArgument,
     strategy: Annotated[
         list[str] | None,
-        typer.Option(
-            help=f"{options.ENTRY}, without spaces; may be repeated; lookup by default. An "
-            "assistant truncated:N is the model's own first N layers."
-        ),
+        typer.Option(help=f"{options.ENTRY}, without spaces; may be repeated; lookup by default."),
     ] = None,
     assistant: options.Assistants = None,
     prompts: options.Prompts = None,

@@ -63,8 +63,17 @@ def _device(name: str | None) -> torch.device:
         place = torch.device(name) if name else own_device()
     except RuntimeError as error:
         raise OptionError(f"--device {name}: choose cpu, cuda or cuda:1") from error
+    if place.type == "meta":
+        raise OptionError(f"--device {name} keeps no weights; choose cpu, cuda or cuda:1")
     if place.type == "cuda" and not torch.cuda.is_available():
         raise OptionError(f"--device {name}: torch finds no GPU here; choose cpu")
+    try:
+        torch.empty(1, device=place)
+    # Each kind of device says in its own way that it is not there.
+    except (AssertionError, ImportError, RuntimeError) as error:
+        raise OptionError(
+            f"--device {name}: torch has no such device here; choose cpu, cuda or cuda:1"
+        ) from error
     return place
 
 

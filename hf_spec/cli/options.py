@@ -86,8 +86,8 @@ ModelOption = Annotated[str, typer.Option(help=_MODEL_HELP, callback=_named_mode
 Assistants = Annotated[
     list[str] | None,
     typer.Option(
-        help="For strategies that name none: folder or Hub id of an adapter or a draft model; "
-        "repeated, a list (for auto)."
+        help="For strategies that name none: folder or Hub id of an adapter or a draft model, or "
+        "truncated:N, the target's own first N layers; repeated, a list (for auto)."
     ),
 ]
 Prompts = Annotated[

@@ -116,7 +116,7 @@ Drafted = tuple[int, float, Tensor]
 
 @dataclass
 class _Growth:
-    """A draft under construction: the graph and the nodes to expand next.
+    """A draft under construction: the graph and the nodes to expand next, in order.
 
     Of nodes with children: the distribution that those were drawn from, where they were, and what
     the length policy made of it. Of the nodes of a tree of ranks: the ranks that lead to them. Of
@@ -124,7 +124,8 @@ class _Growth:
     """
 
     graph: TokenGraph
-    frontier: list[int] = field(default_factory=lambda: [0])
+    # A set that keeps its order: wide drafts have thousands of nodes, each looked for here.
+    frontier: dict[int, None] = field(default_factory=lambda: {0: None})
     distributions: dict[int, Tensor] = field(default_factory=dict)
     scores: dict[int, float] = field(default_factory=dict)
     paths: dict[int, Path] = field(default_factory=lambda: {0: ()})
@@ -142,8 +143,7 @@ class _Growth:
         if reach[parent] * chance > reach[child]:
             reach[child] = reach[parent] * chance
             self.merged[child] = parent, chance
-        if child not in self.frontier:
-            self.frontier.append(child)
+        self.frontier[child] = None
 
 
 class LevelDrafter(Drafter):
@@ -327,7 +327,7 @@ class LevelDrafter(Drafter):
         found = [self.token_ids(drawn), likely, *([scored] if scored is not None else [])]
         tokens, chances, *scores = fetch_all(found)
         for row in growing:
-            growths[row].frontier = []
+            growths[row].frontier = {}
         for index, (row, node) in enumerate(owners):
             growths[row].scores[node] = scores[0][index] if scores else 0.0
         for index, (row, node) in enumerate(owners):
@@ -338,18 +338,18 @@ class LevelDrafter(Drafter):
             growth = growths[row]
             graph, reach = growth.graph, growth.graph.reach
             if len(graph) > self.shape.max_draft_nodes:
-                growth.frontier = []
+                growth.frontier = {}
             alive = [n for n in growth.frontier if not state.stop.ends_sequence(graph.tokens[n])]
             most = len(alive) if self.shape.tree else self.shape.expanded_per_level
             best = heapq.nsmallest(most, alive, key=lambda n: -reach[n])
-            growth.frontier = sorted(best)
+            growth.frontier = dict.fromkeys(sorted(best))
 
     def _hang_chain(
         self, state: GenerationState, growth: _Growth, chain: Sequence[Drafted]
     ) -> None:
         """Hang up what was drafted, as far as it would have been, level by level."""
         for token, chance, probs in chain:
-            (node,), growth.frontier = growth.frontier, []
+            (node,), growth.frontier = growth.frontier, {}
             growth.scores[node] = 0.0
             if self.samples:
                 growth.distributions[node] = probs
@@ -388,7 +388,7 @@ def _hang_ranks(
         child = growth.graph.hang(node, token, chance)
         growth.paths[child] = path
         if path in tree.inner:
-            growth.frontier.append(child)
+            growth.frontier[child] = None
 
 
 def stacked(distributions: Sequence[Tensor | None]) -> Tensor | None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -213,11 +213,8 @@ def _obstacle(layer: nn.Module) -> str | None:
     """Why a layer cannot be compiled, or None; trying may still show a reason."""
     if layer.training:
         return "it is in training mode"
-    tensors = tensors_of(layer).values()
-    if {tensor.device.type for tensor in tensors} != {"cpu"}:
-        return "it is not on a CPU"
-    if {type(tensor) for tensor in tensors} - {Tensor, nn.Parameter}:
-        return "its weights are of a class of their own"
+    if (reason := _weights_obstacle(tensors_of(layer).values())) is not None:
+        return reason
     if every_module._global_forward_hooks or every_module._global_forward_pre_hooks:
         return "there are hooks of all modules"
     for module in layer.modules():
@@ -229,6 +226,21 @@ def _obstacle(layer: nn.Module) -> str | None:
         if own or not seen or hasattr(module, "_hf_hook"):
             return "it has hooks or a forward of its own"
     return None
+
+
+def _weights_obstacle(tensors: Collection[Tensor]) -> str | None:
+    if {tensor.device.type for tensor in tensors} != {"cpu"}:
+        return "it is not on a CPU"
+    if {type(tensor) for tensor in tensors} - {Tensor, nn.Parameter}:
+        return "its weights are of a class of their own"
+    kinds = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+    if odd := sorted(_name(kind) for kind in kinds - TOLERANCE.keys()):
+        return f"it has weights in {odd[0]}; {', '.join(map(_name, TOLERANCE))} are compiled"
+    return None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _agree(found: Any, expected: Any) -> bool:

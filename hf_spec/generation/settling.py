@@ -14,7 +14,7 @@ from hf_spec.errors import AssistantError, OptionError, UnsupportedError
 from hf_spec.execution.model_checks import check_model
 from hf_spec.generation.call_checks import Settings, check_called, check_settings
 from hf_spec.generation.compiling import compile_once
-from hf_spec.generation.target_checks import check_evaluation
+from hf_spec.generation.target_checks import check_evaluation, check_rows_apart
 from hf_spec.models.trained_draft import METHOD as DRAFT
 from hf_spec.strategies.assistants import find_assistant
 from hf_spec.strategies.known_drafters import known_drafters
@@ -44,6 +44,7 @@ def settle(
     _check_misplaced(config, given)
     check_called(given)
     check_model(model)
+    check_rows_apart(model)
     check_evaluation(model)
     settings = Settings(model, given)
     check_settings(settings)

@@ -5,7 +5,9 @@ What no call could change is the matter of `hf_spec.execution.model_checks`.
 
 from __future__ import annotations
 
+import torch
 from torch import nn
+from torch.ao.nn.quantized import dynamic
 from transformers import PreTrainedModel
 
 from hf_spec.errors import UnsupportedError
@@ -38,6 +40,23 @@ def check_evaluation(model: PreTrainedModel) -> None:
             f"{type(model).__name__} is in training mode with dropout or gradient checkpointing"
             f"{' (' + ', '.join(drops) + ')' if drops else ''}; call model.eval() before generate()"
         )
+
+
+def check_rows_apart(model: PreTrainedModel) -> None:
+    """Refuse a target whose layers let the tokens of a forward change each other's products.
+
+    PyTorch's `quantize_dynamic` rounds the inputs of a linear layer to 8 bits by one scale for all
+    of them. What a token gives then depends on the drafts beside it, wrong ones too.
+    """
+    for name, module in model.named_modules():
+        rounds = isinstance(module, dynamic.Linear) and module._packed_params.dtype == torch.qint8
+        if rounds:
+            raise UnsupportedError(
+                f"{name} of {type(model).__name__} was quantised by quantize_dynamic and rounds "
+                "all inputs of a forward by one scale, so that drafts would change the output; "
+                "generate without spec_strategy, quantise with dtype=torch.float16, or load the "
+                "model with bitsandbytes"
+            )
 
 
 def check_resumable(model: PreTrainedModel) -> None:

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from transformers import Qwen3Config
 from transformers.activations import ACT2FN
 
+from hf_spec.adapters.adapter import BaseModel
 from hf_spec.execution.attention import PackedStep, tree_attention
 from hf_spec.heads.markov import CONFIDENCE, ConfidenceHead, MarkovHead
 from hf_spec.heads.markov import PREFIX as MARKOV
@@ -74,6 +75,7 @@ class BlockHead(nn.Module):
     """A block head beside its target, from tensors of the names that all layouts share.
 
     Attributes:
+        base: the target that it is for.
         shape: see `BlockShape`.
         embedding: of the block's tokens: its own, or the target's.
         output: reads tokens off the outputs.
@@ -84,6 +86,7 @@ class BlockHead(nn.Module):
 
     def __init__(
         self,
+        base: BaseModel,
         shape: BlockShape,
         config: Qwen3Config,
         tensors: Mapping[str, Tensor],
@@ -93,6 +96,7 @@ class BlockHead(nn.Module):
         super().__init__()
         from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
+        self.base = base
         self.shape = shape
         self.hidden_layers, self.num_levels = shape.hidden_layers, shape.num_levels
         width, eps = config.hidden_size, config.rms_norm_eps

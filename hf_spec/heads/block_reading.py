@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Qwen3Config
 
+from hf_spec.adapters.adapter import BaseModel
 from hf_spec.adapters.published import PublishedFamily, PublishedHead, register_family
 from hf_spec.adapters.reading import whole_number
 from hf_spec.errors import AssistantError
@@ -71,7 +72,8 @@ def build_block_head(head: PublishedHead, target: PreTrainedModel) -> BlockHead:
                 f"is {size} wide"
             )
     output = OutputHead(target, tensors.get("lm_head.weight"), vocabulary)
-    return BlockHead(_shape(head, config, target), config, tensors, embedding, output)
+    base, shape = BaseModel.of(target), _shape(head, config, target)
+    return BlockHead(base, shape, config, tensors, embedding, output)
 
 
 def _known(head: PublishedHead, given: dict[str, Tensor], vocab: int) -> tuple[int, Tensor | None]:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaModel, PreTrainedModel, Qwen3Config, Qwen3Model
 
+from hf_spec.adapters.adapter import BaseModel
 from hf_spec.adapters.base_name import base_name, is_hub_id
 from hf_spec.adapters.published import PublishedFamily, PublishedHead, register_family
 from hf_spec.adapters.reading import check_tensors
@@ -72,6 +73,7 @@ class EagleHead(nn.Module):
     """An EAGLE-3 head of `spec` with its own `tensors`, for `target`, which is not changed.
 
     Attributes:
+        base: the target that it is for.
         spec: what it is.
         hidden_layers: indices of the target's states that make a feature.
         attention: its layers, as a model of transformers.
@@ -82,6 +84,7 @@ class EagleHead(nn.Module):
 
     def __init__(self, spec: EagleSpec, tensors: dict[str, Tensor], target: PreTrainedModel):
         super().__init__()
+        self.base = BaseModel.of(target)
         self.spec = spec
         self.shape = EagleShape(spec.num_layers)
         self.hidden_size = spec.hidden_size

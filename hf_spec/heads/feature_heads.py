@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from hf_spec.adapters.adapter import BaseModel
 from hf_spec.adapters.published import PublishedFamily, PublishedHead, register_family
 from hf_spec.adapters.reading import whole_number
 from hf_spec.drafting.proposal_drafter import Lists, Proposals
@@ -43,13 +44,18 @@ NORM_EPS = 1e-6
 
 
 class MedusaHeads(nn.Module):
-    """K heads of a target, from tensors "i.j.linear.weight", "i.j.linear.bias" and "i.J.weight"."""
+    """K heads of a target, from tensors "i.j.linear.weight", "i.j.linear.bias" and "i.J.weight".
+
+    Attributes:
+        base: the target.
+    """
 
     strategy = STRATEGY
     hidden_layers = (-1,)
 
     def __init__(self, tensors: Mapping[str, Tensor], num_levels: int, target: PreTrainedModel):
         super().__init__()
+        self.base = BaseModel.of(target)
         self.num_levels = num_levels
         self.blocks = nn.ModuleList()
         self.projections = nn.ModuleList()
@@ -92,13 +98,23 @@ class MlpSpeculator(nn.Module):
     """A speculator of K levels, from tensors "emb.i.weight", "proj.i.weight", "ln.i.weight", ...
 
     Tied weights are there once, "proj" twice, since its first one reads the feature.
+
+    Attributes:
+        base: the target that it is for.
     """
 
     strategy = STRATEGY
     hidden_layers = (-1,)
 
-    def __init__(self, tensors: Mapping[str, Tensor], num_levels: int, scale_input: bool):
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        num_levels: int,
+        scale_input: bool,
+        target: PreTrainedModel,
+    ):
         super().__init__()
+        self.base = BaseModel.of(target)
         self.num_levels = num_levels
         self.scale_input = scale_input
         self.emb, self.proj, self.head, self.ln = (
@@ -258,7 +274,7 @@ def build_mlp_speculator(head: PublishedHead, target: PreTrainedModel) -> MlpSpe
     scale_input = head.config.get("scale_input", False)
     if not isinstance(scale_input, bool):
         raise AssistantError(f"{what} has scale_input={scale_input!r}, not true or false")
-    return MlpSpeculator(fitted(head, given, expected, target), num_levels, scale_input)
+    return MlpSpeculator(fitted(head, given, expected, target), num_levels, scale_input, target)
 
 
 def _norm(states: Tensor) -> Tensor:

@@ -15,6 +15,9 @@ from hf_spec.errors import OptionError, UnsupportedError
 from hf_spec.execution.cross_attention import num_layers as layers_of
 from hf_spec.execution.model_checks import takes_images
 
+# So begins a name for some of the target's own layers; no Hub id has a colon.
+PREFIX = "truncated:"
+
 
 def truncated_draft(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
     """A model made of the first `num_layers` layers of `model`, its embeddings, norm and head.
@@ -42,6 +45,20 @@ def truncated_draft(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
             f"so a truncated draft has 1 to {depth - 1}"
         )
     return with_layers(model, range(num_layers))
+
+
+def named_layers(name: object) -> int | None:
+    """N where `name` is "truncated:N", as the target's own first N layers are called; else None.
+
+    Raises:
+        OptionError: if N is no number.
+    """
+    if not isinstance(name, str) or not name.startswith(PREFIX):
+        return None
+    count = name.removeprefix(PREFIX)
+    if not (count.isascii() and count.isdigit()):
+        raise OptionError(f"{name!r}: {PREFIX}N is the target's own first N layers, N a number")
+    return int(count)
 
 
 def with_layers(model: PreTrainedModel, kept: range) -> PreTrainedModel:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_spec.heads.families
 import hf_spec.models.methods  # noqa: F401 - the methods become known
-from hf_spec.adapters.adapter import PEFT_TYPE
+from hf_spec.adapters.adapter import PEFT_TYPE, BaseModel
 from hf_spec.adapters.folder import SpecAdapter, active_adapters, is_adapter, load_adapter
 from hf_spec.adapters.hub import Place
 from hf_spec.adapters.published import (
@@ -32,6 +32,7 @@ from hf_spec.execution.vocabulary import PADDED_ROWS, num_embeddings
 from hf_spec.models.falcon_head import METHOD as FALCON
 from hf_spec.models.falcon_head import FalconHead
 from hf_spec.models.trained_draft import METHOD as DRAFT
+from hf_spec.models.truncated import named_layers, truncated_draft
 
 Made = TypeVar("Made")
 
@@ -149,8 +150,8 @@ def resolve_published(
     """What a strategy works with, made of the published head that `assistant` stands for.
 
     That is its folder or Hub id, a `PublishedHead`, or what a builder of a family in `kinds` has
-    made, which says so by its attribute `strategy`. Messages name the `strategy`; `reading` is what
-    the user says of the files against their config.
+    made: its attributes `strategy` and `base` say what for. Messages name the `strategy`;
+    `reading` is what the user says of the files against their config.
 
     Raises:
         AssistantError: if it is missing, damaged, of another family, or for another target.
@@ -176,11 +177,21 @@ def resolve_published(
                 f"and this {type(assistant).__name__} was made of them before; pass "
                 "assistant=<folder or Hub id>, or leave them out"
             )
+        _check_built(assistant, target)
         return assistant
     raise AssistantError(
         f"spec_strategy={strategy!r} needs a published head: pass assistant=<folder or Hub id>; "
         f"got {type(assistant).__name__}"
     )
+
+
+def _check_built(head: Any, target: PreTrainedModel) -> None:
+    """Refuse a head that was built for another target than `target`."""
+    if (difference := head.base.difference(BaseModel.of(target))) is not None:
+        raise AssistantError(
+            f"this {type(head).__name__} was built for {difference}: build it for this model, or "
+            "pass its folder or Hub id as assistant="
+        )
 
 
 def resolve_inside(strategy: str, target: PreTrainedModel, make: Callable[[], Made]) -> Made:
@@ -244,10 +255,12 @@ def find_assistant(assistant: Any, target: PreTrainedModel, methods: Collection[
 
     Returns:
         The adapter of a PEFT model that carries one; for None the one attached to the target,
-        several as a list, or None; everything else as it is.
+        several as a list, or None; for "truncated:N" the target's own first N layers, made once;
+        everything else as it is.
 
     Raises:
         AssistantError: if several adapters are attached to the target and the strategy uses one.
+        OptionError: if the target has no N layers to cut off.
     """
     if isinstance(assistant, (list, tuple)):
         return [None if one is None else find_assistant(one, target, methods) for one in assistant]
@@ -256,6 +269,8 @@ def find_assistant(assistant: Any, target: PreTrainedModel, methods: Collection[
         return next(iter(active_adapters(unwrap())), assistant)
     if isinstance(assistant, str) and not assistant.strip():
         raise AssistantError(f"assistant={assistant!r} names nothing; give a folder or a Hub id")
+    if (count := named_layers(assistant)) is not None:
+        return made_once(target, (named_layers, count), lambda: truncated_draft(target, count))
     if assistant is not None:
         return assistant
     fitting = [a for a in active_adapters(target) if methods is None or a.method in methods]

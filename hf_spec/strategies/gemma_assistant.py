@@ -34,7 +34,6 @@ from hf_spec.strategies.registry import register
 
 def _make(config: GemmaAssistantConfig, target: PreTrainedModel, assistant: object) -> Drafter:
     found = resolve_published(STRATEGY, assistant, target, (FAMILY,))
-    found.base.check(target)
     make = partial(GemmaAssistantDrafter, assistant=found, target=target)
     return with_policy(config, target, make, config.shape.children)
 

@@ -24,7 +24,6 @@ from hf_spec.strategies.registry import register
 
 def _make(config: MtpConfig, target: PreTrainedModel, assistant: object) -> Drafter:
     head = _find(target, assistant)
-    head.base.check(target)
     return with_policy(config, target, partial(PairDrafter, head=head), config.shape.children)
 
 

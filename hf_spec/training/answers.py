@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -20,6 +21,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from hf_spec.adapters.adapter import BaseModel
 from hf_spec.adapters.base_name import local_name
 from hf_spec.errors import OptionError
 from hf_spec.execution.runner import ModelRunner
@@ -32,7 +34,7 @@ SHARD_RESPONSES = 256
 FORWARD_TOKENS = 1024
 
 # What `learned_from` tells.
-LEARNED_FROM = ("target", "answers")
+LEARNED_FROM = ("target", "weights", "answers")
 
 
 def answer_logits(
@@ -71,10 +73,26 @@ def answer_batches(
 
 
 def learned_from(model: PreTrainedModel, responses: Sequence[Response]) -> dict[str, str]:
-    """What a checkpoint must agree with beside settings: the target's name, a digest of answers."""
+    """What a checkpoint must agree with beside settings: the target, and a digest of answers."""
     digests = "".join(map(_digest, responses))
-    told = local_name(model), hashlib.sha256(digests.encode()).hexdigest()[:16]
-    return dict(zip(LEARNED_FROM, told, strict=True))
+    return {**known_target(model), "answers": hashlib.sha256(digests.encode()).hexdigest()[:16]}
+
+
+def known_target(model: PreTrainedModel) -> dict[str, str]:
+    """What tells a target from others: its name, and sizes and weights to compare by `agrees`."""
+    return {"target": local_name(model), "weights": json.dumps(asdict(BaseModel.of(model)))}
+
+
+def agrees(name: str, told: Any, now: Any) -> bool:
+    """Whether a fact that was noted, None where there is none, is the one that holds now."""
+    if name != "weights":
+        return bool(told == now)
+    # Older versions knew targets by their names alone.
+    if told is None or now is None:
+        return True
+    # Weights are compared up to rounding: another dtype makes no other model.
+    before, after = (BaseModel.read(json.loads(said), Path(name)) for said in (told, now))
+    return before.difference(after) is None
 
 
 def stored(
@@ -124,7 +142,7 @@ def _check(path: Path, facts: dict[str, str], digests: Sequence[str]) -> int:
     with safe_open(path, "pt") as file:
         found = file.metadata()
     answers = json.loads(found.pop("answers", "[]"))
-    differing = sorted(name for name in facts if found.get(name) != facts[name])
+    differing = sorted(name for name in facts if not agrees(name, found.get(name), facts[name]))
     if answers != digests[: len(answers)] or not answers:
         differing.append("answers")
     if differing:
@@ -182,7 +200,7 @@ def teacher_examples(
             "log_probs": torch.cat([values.half().cpu() for values, _ in parts]),
         }
 
-    facts = {"target": local_name(model), "top": str(top)}
+    facts = {**known_target(model), "top": str(top)}
     return [
         Example(response, found["tokens"].long(), found["log_probs"].float().exp())
         for response, found in stored(folder, "teacher", responses, facts, compute)

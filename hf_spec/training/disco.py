@@ -35,6 +35,7 @@ from transformers import PreTrainedModel
 from hf_spec.adapters.folder import BaseModel, SpecAdapter
 from hf_spec.execution.vocabulary import num_embeddings
 from hf_spec.models.disco_classifier import METHOD, DiscoClassifier, draft_features
+from hf_spec.models.truncated import named_layers
 from hf_spec.strategies.assistants import resolve_draft_model
 from hf_spec.strategies.disco import find_draft_model
 from hf_spec.training.answers import answer_batches, answer_logits, stored
@@ -265,7 +266,9 @@ def _named_draft(
     if isinstance(draft, PreTrainedModel):
         return resolve_draft_model(METHOD, draft, target), None
     named: str | dict[str, int] = draft
-    if isinstance(draft, str) and Path(draft).is_dir():
+    if (count := named_layers(draft)) is not None:
+        named = {"truncated": count}
+    elif isinstance(draft, str) and Path(draft).is_dir():
         named = os.path.relpath(draft, folder)
     unfinished = SpecAdapter(METHOD, BaseModel.of(target), {"draft": named}, {}, folder)
     return find_draft_model(unfinished, target), named

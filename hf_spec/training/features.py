@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_spec.adapters.base_name import local_name
 from hf_spec.errors import OptionError
 from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.tree import DraftTree
-from hf_spec.training.answers import answer_batches, stored
+from hf_spec.training.answers import answer_batches, known_target, stored
 from hf_spec.training.responses import Response
 
 BYTES = 2  # of a bfloat16
@@ -109,7 +108,7 @@ def stored_texts(
         ]
         return {"features": torch.cat(parts)}
 
-    facts = {"target": local_name(model), "layers": " ".join(map(str, layers))}
+    facts = {**known_target(model), "layers": " ".join(map(str, layers))}
     passes = stored(folder, "features", responses, facts, compute, num_features)
     return [Text(response, found["features"]) for response, found in passes]
 

@@ -27,7 +27,7 @@ from hf_spec.adapters.card import save_with_card
 from hf_spec.adapters.folder import SpecAdapter
 from hf_spec.errors import OptionError, UnsupportedError
 from hf_spec.files import written_whole
-from hf_spec.training.answers import LEARNED_FROM
+from hf_spec.training.answers import LEARNED_FROM, agrees
 from hf_spec.training.run_record import record_start
 from hf_spec.training.settings import TrainSettings
 
@@ -260,11 +260,14 @@ def _load(folder: Path, parameters: Mapping[str, nn.Parameter], optimizer: Any, 
     told, now = json.loads(facts["settings"]), json.loads(run["settings"])
     # Those of older versions do not say what was learned from.
     told = {**{name: now[name] for name in LEARNED_FROM if name in now}, **told}
-    if differing := sorted(k for k in {*told, *now} if told.get(k) != now.get(k)):
+    names = sorted({*told, *now})
+    if differing := [k for k in names if not agrees(k, told.get(k), now.get(k))]:
+        said = {k: f"{k}={told.get(k)!r} (now {now.get(k)!r})" for k in differing}
+        if "weights" in said:
+            said["weights"] = f"other weights of {told.get('target')!r}"
         raise OptionError(
-            f"{path} comes from a run with other settings: "
-            + ", ".join(f"{k}={told.get(k)!r} (now {now.get(k)!r})" for k in differing)
-            + "; use them, or another folder"
+            f"{path} comes from a run with other settings: {', '.join(said.values())}; use them, "
+            "or another folder"
         )
     states: dict[str, dict[str, Tensor]] = {name: {} for name in parameters}
     for key, tensor in load_file(path).items():

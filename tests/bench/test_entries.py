@@ -15,7 +15,7 @@ from hf_spec import (
     StrategyConfig,
     TreeConfig,
 )
-from hf_spec.bench.entries import assistant_finder, parse_entries, parse_entry
+from hf_spec.bench.entries import found_entry, parse_entries, parse_entry
 
 
 @pytest.mark.parametrize(
@@ -64,13 +64,13 @@ class TestAssistants:
         assert entry.assistant is None
 
 
-def test_a_cut_model_is_made_once(model: Any) -> None:
-    find = assistant_finder(model)
-    cut, *others = find(["truncated:2", "truncated:2", "some/folder"])
-    assert cut.config.num_hidden_layers == 2
-    assert others[0] is cut
-    assert others[1] == "some/folder"
-    assert find(None) is None
+def test_what_its_assistant_is_to_a_model(model: Any) -> None:
+    found = found_entry(parse_entry("tree:max_nodes=5@truncated:2"), model)
+    assert found.name == "tree:max_nodes=5@truncated:2"
+    assert found.assistant.config.num_hidden_layers == 2
+    assert found_entry(parse_entry("lookup"), model).assistant is None
+    with pytest.raises(AssistantError, match="cannot be loaded"):
+        found_entry(parse_entry("draft@/no/such"), model)
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from hf_spec import OptionError
+from hf_spec.cli.app import build_app
 from hf_spec.cli.loading import load_target, load_tokenizer
 from hf_spec.cli.options import Placement
 from tests.adapters.samples import save_sample
@@ -35,9 +37,15 @@ def test_dtypes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_device_that_is_not_there(tmp_path: Path) -> None:
-    for device in ("abacus", *([] if torch.cuda.is_available() else ["cuda:1"])):
-        with pytest.raises(OptionError, match=f"--device {device}"):
+    for device in ("abacus", "cuda:99", "xla", "hpu"):
+        with pytest.raises(OptionError, match=f"--device {device}: .*choose cpu"):
             load_target(str(tmp_path), Placement(device=device))
+
+
+def test_a_device_without_weights() -> None:
+    result = CliRunner().invoke(build_app(), ["generate", "unused", "Hello.", "--device", "meta"])
+    assert result.exit_code == 2
+    assert "--device meta keeps no weights; choose cpu, cuda or cuda:1" in result.output
 
 
 @pytest.mark.parametrize("load", [load_target, load_tokenizer])

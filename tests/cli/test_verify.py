@@ -45,6 +45,12 @@ def test_real_code_passes(command: Any, folder: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.part"))
 
 
+def test_the_models_own_layers_draft(command: Any) -> None:
+    named = ["--strategy", "draft:length_policy=static", "--assistant", "truncated:1"]
+    result = command(*named, "--sampled-prompts", "0")
+    assert "2 of 2 outputs identical, 16 tokens" in result.output, result.output
+
+
 def test_a_wrong_token_fails(command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafter, "NodeDraw", OneTooMany)
     out = tmp_path / "verify.json"

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import nbformat
@@ -15,6 +12,7 @@ from nbformat.v4 import new_code_cell, new_notebook, new_output
 from tests.adapters.local_hub import local_hub
 from tests.examples.notebooks import EXAMPLES, NOTEBOOKS, RECORDED, execute, faults
 from tests.examples.stand_ins import STAND_INS
+from tests.forked_python import ForkedPython
 
 SCRIPTS = sorted(EXAMPLES.glob("*.py"))
 # Those that need another tool are run where that is tested.
@@ -128,11 +126,12 @@ SHORTER = {
     "five_methods": {'"max_new_tokens": 48': '"max_new_tokens": 16'},
     "quickstart": {'"max_new_tokens": 64': '"max_new_tokens": 24'},
 }
-# Runs a changed text as if it were the file, whose name it is told.
+# Runs a changed text as if it were the file, in a folder; it is told both names.
 RUN = """
-import sys
-path = sys.argv[1]
-exec(compile(sys.stdin.read(), path, "exec"), {"__file__": path, "__name__": "__main__"})
+import os, sys
+source, path, folder = sys.argv
+os.chdir(folder)
+exec(compile(source, path, "exec"), {"__file__": path, "__name__": "__main__"})
 """
 
 
@@ -181,23 +180,14 @@ def test_the_shared_adapter_is_pushed_and_fetched(tmp_path: Path) -> None:
 
 @pytest.mark.real
 @pytest.mark.parametrize("path", ALONE, ids=lambda path: path.stem)
-def test_scripts_run(path: Path, tmp_path: Path) -> None:
+def test_scripts_run(path: Path, tmp_path: Path, new_python: ForkedPython) -> None:
     """From any folder."""
-    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     source = path.read_text(encoding="utf-8")
     for text, shorter in SHORTER.get(path.stem, {}).items():
         assert text in source
         source = source.replace(text, shorter)
-    finished = subprocess.run(
-        [sys.executable, "-c", RUN, str(path)],
-        input=source,
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr
-    assert finished.stdout.strip()
-    assert "False" not in finished.stdout
+    finished = new_python.run(RUN, source, str(path), str(tmp_path))
+    assert finished.status == 0, finished.err
+    assert finished.out.strip()
+    assert "False" not in finished.out
     assert len(source.splitlines()) < 60

@@ -255,6 +255,13 @@ def test_hooks_and_training_are_obstacles() -> None:
     assert hf_spec.compile(target).layers == 3
 
 
+def test_a_dtype_that_is_not_compiled() -> None:
+    report = hf_spec.compile(model("llama").double())
+    said = "it has weights in float64; float32, bfloat16, float16 are compiled"
+    assert report.refused == {f"model.layers.{index}": said for index in range(3)}
+    assert report.programs == 0
+
+
 def test_a_hook_of_all_modules_is_called() -> None:
     target = model("llama")
     hf_spec.compile(target)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -35,6 +36,41 @@ class TestTraining:
         plain = model.generate(PROMPT, max_new_tokens=8)
         assert torch.equal(model.generate(PROMPT, max_new_tokens=8, spec_strategy="lookup"), plain)
         assert model.training
+
+
+def quantised(dtype: torch.dtype) -> Any:
+    """A model whose linear layers are quantised."""
+    from torch.ao.quantization import quantize_dynamic
+
+    # It says that torchao will take its place.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return quantize_dynamic(build("llama"), {torch.nn.Linear}, dtype=dtype)
+
+
+class TestQuantizeDynamic:
+    def test_one_scale_for_all_tokens_of_a_forward(self) -> None:
+        """The first token is another one beside one that is large."""
+        model = quantised(torch.qint8)
+        layer = model.model.layers[0].mlp.up_proj
+        states = torch.randn(2, 32, generator=torch.Generator().manual_seed(0))
+        states[1] *= 50
+        alone, beside = layer(states[:1]), layer(states)[:1]
+        assert (alone - beside).norm() > 0.1 * alone.norm()
+        refuse(r"model\.layers\.0\..* of LlamaForCausalLM .* one scale", model=model)
+        with pytest.raises(UnsupportedError, match="by one scale"):
+            model.generate_batch([[3, 4, 5]], spec_strategy="lookup", max_new_tokens=4)
+
+    def test_half_precision_keeps_tokens_apart(self) -> None:
+        model = quantised(torch.float16)
+        call = {**prompts("llama", "one"), "max_new_tokens": 30, "do_sample": False}
+        assert torch.equal(model.generate(**call, spec_strategy="lookup"), model.generate(**call))
+
+    def test_as_a_draft_model(self) -> None:
+        target, call = build("llama"), {"max_new_tokens": 30, "do_sample": False}
+        call |= prompts("llama", "one")
+        drafted = target.generate(**call, spec_strategy="tree", assistant=quantised(torch.qint8))
+        assert torch.equal(drafted, target.generate(**call))
 
 
 def with_lora(name: str, **options: Any) -> Any:

@@ -20,12 +20,14 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from hf_spec import AssistantError
+from hf_spec import AssistantError, OptionError, truncated_draft
 from hf_spec.adapters.folder import save_adapter
+from hf_spec.adapters.published import read_published
 from hf_spec.generation.peft_type import SpecPeftConfig
 from hf_spec.models.trained_draft import TrainableDraft
 from hf_spec.strategies.assistants import (
     adapter_module,
+    build_published,
     find_assistant,
     resolve_draft_model,
     resolve_falcon_head,
@@ -33,8 +35,11 @@ from hf_spec.strategies.assistants import (
 from hf_spec.strategies.assistants import (
     build as build_module,
 )
+from hf_spec.strategies.registry import make_drafter, parse_strategy
 from tests.adapters.samples import METHODS, sample
+from tests.feature_reference import deepspec, medusa, speculator
 from tests.published_heads import sample as published
+from tests.refusals import refuse, small_llama
 from tests.tiny_models import VOCAB, build, repetitive_prompt
 
 SMALL = {
@@ -74,6 +79,33 @@ def test_a_peft_model_is_taken_with_its_adapters(target: PreTrainedModel) -> Non
     with torch.no_grad():
         assert torch.equal(model(prompt).logits, adapted(prompt).logits)
         assert not torch.equal(model(prompt).logits, target(prompt).logits)
+
+
+class TestOwnLayers:
+    """`truncated:N`, wherever an assistant is named."""
+
+    def test_they_are_cut_off_once(self, target: PreTrainedModel) -> None:
+        cut, again, other = find_assistant(["truncated:2", "truncated:2", "a/b"], target, None)
+        assert cut.config.num_hidden_layers == 2
+        assert again is cut
+        assert other == "a/b"
+
+    @pytest.mark.parametrize("strategy", ["draft", "auto", "gsd"])
+    def test_they_draft(self, target: PreTrainedModel, strategy: str) -> None:
+        call = {"max_new_tokens": 12, "do_sample": False}
+        given = {**call, "spec_strategy": strategy, "return_dict_in_generate": True}
+        by_name, by_hand = (
+            target.generate(repetitive_prompt(), **given, assistant=draft)
+            for draft in ("truncated:2", truncated_draft(target, 2))
+        )
+        assert torch.equal(by_name.sequences, target.generate(repetitive_prompt(), **call))
+        assert by_name.spec_stats.draft_forwards == by_hand.spec_stats.draft_forwards > 0
+
+    @pytest.mark.parametrize("name", ["truncated:x", "truncated:", "truncated:-1", "truncated:3"])
+    def test_layers_that_are_not_there(self, target: PreTrainedModel, name: str) -> None:
+        match = "num_layers=3: .* 1 to 2" if name.endswith("3") else "N a number"
+        call = {"spec_strategy": "tree", "assistant": name}
+        refuse(match, error=OptionError, model=target, **call)
 
 
 class TestFolder:
@@ -201,6 +233,34 @@ class TestDraftAdapter:
     def test_another_target_is_refused(self, adapter: Path) -> None:
         with pytest.raises(AssistantError, match="other weights"):
             resolve_draft_model("draft", adapter, build("llama", seed=1))
+
+
+# One per class of built heads.
+HEADS = {
+    "EagleHead": lambda: read_published(published("eagle3").folder),
+    "FirstEagleHead": lambda: read_published(published("eagle").folder),
+    "BlockHead": deepspec,
+    "MedusaHeads": medusa,
+    "MlpSpeculator": speculator,
+}
+
+
+class TestBuiltHeads:
+    """Heads made of their files before, which know what they were made for."""
+
+    @pytest.mark.parametrize("kind", HEADS)
+    def test_another_target_is_refused(self, kind: str) -> None:
+        target = build("llama")
+        head = build_published(HEADS[kind](), target)
+        assert type(head).__name__ == kind
+        call = {"error": AssistantError, "assistant": head}
+        who = f"this {kind} was built for 'LlamaForCausalLM'"
+        for strategy in (head.strategy, "auto"):
+            call["spec_strategy"] = strategy
+            refuse(rf"{who}; 'Qwen2.*' has .* other weights: build", model=build("qwen2"), **call)
+        refuse(f"{who} with hidden_size 32; 'LlamaFor.*' has 16", model=small_llama(), **call)
+        # The same weights are the same target.
+        assert make_drafter(parse_strategy(head.strategy), copy.deepcopy(target), head)
 
 
 class TestAdapterObjects:

@@ -188,7 +188,7 @@ class TestRefusals:
 
     def test_a_head_of_another_target(self) -> None:
         head = sample("llama", "qwen").head
-        with pytest.raises(AssistantError, match="trained for"):
+        with pytest.raises(AssistantError, match="built for"):
             tiny_models.build("llama", 1).generate(
                 torch.tensor([[5]]), spec_strategy="mtp", assistant=head
             )

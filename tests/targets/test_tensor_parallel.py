@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +14,17 @@ from packaging.version import Version
 
 from hf_spec.drafting import measured
 from tests.refusals import small_llama
-from tests.targets import image_cases
+from tests.targets import image_cases, two_processes
 from tests.targets.cases import SEED, sampled, speculate
 from tests.targets.two_processes import ARCHITECTURES, STRATEGIES, continuous, pictures
 from tests.tiny_models import build
+from tests.training.two_processes import run_together
 
 pytestmark = pytest.mark.skipif(
     Version(transformers.__version__) < Version("5.21"),
     reason="older transformers divide no vocabulary of 97 tokens",
 )
 
-ROOT = Path(__file__).parents[2]
 CASES = [
     (name, strategy)
     for name in ARCHITECTURES
@@ -43,19 +41,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     image_cases.build("gemma3").save_pretrained(folder / "images")
     heads = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 24}
     small_llama(**heads, head_dim=8).save_pretrained(folder / "odd")
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    script = ["-m", "tests.targets.two_processes", str(folder)]
-    paths = f"{ROOT}:{ROOT / 'kernels'}"
-    environment = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
-    done = subprocess.run(
-        [sys.executable, *launcher, *script],
-        check=False,
-        env=environment,
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=600,
-    )
+    done = run_together(Path(two_processes.__file__), {folder: 2})
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
 

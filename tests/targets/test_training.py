@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from hf_spec import UnsupportedError
 from hf_spec.adapters.folder import CONFIG_NAME, WEIGHTS_NAME
 from hf_spec.training.trainer import CHECKPOINT, TrainSettings, train
 from tests.training.test_trainer import metrics
-from tests.training.two_processes import ROOT, run_on_one_and_two
+from tests.training.two_processes import run_on_one_and_two, run_together
 
 START = """
 import sys
@@ -102,7 +100,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     scripts = {**METHODS, "falcon": FALCON, "loop": LOOP}
     parts = [f"folder = start({name!r})\n{scripts[name]}\nfinish()" for name in scripts]
     source = START + "\n".join(parts)
-    return run_on_one_and_two(source, tmp_path_factory.mktemp("trained"), 29631)
+    return run_on_one_and_two(source, tmp_path_factory.mktemp("trained"))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -143,22 +141,8 @@ def test_fsdp_is_refused(tmp_path: Path) -> None:
         "import sys\nfrom pathlib import Path\nfrom tests.training.test_trainer import Line\n"
         "Line().fit(Path(sys.argv[1]))\n"
     )
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = {
-        "PYTHONPATH": str(ROOT),
-        "PATH": "/usr/bin:/bin",
-        "ACCELERATE_USE_FSDP": "true",
-        "ACCELERATE_USE_CPU": "true",
-        "OMP_NUM_THREADS": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, *launcher, str(script), str(tmp_path / "out")],
-        check=False,
-        env=environment,
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-    )
+    switches = {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_USE_CPU": "true"}
+    done = run_together(script, {tmp_path / "out": 2}, **switches)
     assert done.returncode != 0
     assert "UnsupportedError: the processes are to share the weights (FSDP)" in done.stderr
     assert not (tmp_path / "out").exists()

@@ -1,10 +1,8 @@
 """What two processes that share the weights of a model say, under gloo on the CPU.
 
-    python -m torch.distributed.run --standalone --nproc-per-node=2 -m tests.targets.two_processes FOLDER
-
-Reads models from FOLDER and writes `rank0.json` and `rank1.json`: case -> what came out, or the
-class and the text of the error.
-"""  # noqa: E501 - a command stays on one line
+Reads models from the folder that it is told and writes `rank0.json` and `rank1.json`: case -> what
+came out, or the class and the text of the error.
+"""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ from hf_spec.training.answers import (
     teacher_examples,
 )
 from hf_spec.training.responses import Response
+from tests.tiny_models import build
 
 FACTS = {"model": "tiny"}
 
@@ -154,6 +155,8 @@ class TestTeacherExamples:
             teacher_examples(model, responses, tmp_path / "t", top=5)
         with pytest.raises(OptionError, match="another answers"):
             teacher_examples(model, responses[::-1], tmp_path / "t", top=4)
+        with pytest.raises(OptionError, match="another weights"):
+            teacher_examples(build("llama", seed=1), responses, tmp_path / "t", top=4)
 
     def test_an_answer_without_opinion(self) -> None:
         response = Response("p", "t", [5, 6], [7, 8, 9])

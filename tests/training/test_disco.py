@@ -287,6 +287,8 @@ class TestTrain:
             train_disco(model, small, responses, tmp_path / "deep" / "a", SETTINGS)
         unnamed = train_disco(model, draft, responses, tmp_path / "b", SETTINGS)
         assert unnamed.options["draft"] is None
+        cut = train_disco(model, "truncated:2", responses, tmp_path / "c", SETTINGS)
+        assert cut.options["draft"] == {"truncated": 2}
         for name, tensor in named.tensors.items():
             assert torch.equal(unnamed.tensors[name], tensor)
 

@@ -23,6 +23,7 @@ from hf_spec.training.features import (
     text_features,
 )
 from hf_spec.training.responses import Response
+from tests.tiny_models import build
 
 
 def plain(model: PreTrainedModel, response: Response, layer: int = -1) -> torch.Tensor:
@@ -117,6 +118,33 @@ class TestStoredTexts:
         stored_texts(model, responses, tmp_path)
         with pytest.raises(OptionError, match="another answers"):
             stored_texts(model, [replace(responses[0], response=[3]), *responses[1:]], tmp_path)
+
+
+class TestAnotherTarget:
+    """Of the same name, as a folder may have it that was trained on."""
+
+    def test_it_is_noticed_by_its_weights(
+        self, model: PreTrainedModel, responses: list[Response], tmp_path: Path
+    ) -> None:
+        stored_texts(model, responses, tmp_path)
+        with pytest.raises(OptionError, match="made with another weights: choose another folder"):
+            stored_texts(build("llama", seed=1), responses, tmp_path)
+        # Nothing was computed over, and half precision is the same target.
+        assert len(stored_texts(model.bfloat16(), responses, tmp_path)) == len(responses)
+
+    def test_files_that_know_its_name_alone(
+        self,
+        model: PreTrainedModel,
+        responses: list[Response],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """Those of older versions."""
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "known_target", lambda model: {"target": "LlamaForCausalLM"})
+            before = stored_texts(model, responses, tmp_path)
+        monkeypatch.setattr(module, "text_features", None)
+        assert len(stored_texts(model, responses, tmp_path)) == len(before)
 
 
 def test_sizes_in_words() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_spec import OptionError
+from hf_spec.training.answers import known_target
 from hf_spec.training.trainer import (
     CHECKPOINT,
     METRICS,
@@ -20,6 +22,7 @@ from hf_spec.training.trainer import (
     shuffled_batches,
     train,
 )
+from tests.tiny_models import build
 
 SETTINGS = TrainSettings(epochs=2, learning_rate=0.05, evaluate_every=4, save_every=3)
 LENGTHS = [1 + i % 5 for i in range(60)]
@@ -178,6 +181,13 @@ def test_checkpoints_that_do_not_say_what_was_learned_from(tmp_path: Path) -> No
     for other in ({"target": "b"}, {"answers": "1"}):
         with pytest.raises(OptionError, match="other settings: " + next(iter(other))):
             Line().fit(tmp_path, facts={**told, **other})
+
+
+def test_another_target_of_the_same_name(tmp_path: Path) -> None:
+    Line().fit(tmp_path, facts=known_target(build("llama")))
+    Line().fit(tmp_path, facts=known_target(copy.deepcopy(build("llama")).bfloat16()))
+    with pytest.raises(OptionError, match="settings: other weights of 'LlamaForCausalLM'; use"):
+        Line().fit(tmp_path, facts=known_target(build("llama", seed=1)))
 
 
 def test_an_unfinished_file_does_not_count(tmp_path: Path) -> None:

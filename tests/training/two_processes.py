@@ -1,31 +1,76 @@
-"""The same training script on one process and on two."""
+"""Scripts in one process or in several that belong together, as `torch.distributed.run` has them.
+
+They are forked off an interpreter that has imported what they need: to import that takes longer
+than what they do.
+"""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
+# Its arguments are a script, then pairs of a number of processes and the folder they are told.
+FORK = """
+import os, runpy, signal, socket, sys
+import accelerate, hf_spec, transformers
+import tests.tiny_models
 
-def run_on_one_and_two(source: str, folder: Path, port: int) -> tuple[Path, Path]:
-    """Run a script that writes into the folder it is told; the two folders.
+def free_port():
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
 
-    Args:
-        source: of the script.
-        folder: for the script and what it writes.
-        port: free; a test of its own has its own.
-    """
+script, *runs = sys.argv[1:]
+for count, folder in zip(runs[::2], runs[1::2]):
+    shared, running = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}, set()
+    for rank in map(str, range(int(count))):
+        pid = os.fork()
+        if not pid:
+            if count != "1":
+                own = {"RANK": rank, "LOCAL_RANK": rank}
+                os.environ.update(shared, **own, WORLD_SIZE=count, LOCAL_WORLD_SIZE=count)
+            sys.argv = [script, folder]
+            runpy.run_path(script, run_name="__main__")
+            sys.exit()
+        running.add(pid)
+    while running:
+        pid, status = os.wait()
+        running.remove(pid)
+        if status:
+            # The others would wait for it.
+            for other in running:
+                os.kill(other, signal.SIGKILL)
+            sys.exit("a process has failed")
+"""
+
+
+def run_together(
+    script: Path, runs: Mapping[Path, int], **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a script in so many processes for each folder, which it is told; one after the other."""
+    told = [word for folder, count in runs.items() for word in (str(count), str(folder))]
+    paths = f"{ROOT}:{ROOT / 'kernels'}"
+    usual = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
+    return subprocess.run(
+        [sys.executable, "-c", FORK, str(script), *told],
+        check=False,
+        env={**usual, **variables},
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=600,
+    )
+
+
+def run_on_one_and_two(source: str, folder: Path) -> tuple[Path, Path]:
+    """Run a script on one process and on two, in the folder it is told; the two folders."""
     script = folder / "script.py"
     script.write_text(source)
     one, two = folder / "one", folder / "two"
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
-    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
-    for start, out in (([], one), (launcher, two)):
-        command = [sys.executable, *start, str(script), str(out)]
-        done = subprocess.run(
-            command, check=False, env=environment, capture_output=True, text=True, cwd=ROOT
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
+    done = run_together(script, {one: 1, two: 2})
+    assert done.returncode == 0, done.stderr[-3000:]
     return one, two

@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 
 from examples.studies import timing
 from hf_spec.bench.contenders import Contender, plain, strategy
-from hf_spec.bench.entries import assistant_finder, parse_entries
+from hf_spec.bench.entries import parse_entries
 from hf_spec.bench.tables import Table
 from hf_spec.data.prompts import load_prompts
 from hf_spec.verify.mismatch import differences
@@ -145,9 +145,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def ours(model: Any, options: argparse.Namespace) -> list[Contender]:
     """Plain `generate()` and the strategies that are asked for."""
-    find = assistant_finder(model)
     return [plain(model)] + [
-        strategy(model, entry.config, find(entry.assistant), entry.short_name)
+        strategy(model, entry.config, entry.assistant, entry.short_name)
         for entry in parse_entries(options.strategy, options.assistant)
     ]
 

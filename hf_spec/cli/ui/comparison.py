@@ -13,14 +13,13 @@ from transformers import PreTrainedModel
 
 from hf_spec.bench import contenders
 from hf_spec.bench.contenders import Contender, Run
-from hf_spec.bench.entries import Entry, assistant_finder
+from hf_spec.bench.entries import Entry, found_entry
 from hf_spec.bench.runner import Plan, Record, time_contenders
 from hf_spec.cli.answer.speaker import check_room
 from hf_spec.cli.demo.replay import Lane, Recorder
 from hf_spec.data.prompts import Prompt
 from hf_spec.errors import OptionError
 from hf_spec.execution.model_checks import check_model
-from hf_spec.strategies.registry import make_drafter
 from hf_spec.trace.drawing import draw_round
 from hf_spec.trace.pictures import Canvas
 from hf_spec.trace.rounds import Round, record_rounds
@@ -67,11 +66,8 @@ class Comparer:
     def __init__(self, model: PreTrainedModel, tokenizer: Any, entries: Sequence[Entry]):
         check_model(model)
         self.model, self.tokenizer = model, tokenizer
-        find = assistant_finder(model)
-        found = [Entry(one.short_name, one.config, find(one.assistant)) for one in entries]
-        for entry in found:
-            # An adapter that does not fit is refused here, not when somebody asks.
-            make_drafter(entry.config, model, entry.assistant)
+        # An adapter that does not fit is refused here, not when somebody asks.
+        found = [found_entry(entry, model) for entry in entries]
         self.entries = {entry.name: entry for entry in found}
 
     def compare(self, text: str, strategy: str, new_tokens: int) -> Comparison:
