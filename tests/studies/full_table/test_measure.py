@@ -60,6 +60,7 @@ def test_every_file_is_written(
         folder=lambda: folder,
         draft="truncated:2",
         drafts=("tree:max_draft_tokens=2",),
+        adapters={},
     )
     monkeypatch.setitem(full.MODELS, "gemma3", tiny)
     out = tmp_path / "out"
