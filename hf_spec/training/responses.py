@@ -143,10 +143,18 @@ def end_tokens(model: PreTrainedModel) -> set[int]:
 def answer_vocabulary(
     model: PreTrainedModel, responses: Iterable[Response], size: int | None
 ) -> Tensor | None:
-    """(R,) the most frequent tokens of the answers with the end tokens, None for no limit."""
+    """(R,) the most frequent tokens of the answers with the end tokens, None for no limit.
+
+    Where a few answers have fewer different tokens than `size`, those of the prompts follow.
+    """
     if size is None:
         return None
-    return frequent_tokens((r.response for r in responses), size, end_tokens(model))
+    given = list(responses)
+    ends = end_tokens(model)
+    answered = frequent_tokens((r.response for r in given), size, ends)
+    if len(answered) >= size:
+        return answered
+    return frequent_tokens((r.prompt for r in given), size, answered.tolist())
 
 
 def _answer(

@@ -14,7 +14,7 @@ from transformers import dynamic_module_utils
 from hf_spec import AssistantError, SpecAdapter
 from hf_spec.adapters.card import GENERATED, save_with_card, write_card
 from hf_spec.adapters.folder import load_adapter
-from hf_spec.data.small_models import SMOLLM2
+from hf_spec.data.small_models import GEMMA3, SMOLLM2
 from hf_spec.installing import install_command
 from tests import tiny_models
 from tests.adapters.cards import card_metrics
@@ -23,6 +23,16 @@ from tests.adapters.samples import METHODS, fresh_model, sample, save_sample
 EXAMPLES = Path(__file__).parents[2] / "examples/adapters"
 # The others are heads in the layout of those that others publish.
 ADAPTERS = sorted(file.parent for file in EXAMPLES.glob("*/adapter_config.json"))
+# Hub id and licence by how the names of the shipped adapters begin.
+BASES = {
+    "smollm2-135m": (SMOLLM2.hub_id, "apache-2.0"),
+    "gemma-3-270m": (GEMMA3.hub_id, "gemma"),
+}
+
+
+def base_of(folder: Path) -> tuple[str, str]:
+    """Hub id and licence of a shipped adapter's base."""
+    return BASES[folder.name.rpartition("-")[0]]
 
 
 def result(contender: str, task: str = "all", **more: Any) -> dict[str, Any]:
@@ -200,8 +210,20 @@ def test_an_adapter_without_a_folder() -> None:
 @pytest.mark.parametrize("folder", ADAPTERS, ids=lambda path: path.name)
 def test_the_shipped_adapters_name_their_base_by_its_hub_id(folder: Path) -> None:
     config = json.loads((folder / "adapter_config.json").read_text())
-    assert config["base_model_name_or_path"] == SMOLLM2.hub_id
-    assert config["base"]["name"] == SMOLLM2.hub_id
+    hub_id, _ = base_of(folder)
+    assert config["base_model_name_or_path"] == config["base"]["name"] == hub_id
+
+
+@pytest.mark.parametrize("folder", ADAPTERS, ids=lambda path: path.name)
+def test_terms_of_their_own_travel_with_the_shipped_adapters(folder: Path) -> None:
+    """Gemma's want a notice and a copy of themselves beside everything trained on it."""
+    _, license_name = base_of(folder)
+    terms = folder / "LICENSE"
+    assert terms.exists() == (license_name == "gemma")
+    if terms.exists():
+        text = terms.read_text()
+        assert text.startswith("Gemma is provided under and subject to the Gemma Terms of Use")
+        assert "Section 3: DISTRIBUTION AND RESTRICTIONS" in text
 
 
 def as_generated(adapter: SpecAdapter, folder: Path) -> Path:
@@ -213,8 +235,8 @@ def as_generated(adapter: SpecAdapter, folder: Path) -> Path:
 @pytest.mark.parametrize("folder", ADAPTERS, ids=lambda path: path.name)
 def test_the_shipped_cards_have_what_the_hub_reads(folder: Path, tmp_path: Path) -> None:
     data = ModelCard.load(folder / "README.md").data.to_dict()
-    assert data["base_model"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
-    assert (data["library_name"], data["license"]) == ("hf_spec", "apache-2.0")
+    assert (data["base_model"], data["license"]) == base_of(folder)
+    assert data["library_name"] == "hf_spec"
     assert data["base_model_relation"] == "adapter"
     assert data["datasets"]
     adapter = load_adapter(folder)
@@ -224,6 +246,6 @@ def test_the_shipped_cards_have_what_the_hub_reads(folder: Path, tmp_path: Path)
     assert card_metrics(folder) == card_metrics(copy) != {}
     assert install_command() in (folder / "README.md").read_text()
     method = adapter.method
-    assert {"speculative-decoding", "draft-model" if method == "draft" else method} <= set(
-        data["tags"]
-    )
+    assert "speculative-decoding" in data["tags"]
+    # Of draft models some cards were written by hand.
+    assert {method, f"{method}-model"} & set(data["tags"])

@@ -1,7 +1,11 @@
-"""Gemma-3-270M: identity on real prompts, most of them longer than its window of 512 tokens."""
+"""Gemma-3-270M: identity on real prompts, most of them longer than its window of 512 tokens.
+
+With its shipped adapters, and with drafts and heads that were never trained.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +17,10 @@ from hf_spec import FalconConfig
 from hf_spec.data.prompts import load_prompts
 from hf_spec.models.falcon_head import FalconHead, FalconShape
 
-pytestmark = [pytest.mark.real, pytest.mark.slow]
+pytestmark = pytest.mark.real
 
 NEW_TOKENS = 32
+QUICK_NEW_TOKENS = 16
 STRATEGIES = ("lookup", "draft", "tree")
 FALCON_TREES: list[tuple[int, Any]] = [
     (1, "chain"),
@@ -24,6 +29,15 @@ FALCON_TREES: list[tuple[int, Any]] = [
     (3, "auto"),
     (4, [[0], [1], [1, 0], [1, 0, 2], [2]]),
 ]
+ADAPTERS = Path(__file__).parents[2] / "examples" / "adapters"
+SHIPPED = {
+    "draft": "gemma-3-270m-draft",
+    "tree": "gemma-3-270m-draft",
+    "gsd": "gemma-3-270m-draft",
+    "disco": "gemma-3-270m-disco",
+    "sdsat": "gemma-3-270m-sdsat",
+    "auto": "gemma-3-270m-draft",
+}
 
 
 def texts() -> list[str]:
@@ -47,6 +61,7 @@ def expected(gemma3: Any, prompts: list[Tensor]) -> list[Tensor]:
     return [model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False) for ids in prompts]
 
 
+@pytest.mark.slow
 def test_prompts_reach_beyond_the_window(gemma3: Any, prompts: list[Tensor]) -> None:
     window = gemma3[0].config.get_text_config().sliding_window
     lengths = [ids.shape[1] for ids in prompts]
@@ -55,6 +70,40 @@ def test_prompts_reach_beyond_the_window(gemma3: Any, prompts: list[Tensor]) -> 
     assert min(lengths) < window
 
 
+@pytest.mark.parametrize("strategy", SHIPPED)
+def test_the_shipped_adapters(strategy: str, gemma3: Any) -> None:
+    model, tokenizer = gemma3
+    inputs = tokenizer("def add(a, b):\n    return a + b\n\ndef subtract(", return_tensors="pt")
+    greedy: Any = {"max_new_tokens": QUICK_NEW_TOKENS, "do_sample": False}
+    output = model.generate(
+        **inputs,
+        **greedy,
+        spec_strategy=strategy,
+        assistant=ADAPTERS / SHIPPED[strategy],
+        return_dict_in_generate=True,
+    )
+    assert output.sequences.tolist() == model.generate(**inputs, **greedy).tolist()
+    # What `auto` drafts with is a matter of measured time.
+    assert strategy == "auto" or output.spec_stats.drafted_tokens > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", range(12))
+@pytest.mark.parametrize("strategy", SHIPPED)
+def test_the_shipped_adapters_beyond_the_window(
+    strategy: str, index: int, gemma3: Any, prompts: list[Tensor], expected: list[Tensor]
+) -> None:
+    output = gemma3[0].generate(
+        prompts[index],
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        spec_strategy=strategy,
+        assistant=ADAPTERS / SHIPPED[strategy],
+    )
+    assert output.tolist() == expected[index].tolist()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("index", range(12))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_identical(
@@ -72,6 +121,7 @@ def test_identical(
     assert output.sequences.tolist() == expected[index].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", range(12))
 @pytest.mark.parametrize(("block_size", "tree"), FALCON_TREES)
 def test_untrained_falcon_heads(

@@ -157,7 +157,7 @@ class TestGoingOn:
         # The weights of the saved head are those of the last step, in bfloat16.
         assert saved == pytest.approx(loss_of(first[-per_epoch:]), rel=0.02)
         assert saved < fresh - 1
-        train_eagle(model, texts, tmp_path / "more", SETTINGS, replace(RUN, epochs=8), start)
+        train_eagle(model, texts, tmp_path / "more", SETTINGS, replace(RUN, epochs=16), start)
         assert loss_of(rows(tmp_path / "more")[-per_epoch:]) < saved
         written = known_head(tmp_path / "more")
         assert written.config["hf_spec"]["training"]["start"] == "first"

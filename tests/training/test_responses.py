@@ -16,6 +16,7 @@ from hf_spec import OptionError
 from hf_spec.data.prompts import Prompt
 from hf_spec.training.responses import (
     Response,
+    answer_vocabulary,
     end_tokens,
     generate_responses,
     read_responses,
@@ -172,3 +173,24 @@ def test_a_line_that_is_no_answer_is_named(path: Path, line: str) -> None:
     path.write_text("\n".join([*lines[:3], line, *lines[3:]]) + "\n")
     with pytest.raises(OptionError, match=r"line 4: .* leave the line out"):
         list(read_responses(path))
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        (2, [5, 7]),  # the most frequent of the answers
+        (4, [2, 5, 7, 9]),  # then those of the prompts
+        (99, [1, 2, 3, 5, 7, 9]),
+    ],
+)
+def test_a_vocabulary_of_few_answers_is_filled_up_from_their_prompts(
+    model: PreTrainedModel,
+    monkeypatch: pytest.MonkeyPatch,
+    size: int,
+    expected: list[int],
+) -> None:
+    monkeypatch.setattr(model.generation_config, "eos_token_id", None)
+    answered = [Response("a", "t", [1, 2, 2], [7, 5, 5]), Response("b", "t", [3, 9], [7, 9, 7, 5])]
+    found = answer_vocabulary(model, iter(answered), size)
+    assert found is not None
+    assert found.tolist() == expected

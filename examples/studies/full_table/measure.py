@@ -1,7 +1,7 @@
 """The tables of docs/benchmarks.md: two small models, every strategy, everything it is compared to.
 
 Run as `python -m examples.studies.full_table.measure --help` says, from the root of a checkout,
-where the adapters of SmolLM2 lie. Each model's results are a JSON file and a folder of plots, which
+where the adapters lie. Each model's results are a JSON file and a folder of plots, which
 `python -m hf_spec.bench.report` prints and draws again.
 """
 
@@ -64,7 +64,13 @@ MODELS = {
         DRAFTS,
         {method: f"smollm2-135m-{method}" for method in ("draft", "disco", "falcon", "sdsat")},
     ),
-    "gemma3": TestedModel("Gemma-3-270M", gemma3_270m, "truncated:4", DRAFTS, {}),
+    "gemma3": TestedModel(
+        "Gemma-3-270M",
+        gemma3_270m,
+        "truncated:4",
+        DRAFTS,
+        {method: f"gemma-3-270m-{method}" for method in ("draft", "disco", "sdsat")},
+    ),
 }
 
 

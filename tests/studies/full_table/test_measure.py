@@ -46,6 +46,10 @@ def test_what_is_not_there_is_left_out(tmp_path: Path) -> None:
 
 def test_the_adapters_of_this_checkout_are_found() -> None:
     assert {"draft", "disco", "falcon"} <= strategies("smollm2", ADAPTERS).keys()
+    gemma3 = strategies("gemma3", ADAPTERS)
+    assert {"draft", "tree", "gsd", "disco", "sdsat", "auto"} <= gemma3.keys()
+    assert gemma3["draft"] == str(ADAPTERS / "gemma-3-270m-draft")
+    assert gemma3["auto"] == [gemma3["draft"]]
 
 
 def test_every_file_is_written(
@@ -56,6 +60,7 @@ def test_every_file_is_written(
         folder=lambda: folder,
         draft="truncated:2",
         drafts=("tree:max_draft_tokens=2",),
+        adapters={},
     )
     monkeypatch.setitem(full.MODELS, "gemma3", tiny)
     out = tmp_path / "out"

@@ -1,0 +1,40 @@
+"""The adapters in examples/adapters: they fit the originals of the 4-bit copies they learned on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_spec.adapters.folder import load_adapter
+from hf_spec.data.small_models import GEMMA3, SMOLLM2
+
+pytestmark = pytest.mark.real
+
+ADAPTERS = Path(__file__).parents[2] / "examples" / "adapters"
+# Fixture and Hub id of the base, by how the names of adapters begin.
+BASES = {"smollm2-135m": ("smollm2", SMOLLM2.hub_id), "gemma-3-270m": ("gemma3", GEMMA3.hub_id)}
+
+
+# A published head names its target by its sizes alone.
+@pytest.mark.parametrize(
+    "name", sorted(file.parent.name for file in ADAPTERS.glob("*/adapter_config.json"))
+)
+def test_it_fits_the_model_on_the_hub(name: str, request: pytest.FixtureRequest) -> None:
+    """Ours was stored in 8 bits: the original is at most half a step away, and in bfloat16."""
+    fixture, hub_id = BASES[name.rpartition("-")[0]]
+    model: Any = request.getfixturevalue(fixture)[0]
+    embedding = model.get_input_embeddings()
+    base = load_adapter(ADAPTERS / name).base
+    table = embedding.weight.detach()
+    half_step = table.reshape(-1, 32).abs().amax(dim=1, keepdim=True) / 254
+    for sign in (-1, 1):
+        away = (table.reshape(-1, 32) + sign * half_step).reshape(table.shape)
+        model.set_input_embeddings(torch.nn.Embedding.from_pretrained(away.bfloat16()))
+        try:
+            assert base.name == hub_id
+            base.check(model)
+        finally:
+            model.set_input_embeddings(embedding)
