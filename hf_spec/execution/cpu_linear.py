@@ -6,7 +6,7 @@ of the time:
 
     form                 products of         takes
     packed weight        any rows            a second copy of the weights in memory
-    the same, bfloat16   any rows            half of that; what drafts only
+    the same, bfloat16   any rows            half of that; for drafts alone
     the same, padded     1 to 3 rows         where four rows take less time than one
     (weight @ x.T).T     4 to 48 rows        nothing; float32 only
     F.linear             the rest            nothing
@@ -129,9 +129,9 @@ class _PackedWeights:
             taken = cpu_packing_bytes()
             room = (_available_bytes() + taken) * MEMORY_SHARE - taken
         for weight in weights:
-            stamp, copies = _stamp(weight), self.entries.pop(weight, None)
+            stamp, copies = _stamp(weight), self.entries.get(weight)
             if copies is None or copies.stamp != stamp:
-                copies = _Copies(stamp)
+                copies = self.entries[weight] = _Copies(stamp)
             if rounded and copies.rounded is None and weight.nbytes // 2 <= room:
                 copies.rounded = pack_rounded(weight)
                 room -= 0 if copies.rounded is None else copies.rounded.nbytes
@@ -141,8 +141,8 @@ class _PackedWeights:
                 elif (exact := pack(weight)) is not None:
                     copies.exact = exact
                     room -= exact.nbytes
-            if copies.all:
-                self.entries[weight] = copies
+            if not copies.all:
+                del self.entries[weight]
 
 
 _weights = _PackedWeights()
@@ -252,9 +252,12 @@ def _lacks_copies(linear: nn.Linear, rounded: bool) -> bool:
 
 def _fast_forwards(modules: list[nn.Module]) -> dict[nn.Module, Callable[..., Any]]:
     """The forwards of those modules that have a faster one."""
+    linears = [one for one in modules if type(one) is nn.Linear and _is_suitable(one)]
+    with _lock:
+        packed = [_weights.entries.get(linear.weight) for linear in linears]
     forwards: dict[nn.Module, Callable[..., Any]] = {}
-    for linear in (one for one in modules if type(one) is nn.Linear and _is_suitable(one)):
-        if (copies := _weights.entries.get(linear.weight)) is not None:
+    for linear, copies in zip(linears, packed, strict=True):
+        if copies is not None:
             plain = partial(F.linear, weight=linear.weight, bias=linear.bias)
             forwards[linear] = _packed_forward(linear, copies, linear.bias, plain)
         elif linear.weight.dtype == torch.float32:
@@ -321,17 +324,18 @@ def _packed_forward(
         if not _chosen.fast or input.dtype != dtype or input.shape[-1] != width or _is_left_alone():
             return plain(input)
         rows = input.numel() // width
-        if _chosen.rounded and copies.rounded is not None and rows <= rounded_rows():
-            return packed_product(input, copies.rounded, bias)
+        exact, rounded = copies.exact, copies.rounded if _chosen.rounded else None
+        if rounded is not None and (exact is None or rows <= rounded_rows()):
+            return packed_product(input, rounded, bias)
         least, most, padded = copies.rows
-        if copies.exact is None or not least <= rows <= most:
+        if exact is None or not least <= rows <= most:
             return plain(input)
         if rows < padded:
             # In a step the rows are one axis: views take as long as other small operations.
             lines = input if input.shape[-2:-1] == (rows,) else input.reshape(rows, width)
-            output = padded_product(lines, copies.exact, bias, padded)
+            output = padded_product(lines, exact, bias, padded)
             return output if lines is input else output.view(*input.shape[:-1], -1)
-        return packed_product(input, copies.exact, bias)
+        return packed_product(input, exact, bias)
 
     return forward
 
