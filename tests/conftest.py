@@ -31,6 +31,8 @@ from hf_spec.drafting import costs as round_costs
 from hf_spec.drafting import measured
 from tests.forked_python import ForkedPython
 from tests.installed import ROOT, Built, build, install
+from tests.model_watch import left_behind
+from tests.tiny_models import SHARED
 
 # Two processes share the files; what lasts minutes begins while there is other work beside it.
 LONGEST = (
@@ -101,6 +103,13 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
 def programs(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of the programs of an environment with the wheel."""
     return install(built.wheel, tmp_path_factory.mktemp("environment"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def shared_models_are_left_bare() -> Iterator[None]:
+    """What a file leaves on the models that all share, the tests after it would run with."""
+    yield
+    assert not left_behind(SHARED)
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from hf_spec.generation.one_call import generate_with
 from tests.partly_right import PartlyRight
-from tests.tiny_models import LLAMA_LIKE, VOCAB, left_padded
+from tests.tiny_models import LLAMA_LIKE, VOCAB, left_padded, shared
 
 _BASE: dict[str, Any] = {**LLAMA_LIKE, "num_hidden_layers": 4, "max_position_embeddings": 512}
 _FULL_HEADS = {**_BASE, "num_key_value_heads": 4}
@@ -191,7 +191,7 @@ MAMBA_1 = {"jamba", "zamba", "mamba", "falcon_mamba"}
 PURE = {"mamba", "mamba2", "falcon_mamba"}
 
 
-@cache
+@shared
 def build(name: str, **changes: Any) -> PreTrainedModel:
     """A random model of the named architecture, made once per session; do not change it."""
     kind, options = _CONFIGS[name]

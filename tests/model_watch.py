@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
+
+from hf_spec.execution.step_graphs import is_of_transformers
 
 
 def snapshot(model: PreTrainedModel) -> dict[str, Any]:
@@ -22,6 +24,17 @@ def snapshot(model: PreTrainedModel) -> dict[str, Any]:
                 found[f"{name}.{key} attention"] = value._attn_implementation
     if model.can_generate():
         found["generation_config"] = repr(model.generation_config.to_dict())
+    return found
+
+
+def left_behind(models: Iterable[PreTrainedModel]) -> list[str]:
+    """Modules with hooks or a forward that somebody has set, and not taken off."""
+    found = []
+    for model in models:
+        for name, module in model.named_modules():
+            hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+            if "forward" in vars(module) or not all(map(is_of_transformers, hooks)):
+                found.append(f"{type(model).__name__}.{name}")
     return found
 
 

@@ -10,7 +10,7 @@ import copy
 import shutil
 import tempfile
 from collections.abc import Callable
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -203,7 +203,23 @@ def _configs() -> dict[str, PreTrainedConfig]:
 ARCHITECTURES = sorted(_configs())
 
 
-@cache
+# What functions that are `shared` have made.
+SHARED: list[PreTrainedModel] = []
+
+
+def shared(make: Callable[..., PreTrainedModel]) -> Callable[..., PreTrainedModel]:
+    """Make each model once for all tests of a process, which leave it as it is."""
+
+    @cache
+    @wraps(make)
+    def made(*args: Any, **options: Any) -> PreTrainedModel:
+        SHARED.append(make(*args, **options))
+        return SHARED[-1]
+
+    return made
+
+
+@shared
 def build(name: str, seed: int = 0) -> PreTrainedModel:
     """A random model of the named architecture, made once per session; do not change it."""
     torch.manual_seed(seed)

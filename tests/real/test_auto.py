@@ -16,7 +16,7 @@ from tests.tiny_models import left_padded
 
 pytestmark = pytest.mark.real
 
-NEW_TOKENS = 32
+NEW_TOKENS = 24
 PROMPTS = load_prompts(per_task=1)
 ADAPTERS = [
     str(Path(__file__).parents[2] / "examples" / "adapters" / f"smollm2-135m-{name}")

@@ -21,7 +21,7 @@ from tests.tiny_models import left_padded, padded
 
 pytestmark = pytest.mark.real
 
-NEW_TOKENS = 32
+NEW_TOKENS = 24
 BATCH_NEW_TOKENS = 24
 UNTRAINED_NEW_TOKENS = 16
 PROMPTS = load_prompts(per_task=1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ import transformers as T
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tests.tiny_models import LLAMA_LIKE, VOCAB, left_padded
+from tests.tiny_models import LLAMA_LIKE, VOCAB, left_padded, shared
 
 IMAGE, VIDEO, BEGIN, END = 90, 91, 92, 93
 # Tokens of text; those above stand for images and their frames.
@@ -351,7 +350,7 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-@cache
+@shared
 def build(name: str) -> PreTrainedModel:
     """A random model of a family, made once per session; do not change it."""
     torch.manual_seed(0)

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import hf_spec
-from tests.tiny_models import VOCAB
+from tests.tiny_models import VOCAB, shared
 
 EOS, START, NO_TIMESTAMPS = 70, 71, 72
 BINS = 8
@@ -27,7 +27,7 @@ POSITIONS = 256
 TEXT_ALONE = {"suppress_tokens": [EOS, *range(NO_TIMESTAMPS, VOCAB)]}
 
 
-@cache
+@shared
 def build(
     seed: int = 0, width: int = 32, bins: int = BINS, decoder_layers: int = 3
 ) -> PreTrainedModel:
