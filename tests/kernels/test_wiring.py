@@ -26,6 +26,7 @@ from hf_spec.training.features import Text, text_features
 from hf_spec.training.responses import Response
 from hf_spec.training.trainer import MicroBatch
 from tests import tiny_models
+from tests.compiler import needs_compiler
 
 
 @pytest.fixture
@@ -61,8 +62,9 @@ def generate(
     """The output with a strategy, after a look at plain generate's."""
     model = on(device, tiny_models.build(name))
     call = {**prompts(name, device, rows), "max_new_tokens": tokens, "do_sample": False, **options}
+    before = launches.copy()
     plain = model.generate(**call)
-    assert not launches, "plain generate launches nothing"
+    assert launches == before, "plain generate launches nothing"
     output = model.generate(**call, **strategy, return_dict_in_generate=True)
     assert torch.equal(output.sequences, plain)
     return output
@@ -76,6 +78,21 @@ def test_lookup_says_what_the_model_says(name: str, device: torch.device, kernel
     layers = tiny_models.build(name).config.num_hidden_layers
     expected = layers * output.spec_stats.target_forwards
     assert launches["ragged_tree_attention"] == launches["kv_write"] == expected
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+def test_a_cpu_attends_by_its_own_kernel(name: str) -> None:
+    """For rows of other lengths in one call of a layer; nobody has to ask."""
+    launches.clear()
+    output = generate(name, {"spec_strategy": "lookup"}, torch.device("cpu"), rows=3)
+    layers = tiny_models.build(name).config.num_hidden_layers
+    expected = layers * output.spec_stats.target_forwards
+    assert launches["ragged_tree_attention"] == launches["kv_write"] == expected
+    with using("torch"):
+        other = generate(name, {"spec_strategy": "lookup"}, torch.device("cpu"), rows=3)
+    assert torch.equal(other.sequences, output.sequences)
+    assert launches["ragged_tree_attention"] == expected
 
 
 def test_ragged_trees_launch_every_op_of_a_step(device: torch.device, kernels: None) -> None:
