@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from hf_spec_kernels import Scoring, build, launches, ragged_tree_attention, using
+from hf_spec_kernels import Scoring, launches, ragged_tree_attention, using
 from hf_spec_kernels.ragged_tree_attention import cpu, implementation
 from torch import Tensor
 
-from tests.compiler import needs_compiler
+from tests.compiler import built_for, needs_compiler
 from tests.kernels.ragged_cases import ROWS, Case, Shape, make_case
 from tests.kernels.test_ragged_tree_attention import OPTIONS, TOLERANCE, scoring
 
@@ -152,20 +152,12 @@ def test_what_is_not_finite_reaches_nobody_who_does_not_see_it(
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names of x86 processors")
 @pytest.mark.parametrize("processor", ["x86-64", "haswell"])
-def test_other_processors_compute_the_same(processor: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_processors_compute_the_same(processor: str) -> None:
     """With narrower registers, and without instructions that multiply and add at once."""
-    flags = [flag.replace("native", processor) for flag in build.FLAGS]
-    monkeypatch.setattr(build, "FLAGS", flags)
-    caches = build.load.cache_clear, cpu._function.cache_clear
-    try:
-        for forget in caches:
-            forget()
+    with built_for(processor, cpu._function):
         for name in ("plain", "everything"):
             for dtype in DTYPES:
                 compare(make_case(LONG, Shape(2, 2, 20, 20), dtype), scoring(name))
-    finally:
-        for forget in caches:
-            forget()
 
 
 def test_what_it_cannot_read_is_refused() -> None:
