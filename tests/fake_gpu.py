@@ -172,9 +172,12 @@ def launches(func: Any) -> bool:
 def unseen(gpu: FakeGpu, op: Callable[..., Any]) -> Callable[..., Any]:
     """An op of the kernels, run by its reference on what the tensors hold."""
 
+    def plain(value: Any) -> Any:
+        return "torch" if isinstance(value, str) and value == "triton" else held(value)
+
     def run(*args: Any, **kwargs: Any) -> Any:
         gpu.launched(1)
-        plain_args, plain_kwargs = _map((args, kwargs), held)
+        plain_args, plain_kwargs = _map((args, kwargs), plain)
         with torch.utils._python_dispatch._disable_current_modes():
             result = op(*plain_args, **plain_kwargs)
         return _map(result, lambda t: OnGpu(t) if isinstance(t, Tensor) else t)
@@ -229,6 +232,9 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
         made = make(data, **kwargs)
         return made if device is None else made.to(device)
 
+    def on_gpu(made: Tensor) -> bool:
+        return isinstance(made, OnGpu) or made.device == DEVICE
+
     class Stream:
         def synchronize(self) -> None:
             """Everything has happened already."""
@@ -238,8 +244,11 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
         patch.setattr(torch, "tensor", tensor)
         patch.setattr(torch.cuda, "current_stream", lambda _: Stream())
         patch.setattr(transfer, "ASYNCHRONOUS", {DEVICE.type})
-        for module in (attention, step_graphs, verification):
-            patch.setattr(module, "serves", lambda t: isinstance(t, OnGpu) or t.device == DEVICE)
+        for module in (step_graphs, verification):
+            patch.setattr(module, "serves", on_gpu)
+        patch.setattr(
+            attention, "implementation", lambda query, _: "triton" if on_gpu(query) else "torch"
+        )
         for module, name in (
             (attention, "kv_write"),
             (attention, "ragged_tree_attention"),
