@@ -46,6 +46,7 @@ from hf_spec.execution.packed_products import (
     packed_product,
     padded_product,
     rounded_rows,
+    rounding_pays,
     served,
     served_rows,
     timed_as,
@@ -246,8 +247,11 @@ def _lacks_copies(linear: nn.Linear, rounded: bool) -> bool:
     """Whether the weight has to be looked at: those of modules in use are as they were."""
     if not has_fast_forward(linear):
         return _is_suitable(linear)
-    copies = _weights.entries.get(linear.weight)
-    return copies is not None and (copies.rounded if rounded else copies.exact) is None
+    if (copies := _weights.entries.get(linear.weight)) is None:
+        return False
+    if rounded and rounding_pays(linear.weight):
+        return copies.rounded is None
+    return copies.exact is None
 
 
 def _fast_forwards(modules: list[nn.Module]) -> dict[nn.Module, Callable[..., Any]]:
