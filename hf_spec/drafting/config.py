@@ -32,8 +32,9 @@ class StrategyConfig:
         takes_tokenizers: whether its draft model may have a tokenizer of its own.
         batching: what is padded in a batch: "unpadded", which is nothing; for comparison
             "unpadded_kv", "unpadded_input" and "padded" (see `hf_spec.execution.row_work`).
-        compile: compile the target's layers on a CPU before the first call, as `hf_spec.compile`
-            does; they stay compiled.
+        compile: True makes programs of the target's layers on a CPU before the call, as
+            `hf_spec.compile` does, False lets them run as they are; either stays. By default they
+            become programs when the model has run often enough for it to pay.
     """
 
     strategy: ClassVar[str] = ""
@@ -43,7 +44,7 @@ class StrategyConfig:
     takes_tokenizers: ClassVar[bool] = False
 
     batching: str = field(default="unpadded", kw_only=True)
-    compile: bool = field(default=False, kw_only=True)
+    compile: bool | None = field(default=None, kw_only=True)
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         """Refuse options that the config does not have, with the names of those it has."""
@@ -60,7 +61,8 @@ class StrategyConfig:
                 f"{type(self).__name__}(batching={self.batching!r}) is no way of batching; "
                 f"{choices(self.batching, BATCHING)}"
             )
-        self.check_flags("compile")
+        if self.compile is not None:
+            self.check_flags("compile")
 
     @property
     def leaves_sizes_open(self) -> bool:

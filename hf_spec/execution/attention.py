@@ -11,6 +11,7 @@ since other threads may read it, and so may a logits processor that calls the mo
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -121,6 +122,15 @@ class PackedStep:
         after = len(others)
         self._layouts[device] = with_tensors(layout, sent[after + 1 :]), sent[after]
         return sent[:after]
+
+    @cached_property
+    def addresses(self) -> tuple[int, int] | None:
+        """Where the C++ kernels find the layout and the places on a CPU; None if others serve."""
+        buffer = next(iter(self.pool.keys.values()))
+        if implementation(buffer, buffer) != "cpp":
+            return None
+        layout, places = self.layout(buffer.device)
+        return ctypes.addressof(layout.addresses), places.data_ptr()
 
     def check(self, model: PreTrainedModel, num_layers: int) -> None:
         """Refuse a model that did not run its tree through `tree_attention` in all its layers."""

@@ -1,9 +1,8 @@
-"""The decoder layers of a model that run as compiled programs.
+"""The decoder layers of a model that run as programs.
 
-A third or more of a small step on a CPU is not products but small operations, called one by one.
-Layers are compiled, not the model: those of one kind share a program, so it takes seconds however
-deep the model is, and all around the layers (hidden states, virtual tokens, hooks) stays as it is.
-A kind has two programs, one for a single token and one for any larger number of them.
+A third or more of a small step on a CPU is not products but small operations, called one by one. A
+program is one call. Those of layers of one kind are shared, so it takes seconds however deep the
+model is, and all around the layers (hidden states, virtual tokens, hooks) stays as it is.
 
 Every layer is tried before its program is used, beside its own forward on the same input. One that
 cannot be traced, or comes out otherwise, runs as it is, and a line of the log says why. Layers get
@@ -15,8 +14,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Collection, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -26,16 +25,16 @@ from torch.nn.modules import module as every_module
 from transformers import PreTrainedModel
 
 from hf_spec.execution.attention import PackedStep
+from hf_spec.execution.bound_program import BoundProgram
 from hf_spec.execution.cpu_linear import has_fast_forward
 from hf_spec.execution.layer_programs import (
     MAX_TOKENS,
     LayerCall,
-    Program,
+    LayerProgram,
     as_tuple,
     compile_layer,
     kind_of,
     linears_of,
-    outside,
     tensors_of,
 )
 from hf_spec.execution.own_forwards import OwnForwards
@@ -45,7 +44,13 @@ from hf_spec.execution.step_graphs import is_of_transformers
 logger = logging.getLogger(__name__)
 
 # By norm, how far a program may be from its layer by rounding.
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-3}
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+
+MODES = ("auto", "on", "off")
+# Calls of layers after which "auto" has programs made: a program saves some 0.2 ms a call, the
+# first one takes two seconds, of which the tools that trace are most, and others half a second
+# (measured).
+WORTH, WORTH_LATER = 10_000, 2_000
 
 # What may be raised where a layer cannot be traced or compiled.
 REASONS = (
@@ -59,6 +64,7 @@ REASONS = (
 )
 
 _lock = threading.RLock()
+_has_traced = threading.Event()
 _forwards = OwnForwards()
 
 
@@ -66,42 +72,70 @@ class CompiledLayers:
     """The programs of one model, kept as long as it lives.
 
     Attributes:
-        wanted: whether layers run as programs.
+        mode: whether layers run as programs: "on", "off", or "auto", when they have run often.
         layers: those of attention, known from the first step that was watched.
-        programs: by the kind of layer and call; a reason where there can be none.
+        programs: by the kind of layer and call; an error where there can be none.
         refused: by name, why layers run as they are.
-        seconds: what compiling and trying has taken.
+        seconds: what making and trying programs has taken.
+        calls: how often layers ran.
     """
 
     def __init__(self) -> None:
-        self.wanted = False
+        self.mode = "auto"
         self.layers: list[CompiledLayer] = []
-        self.programs: dict[object, Program | str] = {}
+        self.programs: dict[object, LayerProgram | Exception] = {}
         self.refused: dict[str, str] = {}
         self.seconds = 0.0
+        self.calls = 0
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> CompiledLayers:
         """Those of a model."""
         return made_once(model, "compiled layers", cls)
 
-    def active(self) -> AbstractContextManager[None]:
-        """Let known layers run as programs inside the block, if that is wanted."""
-        known = {one.layer: one for one in self.layers} if self.wanted else {}
-        return _forwards.lent(
-            known, lambda fresh: {layer: known[layer] for layer in fresh if known[layer].begin()}
-        )
+    @property
+    def wanted(self) -> bool:
+        """Whether layers run as programs now, as far as they can."""
+        worth = WORTH_LATER if _has_traced.is_set() else WORTH
+        return self.mode == "on" or (self.mode == "auto" and self.calls >= worth)
 
-    def learn(self, model: PreTrainedModel, attending: Mapping[int, nn.Module]) -> None:
-        """Find the layers of the attention modules that ran in a step; later blocks have them."""
-        if self.layers or not self.wanted:
-            return
+    @contextmanager
+    def active(self, model: nn.Module) -> Iterator[Watch]:
+        """Let layers run as programs inside the block, where and as soon as that is wanted."""
+        with ExitStack() as stack:
+            watch = Watch(self, model, stack)
+            watch.lend()
+            yield watch
+
+    def learn(self, model: nn.Module, attending: Mapping[int, nn.Module]) -> None:
+        """Find the layers of the attention modules that ran in a step."""
         ran = set(attending.values())
         for name, stack in model.named_modules():
             for index, layer in enumerate(stack if isinstance(stack, nn.ModuleList) else ()):
                 mine = [module for module in layer.modules() if module in ran]
                 if len(mine) == 1 and mine[0] is not layer:
                     self.layers.append(CompiledLayer(self, f"{name}.{index}", layer, mine[0]))
+
+    def program(
+        self, layer: nn.Module, kind: object, weights: Mapping[str, Tensor], call: LayerCall
+    ) -> LayerProgram:
+        """That of a kind of layers and calls.
+
+        Raises:
+            Exception: one of `REASONS`, every time, where there can be none.
+        """
+        key = kind, call.kind()
+        with _lock:
+            if key not in self.programs:
+                _has_traced.set()
+                try:
+                    self.programs[key] = compile_layer(layer, weights, call)
+                except REASONS as error:
+                    self.programs[key] = error
+            found = self.programs[key]
+        if isinstance(found, Exception):
+            raise found
+        return found
 
     def forget_refusals(self) -> None:
         """Let everything be tried again that runs as it is."""
@@ -112,8 +146,44 @@ class CompiledLayers:
     def refuse(self, name: str, reason: str) -> None:
         """Note why a layer runs as it is; say it once."""
         if reason not in self.refused.values():
-            logger.warning("%s is not compiled and runs as it is: %s", name, reason)
+            level = logging.WARNING if self.mode == "on" else logging.INFO
+            logger.log(level, "%s is not compiled and runs as it is: %s", name, reason)
         self.refused[name] = reason
+
+
+class Watch:
+    """Looks at the steps of a model while they run, and lets its layers become programs."""
+
+    def __init__(self, owner: CompiledLayers, model: nn.Module, stack: ExitStack):
+        self._owner = owner
+        self._model = model
+        self._stack = stack
+        self._has_lent = False
+        self._on_cpu = next(model.parameters()).device.type == "cpu"
+
+    def ran(self, attending: Mapping[int, nn.Module]) -> None:
+        """Learn which attention modules took part in a step."""
+        owner = self._owner
+        unasked = owner.mode == "off" or (owner.mode == "auto" and not self._on_cpu)
+        if self._has_lent or unasked:
+            return
+        if not owner.layers:
+            owner.learn(self._model, attending)
+        owner.calls += len(attending)
+        self.lend()
+
+    def lend(self) -> None:
+        """Let the layers that are known run as programs until the block ends, if it is wanted."""
+        owner = self._owner
+        if not self._has_lent and owner.layers and owner.wanted:
+            known = {one.layer: one for one in owner.layers}
+            self._stack.enter_context(
+                _forwards.lent(
+                    known,
+                    lambda fresh: {one: known[one] for one in fresh if known[one].begin()},
+                )
+            )
+            self._has_lent = True
 
 
 class CompiledLayer:
@@ -125,20 +195,21 @@ class CompiledLayer:
         self._name = name
         self._attention = attention
         self._kind: object = None
-        # None where the layer runs as it is: by the kind of call, and by what calls look like.
-        self._tried: dict[object, Program | None] = {}
-        self._programs: dict[object, Program | None] = {}
+        # By the kind of call, whether its program comes to the same; apart for a single token.
+        self._tried: dict[object, bool] = {}
+        # Of the block under way: by what calls look like, None where the layer runs as it is.
+        self._bound: dict[object, BoundProgram | None] = {}
 
     @property
     def is_compiled(self) -> bool:
         """Whether all calls that it has met run as programs."""
-        return bool(self._tried) and None not in self._tried.values()
+        return bool(self._tried) and all(self._tried.values())
 
     def forget_refusals(self) -> None:
         """Try the calls again that run as they are."""
-        for known in (self._tried, self._programs):
-            for refused in [call for call, program in known.items() if program is None]:
-                del known[refused]
+        for kind in [kind for kind, same in self._tried.items() if not same]:
+            del self._tried[kind]
+        self._bound.clear()
 
     def begin(self) -> bool:
         """Take the layer as it is now; False if it cannot be compiled."""
@@ -147,12 +218,11 @@ class CompiledLayer:
             return False
         self._plain = self.layer.forward
         self._weights = tensors_of(self.layer)
-        self._products = {id(one.weight): one for one in linears_of(self.layer).values()}
         kind = kind_of(self.layer)
         if kind != self._kind:
             self._kind = kind
             self._tried.clear()
-            self._programs.clear()
+        self._bound.clear()
         return True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -163,50 +233,47 @@ class CompiledLayer:
             return self._plain(*args, **kwargs)
         call = LayerCall(args, kwargs)
         looks = call.looks
-        if looks not in self._programs:
+        if looks not in self._bound:
             if call.num_tokens > MAX_TOKENS:
                 return self._plain(*args, **kwargs)
-            kind = call.kind()
+            kind = call.kind(), call.num_tokens == 1
             if kind not in self._tried:
                 return self._try(kind, call)
-            self._programs[looks] = self._tried[kind]
-        program = self._programs[looks]
-        if program is None:
-            return self._plain(*args, **kwargs)
-        return self._run(program, call, kwargs["spec_step"])
+            self._bound[looks] = self._bind(call) if self._tried[kind] else None
+        program = self._bound[looks]
+        result = None if program is None else self._run(program, call, kwargs["spec_step"])
+        return self._plain(*args, **kwargs) if result is None else result
 
-    def _run(self, program: Program, call: LayerCall, step: PackedStep) -> Any:
-        with outside(step, self._attention, self._products):
-            return program([*self._weights.values(), *call.tensors])
+    def _run(self, program: BoundProgram, call: LayerCall, step: PackedStep) -> Any:
+        return program(call, step)
 
     def _try(self, kind: object, call: LayerCall) -> Any:
         """Run a call of a new kind as it is, and see whether its program comes to the same."""
         expected = self._plain(*call.args, **call.kwargs)
         start = time.perf_counter()
-        program = self._program(kind, call)
-        if callable(program):
-            found = self._run(program, call, replace(call.kwargs["spec_step"], written={}))
-            program = program if _agree(found, expected) else "its program computes something else"
-        if isinstance(program, str):
-            self._owner.refuse(self._name, program)
-        self._tried[kind] = program if callable(program) else None
+        reason = None
+        try:
+            step = replace(call.kwargs["spec_step"], written={})
+            found = self._run(self._bind(call), call, step)
+        # What a layer raises that is traced, and a machine without a compiler, or without a folder
+        # for what is compiled.
+        except REASONS as error:
+            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        else:
+            if found is None:
+                reason = "its products or its attention are not those of our kernels"
+            elif not _agree(found, expected):
+                reason = "its program computes something else"
+        if reason is not None:
+            self._owner.refuse(self._name, reason)
+        self._tried[kind] = reason is None
         self._owner.seconds += time.perf_counter() - start
         return expected
 
-    def _program(self, kind: object, call: LayerCall) -> Program | str:
-        if kind is None:
-            return "it is handed objects of its own"
-        known, key = self._owner.programs, (self._kind, kind)
-        with _lock:
-            if key not in known:
-                try:
-                    known[key] = compile_layer(self.layer, self._weights, call)
-                # What a layer raises that is traced, and a machine without a compiler, or without a
-                # folder for what is compiled.
-                except REASONS as error:
-                    said = str(error).strip().partition("\n")[0]
-                    known[key] = said or type(error).__name__
-        return known[key]
+    def _bind(self, call: LayerCall) -> BoundProgram:
+        """The program of such calls with the weights of this layer."""
+        program = self._owner.program(self.layer, self._kind, self._weights, call)
+        return BoundProgram(program, self._weights, linears_of(self.layer), self._attention)
 
 
 def _obstacle(layer: nn.Module) -> str | None:

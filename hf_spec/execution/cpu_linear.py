@@ -28,9 +28,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
+from hf_spec_kernels.packed_linear import PackedWeight
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.weak import WeakIdKeyDictionary
@@ -47,9 +47,7 @@ from hf_spec.execution.packed_products import (
     padded_product,
     rounded_rows,
     rounding_pays,
-    served,
     served_rows,
-    timed_as,
 )
 
 logger = logging.getLogger(__name__)
@@ -92,34 +90,17 @@ class _PackedWeights:
 
     def __init__(self) -> None:
         self.mode = "auto"
-        # weight -> its copies; the first of several packed as one -> (what all looked like, their
-        # copy).
         self.entries = WeakIdKeyDictionary()
-        self.joint = WeakIdKeyDictionary()
 
     @property
     def copies(self) -> list[Packed]:
         """All that there are."""
         # Of the dictionary inside, a list is made at once: other threads may be packing.
-        known = [copy for copies in list(self.entries.data.values()) for copy in copies.all]
-        return [*known, *(copy for _, copy in list(self.joint.data.values()))]
+        return [copy for copies in list(self.entries.data.values()) for copy in copies.all]
 
     def clear(self) -> None:
         """Free them."""
         self.entries.clear()
-        self.joint.clear()
-
-    def get_joint(self, weights: list[Tensor]) -> Packed | None:
-        """A packed copy of weights one below the other; None unless each has one of its own."""
-        known = [self.entries.get(weight) for weight in weights]
-        if any(copies is None or copies.exact is None for copies in known):
-            return None
-        stamps = [copies.stamp for copies in known]
-        before, copy = self.joint.get(weights[0], (None, None))
-        if before != stamps:
-            copy = pack(torch.cat([weight.detach() for weight in weights]))
-            self.joint[weights[0]] = stamps, copy
-        return copy
 
     def make(self, weights: Sequence[Tensor], rounded: bool) -> None:
         """See that weights have packed copies where these can be had, rounded where that pays."""
@@ -160,9 +141,6 @@ class _Chosen(threading.local):
 _chosen = _Chosen()
 # Of modules inside a `fast_cpu_linears` block.
 _forwards = OwnForwards()
-# The forward of the first of several -> that of all; it goes with the first one's block.
-_joint: WeakKeyDictionary[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
-_joint = WeakKeyDictionary()
 
 
 def set_cpu_packing(mode: str) -> None:
@@ -263,7 +241,7 @@ def _fast_forwards(modules: list[nn.Module]) -> dict[nn.Module, Callable[..., An
     for linear, copies in zip(linears, packed, strict=True):
         if copies is not None:
             plain = partial(F.linear, weight=linear.weight, bias=linear.bias)
-            forwards[linear] = _packed_forward(linear, copies, linear.bias, plain)
+            forwards[linear] = _PackedForward(linear, copies, linear.bias, plain)
         elif linear.weight.dtype == torch.float32:
             forwards[linear] = _transposed_forward(linear)
     return forwards
@@ -284,64 +262,70 @@ def _is_suitable(module: nn.Linear) -> bool:
     )
 
 
-def joint_product(linears: Sequence[nn.Linear], states: Tensor) -> Tensor:
-    """What linear layers give for the same states, side by side, as one product where that can be.
+def drafts_rounded() -> bool:
+    """Whether what this thread runs may read weights that were rounded for drafts."""
+    return _chosen.rounded
 
-    Inside `fast_cpu_linears` their weights are packed together at the first time.
+
+def served_weight(product: nn.Linear | Tensor, rows: int) -> PackedWeight | Tensor | None:
+    """What our kernel reads for this thread's product of so many rows with a layer, or a weight.
+
+    Small weights are as they are; None where the kernel has nothing to read, or many rows are
+    faster otherwise. A single product of one row may be, too; several with what lies in between are
+    not.
     """
-    own = linears[0].__dict__.get("forward")
-    forward = None if own is None else _joint.get(own)
-    if forward is None:
-        # Copies of weights that no block looked at may be of other weights than there are now.
-        if not all(map(has_fast_forward, linears)):
-            return _one_by_one(linears, states)
-        forward = _joint[linears[0].__dict__["forward"]] = _joint_forward(linears)
-    return forward(states)
+    if isinstance(product, nn.Linear) and has_fast_forward(product):
+        forward = product.__dict__["forward"]
+        packed = forward.packed(rows, least=1) if isinstance(forward, _PackedForward) else None
+        return packed if isinstance(packed, PackedWeight) else None
+    weight = product if isinstance(product, Tensor) else product.weight
+    return weight if weight.numel() < MIN_WEIGHT_ELEMENTS and weight.is_contiguous() else None
 
 
-def _one_by_one(linears: Sequence[nn.Linear], states: Tensor) -> Tensor:
-    return torch.cat([linear.forward(states) for linear in linears], dim=-1)
+class _PackedForward:
+    """The forward of a linear layer with packed copies; the plain one for other input."""
 
+    def __init__(
+        self,
+        module: nn.Linear,
+        copies: _Copies,
+        bias: Tensor | None,
+        plain: Callable[[Tensor], Tensor],
+    ):
+        self._copies = copies
+        self._bias = bias
+        self._plain = plain
+        self._dtype, self._width = module.weight.dtype, module.in_features
 
-def _joint_forward(linears: Sequence[nn.Linear]) -> Callable[[Tensor], Tensor]:
-    one_by_one = partial(_one_by_one, linears)
-    with _lock:
-        packed = _weights.get_joint([linear.weight for linear in linears])
-    biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
-    if packed is None or len(biases) not in (0, len(linears)):
-        return one_by_one
-    bias = torch.cat(biases) if biases else None
-    rows = served.get(timed_as(linears[0].weight), EVERY_ROW)
-    return _packed_forward(linears[0], _Copies((), packed, rows=rows), bias, one_by_one)
+    def packed(self, rows: int, least: int | None = None) -> Packed | None:
+        """The copy that serves this thread's products of so many rows; None if none does.
 
-
-def _packed_forward(
-    module: nn.Linear,
-    copies: _Copies,
-    bias: Tensor | None,
-    plain: Callable[[Tensor], Tensor],
-) -> Callable[[Tensor], Tensor]:
-    """A product of packed weights for what `module` is given; the plain one for other input."""
-    dtype, width = module.weight.dtype, module.in_features
-
-    def forward(input: Tensor) -> Tensor:  # noqa: A002 - the name nn.Linear has
-        if not _chosen.fast or input.dtype != dtype or input.shape[-1] != width or _is_left_alone():
-            return plain(input)
-        rows = input.numel() // width
+        `least` rows are given where fewer than those measured are served, too.
+        """
+        copies = self._copies
         exact, rounded = copies.exact, copies.rounded if _chosen.rounded else None
         if rounded is not None and (exact is None or rows <= rounded_rows()):
-            return packed_product(input, rounded, bias)
-        least, most, padded = copies.rows
-        if exact is None or not least <= rows <= most:
-            return plain(input)
-        if rows < padded:
-            # In a step the rows are one axis: views take as long as other small operations.
-            lines = input if input.shape[-2:-1] == (rows,) else input.reshape(rows, width)
-            output = padded_product(lines, exact, bias, padded)
-            return output if lines is input else output.view(*input.shape[:-1], -1)
-        return packed_product(input, exact, bias)
+            return rounded
+        if least is None:
+            least = max(copies.rows.least, copies.rows.padded)
+        return exact if least <= rows <= copies.rows.most else None
 
-    return forward
+    def __call__(self, input: Tensor) -> Tensor:  # noqa: A002 - the name nn.Linear has
+        """The product."""
+        width = self._width
+        other = input.dtype != self._dtype or input.shape[-1] != width
+        if other or not _chosen.fast or _is_left_alone():
+            return self._plain(input)
+        rows = input.numel() // width
+        if (packed := self.packed(rows)) is not None:
+            return packed_product(input, packed, self._bias)
+        exact, padded = self._copies.exact, self._copies.rows.padded
+        if exact is None or not self._copies.rows.least <= rows < padded:
+            return self._plain(input)
+        # In a step the rows are one axis: views take as long as other small operations.
+        lines = input if input.shape[-2:-1] == (rows,) else input.reshape(rows, width)
+        output = padded_product(lines, exact, self._bias, padded)
+        return output if lines is input else output.view(*input.shape[:-1], -1)
 
 
 def _transposed_forward(module: nn.Linear) -> Callable[[Tensor], Tensor]:

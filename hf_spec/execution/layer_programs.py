@@ -1,47 +1,73 @@
-"""A decoder layer as a program: traced on tensors without contents, compiled by inductor.
+"""A decoder layer as a program: traced on tensors without contents, written in C++, built.
 
-Inductor, the compiler of PyTorch, joins what lies between products: norms, rotations, sums.
-Products and attention are operations that it does not know, which run what they run outside:
-packed weights, and `tree_attention` on the rows' storage. Weights are inputs, so that layers of one
-kind share a program. The tools are private ones of PyTorch, as they are wherever code is traced
-that is not compiled as a whole; whatever they raise is a reason to run a layer as it is.
+Products and attention are operations of their own in what is traced, which the program computes as
+they are computed outside: from packed weights, and by our kernels on the rows' storage. Weights are
+inputs, so that layers of one kind share a program. What traces are private tools of PyTorch, as
+they are wherever code is traced that is not compiled as a whole; whatever they raise is a reason to
+run a layer as it is.
 """
 
 from __future__ import annotations
 
 import copy
-import threading
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate, compress
-from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from hf_spec_kernels.decoder_layer import build_layer
+from torch import Tensor, fx, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig
 
-from hf_spec.execution.attention import NOT_SAID, PackedStep, TracedStep, tree_attention
-from hf_spec.execution.cpu_linear import joint_product
+from hf_spec.execution.attention import PackedStep, TracedStep
+from hf_spec.execution.layer_source import LayerSource, layer_source
+from hf_spec.execution.layer_values import SourceError
 
-# Weights and inputs of a layer -> what its forward returns.
-Program = Callable[[Sequence[Tensor]], Any]
 PLAIN = (bool, int, float, str, type(None))
 # Larger steps, prompts above all, take their time in products; they run as they come.
-MAX_TOKENS = 64
-# Larger weights together are no faster than one by one (measured).
-MAX_JOINT_ELEMENTS = 1 << 20
+MAX_TOKENS = 256
+# Tokens that a layer is traced with, of which the program takes any number.
+TRACED_TOKENS = 3
 # Beside these a module has what its class computes with, and where it is in the model.
 _OF_EVERY_MODULE = {*vars(nn.Module()), "layer_idx", "forward"}
 
 
+@dataclass(frozen=True)
+class LayerProgram:
+    """The program of layers and calls of one kind.
+
+    Attributes:
+        run: the function, see `build_layer`.
+        source: what it is called with.
+        results: what the layer returns: which parts are tensors, None in place of others.
+        is_tuple: whether it returns a tuple of them.
+    """
+
+    run: Callable[..., None]
+    source: LayerSource
+    results: tuple[bool, ...]
+    is_tuple: bool
+
+    def result(self, tensors: Sequence[Tensor]) -> Any:
+        """What the layer returns, of the tensors in it."""
+        found = iter(tensors)
+        parts = tuple(next(found) if is_tensor else None for is_tensor in self.results)
+        return parts if self.is_tuple else parts[0]
+
+
 class LayerCall:
-    """What a layer is called with: values, tensors, pairs of them, and a `spec_step`."""
+    """What a layer is called with: values, tensors, pairs of them, and a `spec_step`.
+
+    Attributes:
+        tensors: its tensors, contiguous as programs expect them.
+        num_tokens: T of the hidden states (1, T, width), which come first.
+    """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
         self.args = args
@@ -52,6 +78,8 @@ class LayerCall:
                 self._leaves += value
             elif type(value) is not PackedStep:
                 self._leaves.append(value)
+        self.tensors = [leaf.contiguous() for leaf in self._leaves if isinstance(leaf, Tensor)]
+        self.num_tokens: int = self.tensors[0].shape[-2]
 
     @property
     def looks(self) -> tuple[object, ...]:
@@ -60,15 +88,9 @@ class LayerCall:
         return (*self.kwargs, *(x.shape if isinstance(x, Tensor) else _value(x) for x in leaves))
 
     @property
-    def tensors(self) -> list[Tensor]:
-        """Its tensors, contiguous as programs expect them."""
-        found = (leaf for leaf in self._leaves if isinstance(leaf, Tensor))
-        return [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in found]
-
-    @property
-    def num_tokens(self) -> int:
-        """T of the hidden states (1, T, width), which come first."""
-        return self.tensors[0].shape[-2]
+    def placed(self) -> list[tuple[Tensor, int | None]]:
+        """Its tensors, and which axis of each counts tokens."""
+        return [(tensor, _place(tensor, self.num_tokens)) for tensor in self.tensors]
 
     def kind(self) -> tuple[object, ...] | None:
         """Equal for calls of one program; None if there is more than tensors and values in it."""
@@ -82,7 +104,7 @@ class LayerCall:
                 found.append(_value(leaf))
             else:
                 return None
-        return length > 1, *found
+        return tuple(found)
 
     def with_tensors(
         self, tensors: Iterator[Tensor], step: TracedStep
@@ -101,71 +123,21 @@ class LayerCall:
         }
 
 
-class _Outside(threading.local):
-    """What the layer that this thread runs as a program computes outside of it."""
-
-    step: PackedStep | None = None
-    attention: nn.Module | None = None
-    products: Mapping[int, nn.Linear] = MappingProxyType({})
-
-
-_outside = _Outside()
-
-
-@contextmanager
-def outside(
-    step: PackedStep, attention: nn.Module, products: Mapping[int, nn.Linear]
-) -> Iterator[None]:
-    """Programs attend by `attention` in a step; products are those of modules, by id of weight."""
-    here = _outside
-    here.step, here.attention, here.products = step, attention, products
-    try:
-        yield
-    finally:
-        here.step, here.attention, here.products = None, None, _Outside.products
-
-
-def _attend(  # noqa: PLR0913 - what attention is told
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    scaling: float | None,
-    softcap: float | None,
-    window: int | None,
-) -> Tensor:
-    assert _outside.attention is not None, "programs run inside `outside`"
-    said: dict[str, Any] = {} if window == NOT_SAID else {"sliding_window": window}
-    said |= {"scaling": scaling, "softcap": softcap, "s_aux": sinks, "spec_step": _outside.step}
-    return tree_attention(_outside.attention, query, key, value, None, **said)[0].contiguous()
-
-
-def _multiply(states: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
-    """Products of the same states side by side; several are those of modules."""
-    known = _outside.products
-    if len(weights) > 1:
-        return joint_product([known[id(weight)] for weight in weights], states)
-    linear: Any = known.get(id(weights[0]))
-    return linear.forward(states) if linear else F.linear(states, weights[0], biases[0])
-
-
 @cache
 def _operations() -> torch.library.Library:
-    """Define the operations at first use."""
+    """Define the operations at first use; they are traced, never run."""
     library = torch.library.Library("hf_spec", "DEF")
     library.define(
         "attend(Tensor query, Tensor key, Tensor value, Tensor? sinks, float? scaling, "
         "float? softcap, int? window) -> Tensor"
     )
-    library.define("multiply(Tensor states, Tensor[] weights, Tensor?[] biases) -> Tensor")
-    library.impl("attend", _attend, "CPU")
-    library.impl("multiply", _multiply, "CPU")
+    library.define("multiply(Tensor states, Tensor weight, Tensor? bias) -> Tensor")
 
     def attended(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
         return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
 
-    def multiplied(states: Tensor, weights: Sequence[Tensor], biases: object) -> Tensor:
-        return states.new_empty(*states.shape[:-1], sum(weight.shape[0] for weight in weights))
+    def multiplied(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return states.new_empty(*states.shape[:-1], weight.shape[0])
 
     torch.library.register_fake("hf_spec::attend", attended, lib=library)
     torch.library.register_fake("hf_spec::multiply", multiplied, lib=library)
@@ -182,42 +154,30 @@ class _OwnProducts(TorchFunctionMode):
 
 
 def _product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
-    product: Tensor = torch.ops.hf_spec.multiply(input, [weight], [bias])
+    product: Tensor = torch.ops.hf_spec.multiply(input, weight, bias)
     return product
 
 
-def _join_products(graph: torch.fx.Graph, linears: Collection[torch.fx.Node]) -> None:
-    """Let one operation compute small products of the same states; `linears` are weights."""
-    by_states: dict[Any, list[Any]] = defaultdict(list)
-    for node in graph.nodes:
-        if node.target is torch.ops.hf_spec.multiply.default:
-            states, [weight], _ = node.args
-            if weight in linears:
-                by_states[states].append(node)
-    for states, products in by_states.items():
-        weights, biases = ([one.args[place][0] for one in products] for place in (1, 2))
-        shapes = [weight.meta["val"].shape for weight in weights]
-        elements = sum(shape.numel() for shape in shapes)
-        if len(products) < 2 or elements > MAX_JOINT_ELEMENTS:
-            continue
-        with graph.inserting_before(products[0]):
-            given = (states, weights, biases)
-            joint = graph.call_function(torch.ops.hf_spec.multiply.default, given)
-            ends = accumulate(shape[0] for shape in shapes)
-            for product, shape, end in zip(products, shapes, ends, strict=True):
-                own = (joint, -1, end - shape[0], end)
-                part = graph.call_function(torch.ops.aten.slice.Tensor, own)
-                product.replace_all_uses_with(part)
-        for product in products:
-            graph.erase_node(product)
-
-
-def compile_layer(layer: nn.Module, weights: Mapping[str, Tensor], call: LayerCall) -> Program:
+def compile_layer(layer: nn.Module, weights: Mapping[str, Tensor], call: LayerCall) -> LayerProgram:
     """The program of calls of one kind, for any layer of this kind.
 
     Raises:
-        Exception: whatever the tools of PyTorch raise where they cannot trace or compile it.
+        SourceError: if there is no C++ for some of it.
+        BuildError: if it cannot be built.
+        Exception: whatever the tools of PyTorch raise where they cannot trace it.
     """
+    if call.kind() is None:
+        raise SourceError("it is handed objects of its own")
+    graph, result = _traced(layer, weights, call)
+    source = layer_source(graph)
+    results = tuple(isinstance(part, Tensor) for part in as_tuple(result))
+    return LayerProgram(build_layer(source.text), source, results, isinstance(result, tuple))
+
+
+def _traced(
+    layer: nn.Module, weights: Mapping[str, Tensor], call: LayerCall
+) -> tuple[fx.Graph, Any]:
+    """The operations of a call, for weights and tensors of the call, and what it returns."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -235,31 +195,26 @@ def compile_layer(layer: nn.Module, weights: Mapping[str, Tensor], call: LayerCa
         return [one for one in as_tuple(returned[0]) if isinstance(one, Tensor)]
 
     mode = FakeTensorMode(shape_env=ShapeEnv())
-    given, length = [*weights.values(), *call.tensors], call.num_tokens
-    places = [None] * len(weights) + [_place(tensor, length) for tensor in call.tensors]
-    inputs = [
-        _without_contents(mode, n, *pair) for n, pair in enumerate(zip(given, places, strict=True))
-    ]
-    with mode:
-        graph = make_fx(run)(*inputs)
-    if any(node.op == "get_attr" for node in graph.graph.nodes):
+    given = [*((weight, None) for weight in weights.values()), *call.placed]
+    inputs = [_without_contents(mode, number, *one) for number, one in enumerate(given)]
+    with mode, _without_complaints():
+        traced = make_fx(run)(*inputs)
+    if any(node.op == "get_attr" for node in traced.graph.nodes):
         raise RuntimeError("it computes with tensors that are neither parameters nor buffers")
-    linears = {f"{name}.weight" for name in linears_of(layer)}
-    is_linear = [name in linears for name in weights]
-    _join_products(graph.graph, list(compress(graph.graph.find_nodes(op="placeholder"), is_linear)))
-    graph.recompile()
-    compiled = _lower(graph, inputs)
     _check_lengths(mode.shape_env)
-    result = as_tuple(returned[0])
-    one = not isinstance(returned[0], tuple)
-    is_tensor = [isinstance(part, Tensor) for part in result]
+    traced.graph.eliminate_dead_code()
+    return traced.graph, returned[0]
 
-    def program(tensors: Sequence[Tensor]) -> Any:
-        found = iter(compiled(*tensors))
-        parts = tuple(next(found) if tensor else None for tensor in is_tensor)
-        return parts[0] if one else parts
 
-    return program
+@contextmanager
+def _without_complaints() -> Iterator[None]:
+    """What cannot be traced is no error of anybody's, and PyTorch need not say it."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _check_lengths(shapes: Any) -> None:
@@ -273,33 +228,14 @@ def _check_lengths(shapes: Any) -> None:
                 raise RuntimeError(f"it goes by the number of tokens ({guard.expr})")
 
 
-def _lower(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
-    from torch._functorch.config import patch as patch_functorch
-    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-    from torch._inductor.config import patch as patch_inductor
-
-    # What is put around a program by default, for autograd and aliases, takes longer than its
-    # kernels; this has neither, and its results are compared with the layer's own.
-    inner: list[Any] = []
-
-    def lower(*args: Any, **kwargs: Any) -> Any:
-        inner.append(compile_fx_inner(*args, **kwargs))
-        return inner[-1]
-
-    # No pool of processes that stay: a program has a handful of kernels. Inductor keeps what it
-    # compiles on disk; a second cache, around it, would not ask for it.
-    inductor = patch_inductor(compile_threads=1, size_asserts=False)
-    with inductor, patch_functorch(enable_autograd_cache=False):
-        compile_fx(graph, inputs, inner_compile=lower)
-    [compiled] = inner
-    return lambda *tensors: compiled(list(tensors))
-
-
 def _without_contents(mode: Any, number: int, tensor: Tensor, place: int | None) -> Tensor:
-    """A tensor that is a shape only, any number standing at `place`."""
+    """A tensor that is a shape only, with any number of tokens along the axis `place`."""
     from torch._dynamo.source import ConstantSource
     from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
+    if place is not None:
+        # Sizes of 1 would be taken for what they are.
+        tensor = tensor.narrow(place, 0, 1).repeat_interleave(TRACED_TOKENS, place)
     sizes = [DimDynamic.DYNAMIC if a == place else DimDynamic.STATIC for a in range(tensor.ndim)]
     fake: Tensor = mode.from_tensor(
         tensor,
@@ -362,8 +298,14 @@ def _copy(layer: nn.Module) -> nn.Module:
 
 
 def _place(tensor: Tensor, tokens: int) -> int | None:
-    """Which axis of an input counts tokens; None if none does, or there is one token."""
-    return next((axis for axis, size in enumerate(tensor.shape) if size == tokens > 1), None)
+    """Which axis of an input counts tokens; None if none does.
+
+    Of a single token it is where models have it: (1, T, ...) states or (T,) positions.
+    """
+    if tokens > 1:
+        return next((axis for axis, size in enumerate(tensor.shape) if size == tokens), None)
+    axis = min(1, tensor.ndim - 1)
+    return axis if tensor.ndim in (1, 2, 3) and tensor.shape[axis] == 1 else None
 
 
 def _is_plain(leaf: Any) -> bool:

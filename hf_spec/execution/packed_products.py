@@ -222,10 +222,12 @@ def _fastest_rows(pairs: Sequence[tuple[Tensor, Packed]]) -> Rows:
     dtype, width = weights[0].dtype, weights[0].shape[1]
     plain, packed = (F.linear, weights), (packed_product, copies)
     most = _most_rows(dtype, torch.get_num_threads())
-    one = torch.ones(1, width, dtype=dtype)
-    *as_they_are, by_padded = least_seconds(one, plain, packed, (padded_product, copies))
-    if by_padded < 0.9 * min(as_they_are):
-        return Rows(1, most, PADDED_ROWS)
+    if not isinstance(copies[0], PackedWeight):
+        # oneDNN's own product of one row may take longer than one of several.
+        one = torch.ones(1, width, dtype=dtype)
+        *as_they_are, by_padded = least_seconds(one, plain, packed, (padded_product, copies))
+        if by_padded < 0.9 * min(as_they_are):
+            return Rows(1, most, PADDED_ROWS)
     few = (torch.ones(rows, width, dtype=dtype) for rows in (1, 2))
     least = next((len(states) for states in few if _packed_wins(states, plain, packed)), 3)
     return Rows(least, most)

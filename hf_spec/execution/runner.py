@@ -83,7 +83,6 @@ class ModelRunner(RowStorage):
         self._virtual_tokens = virtual_tokens
         self._attention: PackedAttention | None = None
         self._graphs: StepGraphs | None = None
-        self._compiled = CompiledLayers.of(model)
         config = model.config.get_text_config()
         self._cache = PoolCache(self.pool, num_layers(model))
         self._attending = num_attention_layers(config)
@@ -116,7 +115,7 @@ class ModelRunner(RowStorage):
                 stack.callback(self._graphs.close)
             for part in decoding_parts(self.model):
                 stack.enter_context(fast_cpu_linears(part, self.rounded))
-            stack.enter_context(self._compiled.active())
+            self._watch = stack.enter_context(CompiledLayers.of(self.model).active(self.model))
             if self._virtual_tokens is not None:
                 stack.enter_context(self._virtual_tokens.active(self.model))
             if self._mixers is not None:
@@ -300,7 +299,7 @@ class ModelRunner(RowStorage):
             **options,
         )
         step.check(self.model, self._attending)
-        self._compiled.learn(self.model, step.written)
+        self._watch.ran(step.written)
         return [self._call.kept(result, kept), *self._call.hidden(result)]
 
     def _run_rectangular(self, work: list[RowWork], tree: DraftTree) -> ForwardOutput:

@@ -9,12 +9,11 @@ from transformers import PreTrainedModel
 
 from hf_spec.errors import OptionError, choices
 from hf_spec.execution.attention import takes_packed
-from hf_spec.execution.compiled_layers import CompiledLayers
+from hf_spec.execution.compiled_layers import MODES, CompiledLayers
 from hf_spec.execution.model_checks import check_model
 from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.tree import DraftTree
 
-MODES = ("on", "off")
 # Nodes of the steps that are run: a program for any number, and one for a single token.
 NODES = (3, 1)
 
@@ -37,44 +36,46 @@ class CompileReport:
 
 
 def compile(model: PreTrainedModel, mode: str = "on") -> CompileReport:  # noqa: A001 - as torch's
-    """Compile the decoder layers of a model on a CPU, for all speculative calls that follow.
+    """Make programs of the decoder layers of a model on a CPU, for all speculative calls to come.
 
-    A target or a draft model. Greedy output stays that of plain `generate()` up to ties: programs
-    add in another order. The model itself is left as it is, and what was compiled goes with it.
-    Where there is no compiler, or a layer cannot be compiled, it runs as before, and the log and
-    `refused` say why.
+    A target or a draft model. A program is C++ of a whole layer, built by the machine's compiler.
+    Greedy output stays that of plain `generate()` up to ties: programs add in another order. The
+    model itself is left as it is, and programs go with it. Where there is no compiler, or none for
+    a layer, it runs as before, and the log and `refused` say why.
 
     Args:
         model: on a CPU, in evaluation mode.
-        mode: "on"; "off" lets the layers run as they are again.
+        mode: "on"; "off" lets the layers run as they are. "auto" is what holds without this
+            function: layers become programs when they have run some ten thousand times in all, so
+            after a few hundred tokens.
 
     Raises:
-        OptionError: if `mode` is neither.
+        OptionError: if `mode` is none of these.
         UnsupportedError: if hf_spec cannot run the model at all.
     """
     if mode not in MODES:
         raise OptionError(f"mode={mode!r}: {choices(mode, MODES)}")
     check_model(model)
     compiled = CompiledLayers.of(model)
-    compiled.wanted = mode == "on"
+    compiled.mode = mode
     before = compiled.seconds
     if not takes_packed(model):
         compiled.refuse(type(model).__name__, "it takes no attention function")
-    elif compiled.wanted:
+    elif mode == "on":
         compiled.forget_refusals()
         # The layers are known once they have run.
         for _ in range(1 if compiled.layers else 2):
             _run(model)
     running = [one for one in compiled.layers if compiled.wanted and one.is_compiled]
-    programs = sum(not isinstance(program, str) for program in compiled.programs.values())
+    programs = sum(not isinstance(program, Exception) for program in compiled.programs.values())
     seconds = compiled.seconds - before
     return CompileReport(len(running), programs, seconds, dict(compiled.refused))
 
 
-def compile_once(model: PreTrainedModel) -> None:
+def compile_once(model: PreTrainedModel, mode: str) -> None:
     """`compile`, unless that has been done."""
-    if not CompiledLayers.of(model).wanted:
-        compile(model)
+    if CompiledLayers.of(model).mode != mode:
+        compile(model, mode)
 
 
 @torch.no_grad()

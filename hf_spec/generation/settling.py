@@ -79,8 +79,8 @@ def make_ready(
         )
     tokenizers = (given.get(name) for name in ("tokenizer", "assistant_tokenizer"))
     drafter = make_drafter(config, model, with_tokenizers(config, assistant, *tokenizers))
-    if config.compile:
-        compile_once(model)
+    if config.compile is not None:
+        compile_once(model, "on" if config.compile else "off")
     return drafter
 
 

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from hf_spec.decoding.token_sampling import distribution
 from hf_spec.errors import UnsupportedError
 from hf_spec.execution.attention import PackedAttention, PackedStep, takes_packed
+from hf_spec.execution.compiled_layers import CompiledLayers
 from hf_spec.execution.cpu_linear import fast_cpu_linears, fast_products
 from hf_spec.execution.kv_cache import KVPool
 from hf_spec.execution.segment import Segment
@@ -131,6 +132,8 @@ class HeadRunner:
             self._attention = PackedAttention(self.head.attention)
             head: Any = self.head
             stack.enter_context(fast_cpu_linears(head, rounded=True))
+            layers = self.head.attention
+            self._watch = stack.enter_context(CompiledLayers.of(layers).active(layers))
             self._graphs = StepGraphs(self.head.attention, self.pool, self._mask.device)
             stack.callback(self._graphs.clear)
             yield self
@@ -246,6 +249,7 @@ class HeadRunner:
         with self._attention.chosen():
             outputs = self.head.attend(mixed[None], spec_step=step, **where)
         step.check(self.head.attention, self.head.shape.num_layers)
+        self._watch.ran(step.written)
         return outputs[0]
 
     def _run(self, tokens: Tensor, features: Tensor, segments: Sequence[Segment]) -> Tensor:

@@ -21,6 +21,7 @@ from pathlib import Path
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
 WIDE = "-mprefer-vector-width=512"
 SECONDS = 120
+PACKAGE = Path(__file__).parent
 
 
 class BuildError(RuntimeError):
@@ -41,14 +42,25 @@ def load(source: Path) -> ctypes.CDLL:
     Raises:
         BuildError: without a compiler that takes it, or without a place to keep what it makes.
     """
+    return _load(source.parent.name, source.read_text(), source)
+
+
+@cache
+def load_text(name: str, text: str) -> ctypes.CDLL:
+    """The same of C++ that was written for the case, with the headers of this package."""
+    return _load(name, text, PACKAGE / f"{name}.cpp")
+
+
+def _load(name: str, text: str, place: Path) -> ctypes.CDLL:
+    """Build C++ as if it lay at `place`."""
     if (found := compiler()) is None:
         wanted = os.environ.get("CXX")
         raise BuildError(f"no C++ compiler was found{f' at CXX={wanted}' if wanted else ''}")
     command = [found, *FLAGS, *([WIDE] if platform.machine() == "x86_64" else [])]
     try:
-        path = _cache_folder() / f"{source.parent.name}-{_key(source, command)}.so"
+        path = _cache_folder() / f"{name}-{_key(text, command)}.so"
         if not path.exists():
-            _build([*command, str(source)], path)
+            _build([*command, f"-I{place.parent}"], f'#line 1 "{place}"\n{text}', path)
         return ctypes.CDLL(str(path))
     except (OSError, subprocess.SubprocessError) as error:
         raise BuildError(str(error)) from error
@@ -61,25 +73,32 @@ def _cache_folder() -> Path:
     return folder
 
 
-def _key(source: Path, command: list[str]) -> str:
+def _key(text: str, command: list[str]) -> str:
     """What the built file depends on: its source, the compiler and the processor."""
+    headers = [path.read_bytes() for path in sorted(PACKAGE.rglob("*.h"))]
+    parts = (text.encode(), *headers, _processor(command[0]), " ".join(command).encode())
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
+
+
+@cache
+def _processor(compiler: str) -> bytes:
+    """What a compiler knows of itself and the processor at hand."""
     asked = subprocess.run(
-        [command[0], "-march=native", "-E", "-dM", "-x", "c++", os.devnull],
+        [compiler, "-march=native", "-E", "-dM", "-x", "c++", os.devnull],
         capture_output=True,
         check=True,
         timeout=SECONDS,
     )
-    headers = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.h"))]
-    parts = (source.read_bytes(), *headers, asked.stdout, " ".join(command).encode())
-    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
+    return asked.stdout
 
 
-def _build(command: list[str], path: Path) -> None:
+def _build(command: list[str], text: str, path: Path) -> None:
     """Compile to a name of its own first: another process may be building the same."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / path.name
         done = subprocess.run(
-            [*command, "-o", str(made)],
+            [*command, "-o", str(made), "-x", "c++", "-"],
+            input=text,
             capture_output=True,
             text=True,
             check=False,

@@ -182,9 +182,9 @@ def test_times_are_kept_by_situation() -> None:
     assert known_times(model, "b", 1) is not first
     assert known_times(build("qwen3"), "a", 1) is not first
     compiled = CompiledLayers.of(model)
-    compiled.wanted = True
+    compiled.mode = "on"
     assert known_times(model, "a", 1) is not first
-    compiled.wanted = False
+    compiled.mode = "auto"
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(threads + 1)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from hf_spec_kernels.packed_linear import PackedWeight
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
@@ -22,7 +23,7 @@ from hf_spec.execution.cpu_linear import (
     cpu_packing_bytes,
     fast_cpu_linears,
     fast_products,
-    joint_product,
+    served_weight,
     set_cpu_packing,
 )
 from hf_spec.execution.packed_products import EVERY_ROW, NO_LIMIT, Rows, form_of, pack, served
@@ -74,19 +75,18 @@ def model() -> Tied:
 def packed_calls(monkeypatch: pytest.MonkeyPatch) -> list[nn.Linear]:
     """Modules that took the packed form, one entry a call."""
     calls: list[nn.Linear] = []
-    original = cpu_linear._packed_forward
 
-    def counting(module: nn.Linear, copies: cpu_linear._Copies, *rest: Any) -> object:
-        copies.rows = EVERY_ROW
-        forward = original(module, copies, *rest)
+    class Counting(cpu_linear._PackedForward):
+        def __init__(self, module: nn.Linear, copies: cpu_linear._Copies, *rest: Any):
+            copies.rows = EVERY_ROW
+            super().__init__(module, copies, *rest)
+            self.module = module
 
-        def counted(input: Tensor) -> Tensor:  # noqa: A002
-            calls.append(module)
-            return forward(input)
+        def __call__(self, input: Tensor) -> Tensor:  # noqa: A002
+            calls.append(self.module)
+            return super().__call__(input)
 
-        return counted
-
-    monkeypatch.setattr(cpu_linear, "_packed_forward", counting)
+    monkeypatch.setattr(cpu_linear, "_PackedForward", Counting)
     return calls
 
 
@@ -502,7 +502,7 @@ def test_other_rows_are_left_to_linear() -> None:
     linear = nn.Linear(WIDTH, 320)
     poisoned = pack(torch.full_like(linear.weight, 1e6))
     copies = cpu_linear._Copies((), poisoned, rows=Rows(3, 64))
-    forward = cpu_linear._packed_forward(linear, copies, linear.bias, linear)
+    forward = cpu_linear._PackedForward(linear, copies, linear.bias, linear)
     with torch.no_grad(), fast_products():
         for rows in (1, 2, 65):
             x = torch.randn(rows, WIDTH)
@@ -518,7 +518,7 @@ def test_few_rows_are_padded(shape: tuple[int, ...], has_bias: bool) -> None:
     x = torch.randn(*shape, WIDTH)
     with torch.no_grad(), fast_products():
         copies = cpu_linear._Copies((), pack(linear.weight), rows=Rows(1, NO_LIMIT, padded=4))
-        forward = cpu_linear._packed_forward(linear, copies, linear.bias, linear)
+        forward = cpu_linear._PackedForward(linear, copies, linear.bias, linear)
         found = forward(x)
         torch.testing.assert_close(found, linear(x), atol=1e-4, rtol=0)
         # Models call `view` on it.
@@ -527,68 +527,6 @@ def test_few_rows_are_padded(shape: tuple[int, ...], has_bias: bool) -> None:
         four = F.pad(x.reshape(-1, WIDTH), (0, 0, 0, 3))[:4]
         if x.numel() // WIDTH < 4:
             assert torch.equal(found.reshape(-1, 320), forward(four)[: x.numel() // WIDTH])
-
-
-class Heads(nn.Module):
-    """Three linear layers of the same input."""
-
-    def __init__(self, biases: tuple[bool, bool, bool]) -> None:
-        super().__init__()
-        pairs = zip((320, 256, 512), biases, strict=True)
-        self.linears = nn.ModuleList(nn.Linear(WIDTH, size, bias=bias) for size, bias in pairs)
-
-    def together(self, states: Tensor) -> Tensor:
-        return joint_product(list(self.linears), states)
-
-    def one_by_one(self, states: Tensor) -> Tensor:
-        return torch.cat([linear(states) for linear in self.linears], dim=-1)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("biases", [(True,) * 3, (False,) * 3, (True, False, True)])
-def test_products_of_the_same_states_are_one(
-    biases: tuple[bool, bool, bool], packed_calls: list[nn.Linear]
-) -> None:
-    heads = Heads(biases)
-    for _ in range(2):
-        for rows in (1, 3, 16):
-            states = torch.randn(1, rows, WIDTH)
-            expected = heads.one_by_one(states)
-            assert torch.equal(heads.together(states), expected), "outside they are as they come"
-            with fast_cpu_linears(heads):
-                assert torch.equal(heads.together(states), expected)
-                before = len(packed_calls)
-                with fast_products():
-                    assert_same(heads.together(states), expected)
-                # Without a bias in each of them there is none of all.
-                assert len(packed_calls) - before == (1 if len(set(biases)) == 1 else 3)
-        # Their weights may change between two blocks.
-        heads.linears[1].weight.data.mul_(-2)
-    assert not cpu_linear._joint
-
-
-def swap_forward(linear: nn.Linear) -> None:
-    linear.forward = lambda x: F.linear(x, linear.weight) * 2  # type: ignore[method-assign]
-
-
-def transpose_storage(linear: nn.Linear) -> None:
-    linear.weight.data = (linear.weight.data * 2).T.contiguous().T
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("which", [0, 1])
-@pytest.mark.parametrize("change", [swap_forward, transpose_storage, nn.Module.double])
-def test_copies_that_no_block_looked_at_are_not_joined(change: Any, which: int) -> None:
-    """Packed in an earlier block, and of other weights than those there are now."""
-    heads = Heads((True,) * 3)
-    states = torch.randn(1, 4, WIDTH)
-    with fast_cpu_linears(heads), fast_products():
-        heads.together(states)
-    change(heads.linears[which] if change is not nn.Module.double else heads)
-    states = states.to(heads.linears[0].weight.dtype)
-    expected = heads.one_by_one(states)
-    with fast_cpu_linears(heads), fast_products():
-        assert_same(heads.together(states), expected)
 
 
 def test_copies_are_counted_while_another_thread_packs() -> None:
@@ -613,21 +551,20 @@ def test_copies_are_counted_while_another_thread_packs() -> None:
         sys.setswitchinterval(switch_interval)
 
 
-@torch.no_grad()
-def test_packed_copies_of_several_are_counted_and_freed(model: Tied) -> None:
-    linears = [model.up, nn.Linear(WIDTH, 320)]
-    holder = nn.ModuleList(linears)
-    states = torch.randn(1, 4, WIDTH)
-    with fast_cpu_linears(holder), fast_products():
-        apart = cpu_packing_bytes()
-        joint_product(linears, states)
-        assert cpu_packing_bytes() == 2 * apart
-    clear_cpu_packing()
-    assert cpu_packing_bytes() == 0
-    set_cpu_packing("off")
-    with fast_cpu_linears(holder), fast_products():
-        assert_same(joint_product(linears, states), torch.cat([one(states) for one in linears], -1))
-        assert cpu_packing_bytes() == 0
+@needs_compiler
+def test_what_a_kernel_reads_for_a_product() -> None:
+    large, small = nn.Linear(WIDTH, 320), nn.Linear(8, 8)
+    assert served_weight(small, 5) is small.weight
+    assert served_weight(small.weight, 5) is small.weight
+    assert served_weight(large, 5) is None
+    with fast_cpu_linears(nn.ModuleList([large, small])):
+        forward = large.__dict__["forward"]
+        forward._copies.rows = Rows(3, 64)
+        packed = served_weight(large, 5)
+        assert isinstance(packed, PackedWeight) == (form_of(torch.float32) is packed_products.OWN)
+        # What a product of its own would leave to F.linear, several of a program do not.
+        assert served_weight(large, 1) is packed
+        assert served_weight(large, 65) is None
 
 
 def test_a_transformers_model_keeps_its_logits(packed_calls: list[nn.Linear]) -> None:

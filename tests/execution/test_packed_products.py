@@ -24,6 +24,7 @@ from hf_spec.execution.packed_products import (
     OWN,
     Form,
     form_of,
+    obstacle,
     pack,
     packed_product,
     padded_product,
@@ -179,7 +180,20 @@ def test_the_fastest_form_serves(
         return [1.0, 1.0 if len(states) in winning else 2.0, padded][: len(forms)]
 
     weight = torch.randn(320, WIDTH)
-    assert form_of(weight.dtype)
+    if obstacle(ONEDNN, weight.dtype) is not None:
+        pytest.skip("oneDNN packs no weights here")
+    monkeypatch.setattr(packed_products, "FORMS", (ONEDNN,))
+    copy = pack(weight)
     monkeypatch.setattr(packed_products, "least_seconds", seconds)
-    found = served_rows(weight, [(weight, pack(weight))])
+    found = served_rows(weight, [(weight, copy)])
     assert (found.least, found.most, found.padded) == served
+
+
+@needs_compiler
+def test_our_kernel_pads_no_rows(undecided: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row takes it less time than several, whatever a disturbed measurement says."""
+    monkeypatch.setattr(packed_products, "FORMS", (OWN,))
+    weight = torch.randn(320, WIDTH)
+    copy = pack(weight)
+    monkeypatch.setattr(packed_products, "least_seconds", lambda *_: [1.0, 1.0, 0.1][:2])
+    assert served_rows(weight, [(weight, copy)]).padded == 1

@@ -34,6 +34,11 @@ def kv_write(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, place: Te
         )
 
 
+def address() -> int:
+    """Where the kernel is, for other C++ to call."""
+    return ctypes.cast(_library().kv_write, _ADDRESS).value or 0
+
+
 @cache
 def _library() -> ctypes.CDLL:
     library = load(SOURCE)

@@ -120,7 +120,7 @@ def packed_linear(
         return F.linear(states, weight.unpacked().to(states.dtype), bias)
     states = states.contiguous()
     results = states.new_empty(*states.shape[:-1], num_outputs)
-    getattr(_library(), f"linear_{_NAMES[states.dtype, blocks.dtype]}")(
+    _function(weight)(
         states.data_ptr(),
         blocks.data_ptr(),
         None if bias is None else bias.data_ptr(),
@@ -132,6 +132,17 @@ def packed_linear(
     )
     launches["packed_linear"] += 1
     return results
+
+
+def multiplier(weight: PackedWeight) -> int:
+    """Where the kernel for a weight is, for other C++ to call."""
+    return ctypes.cast(_function(weight), ctypes.c_void_p).value or 0
+
+
+def _function(weight: PackedWeight) -> ctypes._NamedFuncPointer:
+    function: ctypes._NamedFuncPointer
+    function = getattr(_library(), f"linear_{_NAMES[weight.dtype, weight.blocks.dtype]}")
+    return function
 
 
 @cache

@@ -59,6 +59,11 @@ def ragged_tree_attention(
     return out
 
 
+def address(dtype: torch.dtype) -> int:
+    """Where the kernel is, for other C++ to call."""
+    return ctypes.cast(_function(dtype), _ADDRESS).value or 0
+
+
 @cache
 def _function(dtype: torch.dtype) -> ctypes._NamedFuncPointer:
     function = getattr(load(SOURCE), f"attend_{CPU_DTYPES[dtype]}")

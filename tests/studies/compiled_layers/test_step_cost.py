@@ -6,16 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from examples.studies.compiled_layers.step_cost import COUNTS, main
-from hf_spec.execution import layer_programs
+from tests.compiler import needs_compiler
 
 
-def test_command(
-    folder: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(layer_programs, "_lower", lambda graph, inputs: graph)
+@needs_compiler
+def test_command(folder: Path, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "cost.json"
     given = ["--model", str(folder), "--context", "20", "--repeats", "1", "--out", str(out)]
     main(given)

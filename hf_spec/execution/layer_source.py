@@ -1,0 +1,473 @@
+"""C++ of a decoder layer, from what was traced of it.
+
+In a decoder layer tokens meet in attention only. All else is computed token by token, on vectors
+whose sizes are known, which a C++ compiler makes fast loops of: one for every result that is used
+more than once, summed up, multiplied with a weight or attended with. What lies in between is an
+expression in these loops, and a view is the same numbers with other strides.
+
+Products and attention call the kernels that also run without a program. A token's result is the
+same bits in every batch.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from hf_spec.execution.layer_values import (
+    ELEMENTWISE,
+    TOKENS,
+    TYPES,
+    VIEWS,
+    Array,
+    Leaf,
+    SourceError,
+    Value,
+    aten,
+    combined,
+    constant,
+    inner_axes,
+    loops,
+    token_axis,
+)
+
+# Sizes, in which `TOKENS` stands for the number of tokens, and what is computed of them.
+SIZES: dict[Any, Callable[..., int]] = {
+    aten.sym_size.int: lambda value, axis: value.shape[axis],
+    aten.sym_numel.default: lambda value: value.shape.numel(),
+    operator.mul: operator.mul,
+    operator.floordiv: operator.floordiv,
+}
+# Fewer tokens are not divided among threads.
+MIN_TOKENS = 8
+HEAD = """#include "decoder_layer/layer.h"
+
+extern "C" void run(const void* const* inputs, void* const* outputs, const Weight* weights,
+                    const Attention* attention, int64_t tokens, int threads) {"""
+
+
+@dataclass(frozen=True)
+class ProductPlan:
+    """A product: the input of the program that is its weight, and its rows for every token."""
+
+    weight: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """How a layer attends: its `window` as `TracedStep` says it, and the dtype."""
+
+    window: int | None
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class LayerSource:
+    """A program in C++ and what it is called with.
+
+    Attributes:
+        text: the source; its function is `run`.
+        products: in the order of its table.
+        attention: None in a layer without any.
+        outputs: shapes with `TOKENS` for the number of tokens, and dtypes.
+    """
+
+    text: str
+    products: tuple[ProductPlan, ...]
+    attention: AttentionPlan | None
+    outputs: tuple[tuple[torch.Size, torch.dtype], ...]
+
+
+def layer_source(graph: fx.Graph) -> LayerSource:
+    """C++ that computes what a traced graph of operations does.
+
+    Its sizes are numbers but for that of the tokens; `hf_spec.multiply` and `hf_spec.attend` are
+    products and attention.
+
+    Raises:
+        SourceError: if there is no C++ for some of it.
+    """
+    writer = _Writer()
+    outputs: Sequence[Value] = ()
+    for index, node in enumerate(graph.find_nodes(op="placeholder")):
+        writer.give(index, node)
+    for node in graph.nodes:
+        if node.op == "call_function":
+            writer.compute(node)
+        elif node.op == "output":
+            outputs = [writer.give_back(*given) for given in enumerate(node.args[0])]
+    described = tuple((value.shape, value.dtype) for value in outputs)
+    return LayerSource(writer.text(), tuple(writer.products), writer.attention, described)
+
+
+class _Writer:
+    """Writes the nodes of a graph one after the other.
+
+    Attributes:
+        products, attention: see `LayerSource`.
+    """
+
+    def __init__(self) -> None:
+        self.products: list[ProductPlan] = []
+        self.attention: AttentionPlan | None = None
+        self._values: dict[fx.Node, Any] = {}
+        self._arrays: dict[str, Array] = {}
+        # Statements on what no token changes; then loops over tokens, each a list of statements,
+        # and statements between them.
+        self._before: list[str] = []
+        self._parts: list[list[str] | str] = []
+
+    def give(self, index: int, node: fx.Node) -> None:
+        """Take an input: what no token changes, or numbers of all tokens, one after the other."""
+        tensor: Tensor = node.meta["val"]
+        shape = torch.Size(map(_size, tensor.shape))
+        axis = token_axis(shape)
+        together = axis is None or shape[:axis].numel() == 1
+        if tensor.dtype not in TYPES or not together:
+            # An error where it is used.
+            self._values[node] = None
+            return
+        form = torch.empty(shape, device="meta")
+        if axis is None:
+            form = form.as_strided(shape, tensor.stride())
+        leaf = self._new(form, tensor.dtype, f"in{index}", f"inputs[{index}]")
+        self._values[node] = Value.of(leaf, tensor.dtype)
+
+    def give_back(self, index: int, node: fx.Node) -> Value:
+        """Write a result to where the caller wants it."""
+        value: Value = self._get(node)
+        axis = token_axis(value.shape)
+        if axis is None or value.shape[:axis].numel() > 1:
+            raise SourceError("it returns something else than states of tokens")
+        form = torch.empty(value.shape, device="meta")
+        self._assign(self._new(form, value.dtype, f"out{index}", f"outputs[{index}]"), value)
+        return value
+
+    def compute(self, node: fx.Node) -> None:
+        """Write an operation; what is used more than once is kept in memory."""
+        value = self._called(node)
+        if isinstance(value, Value) and value.leaf is None and len(node.users) > 1:
+            value = self._stored(value)
+        self._values[node] = value
+
+    def _called(self, node: fx.Node) -> Any:
+        target: Any = node.target
+        args, kwargs = node.args, node.kwargs
+        if target is operator.getitem:
+            return self._get(args[0])[args[1]]
+        if target in SIZES:
+            return SIZES[target](*map(self._known, args))
+        if target in VIEWS:
+            return self._viewed(target, *args)
+        if target in ELEMENTWISE and (dtype := node.meta["val"].dtype) in TYPES:
+            return self._computed(target, args, kwargs, dtype)
+        if (write := _METHODS.get(str(target))) is not None:
+            return write(self, *args, **kwargs)
+        raise SourceError(f"there is no C++ for {target}")
+
+    def _get(self, node: Any) -> Any:
+        value = self._values[node]
+        if value is None:
+            raise SourceError(f"there is no C++ for numbers like those of {node}")
+        return value
+
+    def _known(self, arg: Any) -> Any:
+        """An argument, or what it stands for, such as the number of tokens."""
+        if isinstance(arg, (list, tuple)):
+            return [self._known(one) for one in arg]
+        return self._get(arg) if isinstance(arg, fx.Node) else arg
+
+    def _viewed(self, target: Any, arg: Any, *rest: Any) -> Value | list[Value]:
+        value, rest = self._get(arg), tuple(map(self._known, rest))
+        try:
+            forms = [target(leaf.form, *rest) for leaf in value.leaves]
+        except RuntimeError:
+            # Numbers that lie otherwise have to be put in order.
+            value = self._stored(value)
+            forms = [target(leaf.form, *rest) for leaf in value.leaves]
+        if isinstance(forms[0], Tensor):
+            return self._with_forms(value, forms)
+        return [self._with_forms(value, parts) for parts in zip(*forms, strict=True)]
+
+    @staticmethod
+    def _with_forms(value: Value, forms: Sequence[Tensor]) -> Value:
+        shape = forms[0].shape
+        if (TOKENS in value.shape) != (TOKENS in shape):
+            raise SourceError("it mixes tokens with something else, or leaves some out")
+        leaves = [Leaf(one.array, form) for one, form in zip(value.leaves, forms, strict=True)]
+        return Value(value.code, tuple(leaves), shape, value.dtype)
+
+    def _computed(
+        self, target: Any, args: Sequence[Any], options: Any, dtype: torch.dtype
+    ) -> Value:
+        operands = [self._get(arg) if isinstance(arg, fx.Node) else arg for arg in args]
+        try:
+            found = combined(ELEMENTWISE[target], operands, **options)
+        except KeyError as error:
+            raise SourceError(f"there is no C++ for {target} with {error}") from error
+        if found.leaf is not None:
+            # A copy, which is rounded only if it was not before.
+            return Value(found.code, found.leaves, found.shape, operands[0].dtype).cast(dtype)
+        return found.cast(dtype)
+
+    def _mean(self, arg: fx.Node, axes: Sequence[int], keep: bool = False) -> Value:
+        return self._reduced(self._get(arg), axes, keep, is_mean=True)
+
+    def _sum(self, arg: fx.Node, axes: Sequence[int], keep: bool = False) -> Value:
+        return self._reduced(self._get(arg), axes, keep)
+
+    def _reduced(
+        self, value: Value, axes: Sequence[int], keep: bool, is_mean: bool = False
+    ) -> Value:
+        rank, shape = len(value.shape), value.shape
+        gone = {axis % rank for axis in axes}
+        if token_axis(shape) in gone:
+            raise SourceError("it sums over tokens")
+        small = torch.Size(1 if axis in gone else size for axis, size in enumerate(shape))
+        to = self._memory(small, value.dtype)
+        number = math.prod(shape[axis] for axis in gone)
+        mine = inner_axes(shape)
+        lines = [
+            *loops(shape, [axis for axis in mine if axis not in gone]),
+            "{ float sum = 0;",
+            *loops(shape, [axis for axis in mine if axis in gone], "reduction(+ : sum)"),
+            f"sum += {value.expression};",
+            f"narrow(sum / {number}.0f, {to.at}); }}" if is_mean else f"narrow(sum, {to.at}); }}",
+        ]
+        self._state("\n".join(lines), [to, *value.leaves])
+        form = to.form
+        for axis in () if keep else sorted(gone, reverse=True):
+            form = form.squeeze(axis)
+        return Value.of(Leaf(to.array, form), value.dtype)
+
+    def _normed(
+        self, arg: fx.Node, sizes: Sequence[int], weight: Any, bias: Any, eps: float
+    ) -> tuple[Value, None, None]:
+        """Layer norm, which PyTorch computes in float32."""
+        value, axes = self._get(arg), range(-len(sizes), 0)
+        states = self._stored(value).cast(torch.float32)
+        mean = self._reduced(states, axes, keep=True, is_mean=True)
+        centred = self._stored(combined("({} - {})".format, [states, mean]))
+        squares = combined("square({})".format, [centred])
+        variance = self._reduced(squares, axes, keep=True, is_mean=True)
+        found = combined(f"({{}} / std::sqrt({{}} + {constant(eps)}))".format, [centred, variance])
+        for code, part in (("({} * {})", weight), ("({} + {})", bias)):
+            if part is not None:
+                found = combined(code.format, [found, self._get(part)])
+        return found.cast(value.dtype), None, None
+
+    def _joined(self, args: Sequence[fx.Node], axis: int = 0) -> Value:
+        values = [self._get(arg) for arg in args]
+        shape = list(values[0].shape)
+        axis %= len(shape)
+        if shape[axis] == TOKENS:
+            raise SourceError("it adds tokens")
+        shape[axis] = sum(value.shape[axis] for value in values)
+        to, begin = self._memory(torch.Size(shape), values[0].dtype), 0
+        for value in values:
+            size = value.shape[axis]
+            self._assign(Leaf(to.array, to.form.narrow(axis, begin, size)), value)
+            begin += size
+        return Value.of(to, values[0].dtype)
+
+    def _stacked(self, args: Sequence[fx.Node], axis: int = 0) -> Value:
+        values = [self._get(arg) for arg in args]
+        shape = list(values[0].shape)
+        axis %= len(shape) + 1
+        to = self._memory(torch.Size([*shape[:axis], len(values), *shape[axis:]]), values[0].dtype)
+        for index, value in enumerate(values):
+            self._assign(Leaf(to.array, to.form.select(axis, index)), value)
+        return Value.of(to, values[0].dtype)
+
+    def _multiplied(self, arg: fx.Node, weight: fx.Node, bias: fx.Node | None) -> Value:
+        states, (outputs, inputs) = self._get(arg), self._get(weight).shape
+        tokens, numbers = token_axis(states.shape), [self._input(one) for one in (weight, bias)]
+        if tokens is None or numbers[0] is None or (bias is not None and numbers[1] is None):
+            raise SourceError("it multiplies something else than states with weights")
+        leaf = self._in_memory(states, lambda form: form.movedim(tokens, 0).is_contiguous())
+        shape = torch.Size([*states.shape[:-1], outputs])
+        to, index = self._memory(shape, states.dtype), len(self.products)
+        self.products.append(ProductPlan(numbers[0], shape.numel() // outputs // TOKENS))
+        added = "nullptr" if bias is None else f"inputs[{numbers[1]}]"
+        self._between(
+            f"multiply(weights[{index}], {leaf.address}, {added}, {to.address}, "
+            f"{self.products[-1].rows} * tokens, {inputs}, {outputs}, threads);",
+            [leaf, to],
+        )
+        return Value.of(to, states.dtype)
+
+    def _attended(  # noqa: PLR0913 - what attention is told
+        self,
+        query: fx.Node,
+        key: fx.Node,
+        value: fx.Node,
+        sinks: fx.Node | None,
+        scaling: float | None,
+        softcap: float | None,
+        window: int | None,
+    ) -> Value:
+        values = [self._get(one) for one in (query, key, value)]
+        if self.attention is not None or any(token_axis(one.shape) != 2 for one in values):
+            raise SourceError("it attends twice, or to something else than tokens")
+        leaves = [self._in_memory(one, lambda form: form.stride(-1) == 1) for one in values]
+        (_, heads, _, width), (_, kv_heads, _, _), (_, _, _, value_width) = (
+            one.shape for one in values
+        )
+        dtype = values[0].dtype
+        self.attention = AttentionPlan(window, dtype)
+        to = self._memory(torch.Size([1, TOKENS, heads, value_width]), dtype)
+        added = []
+        if sinks is not None:
+            logits = self._get(sinks).cast(torch.float32)
+            added = [self._in_memory(logits, lambda form: form.is_contiguous())]
+        places = [f"{leaf.address}, {_steps(leaf)}" for leaf in leaves]
+        scale = constant(width**-0.5 if scaling is None else scaling)
+        self._between(
+            f"store(*attention, attention->keys, {places[1]}, tokens, {kv_heads}, {width});\n"
+            f"store(*attention, attention->values, {places[2]}, tokens, {kv_heads}, "
+            f"{value_width});\n"
+            f"attend(*attention, {places[0]}, {to.address}, "
+            f"{added[0].address if added else 'nullptr'}, {scale}, {constant(softcap or 0.0)}, "
+            f"{heads}, {kv_heads}, {width}, {value_width}, threads);",
+            [*leaves, *added, to],
+        )
+        return Value.of(to, dtype)
+
+    def _input(self, node: fx.Node | None) -> int | None:
+        """The number of the input that a node is, all of it as the caller has it."""
+        leaf = None if node is None else self._get(node).leaf
+        whole = leaf is not None and leaf.array.startswith("in") and leaf.form.is_contiguous()
+        return int(leaf.array.removeprefix("in")) if leaf is not None and whole else None
+
+    def _stored(self, value: Value) -> Value:
+        """The same numbers in memory of their own."""
+        to = self._memory(value.shape, value.dtype)
+        self._assign(to, value)
+        return Value.of(to, value.dtype)
+
+    def _in_memory(self, value: Value, fits: Callable[[Tensor], bool]) -> Leaf:
+        """Where a kernel can read a value."""
+        leaf = value.leaf
+        if leaf is None or self._arrays[leaf.array].dtype != value.dtype or not fits(leaf.form):
+            return self._stored(value).leaves[0]
+        return leaf
+
+    def _memory(self, shape: torch.Size, dtype: torch.dtype) -> Leaf:
+        """New memory, in which the numbers of each token lie together."""
+        axis = token_axis(shape)
+        others = [size for place, size in enumerate(shape) if place != axis]
+        form = torch.empty(others if axis is None else [TOKENS, *others], device="meta")
+        return self._new(form if axis is None else form.movedim(0, axis), dtype)
+
+    def _new(self, form: Tensor, dtype: torch.dtype, name: str = "", given: str = "") -> Leaf:
+        name = name or f"b{len(self._arrays)}"
+        by_token = TOKENS in form.shape
+        size = form.numel() // (TOKENS if by_token else 1)
+        self._arrays[name] = Array(dtype, size, by_token, given)
+        return Leaf(name, form)
+
+    def _assign(self, to: Leaf, value: Value) -> None:
+        shape = to.form.shape
+        if shape.numel():
+            wide = value.expand(shape)
+            lines = loops(shape, inner_axes(shape), "")
+            self._state(
+                "\n".join([*lines, f"narrow({wide.expression}, {to.at});"]), [to, *wide.leaves]
+            )
+
+    def _state(self, line: str, used: Sequence[Leaf]) -> None:
+        """Put a statement into the newest loop over tokens, or before all where it needs none."""
+        if not any(self._arrays[leaf.array].by_token for leaf in used):
+            self._before.append(line)
+            return
+        if not self._parts or isinstance(self._parts[-1], str):
+            self._parts.append([])
+        self._parts[-1].append(line)  # type: ignore[union-attr]
+        self._use(used)
+
+    def _between(self, line: str, used: Sequence[Leaf]) -> None:
+        """Put a statement on all tokens after the newest loop."""
+        self._parts.append(line)
+        self._use(used)
+
+    def _use(self, used: Sequence[Leaf]) -> None:
+        for leaf in used:
+            self._arrays[leaf.array].used.add(len(self._parts) - 1)
+
+    def text(self) -> str:
+        """The whole program."""
+        lines = [HEAD, *self._given(), *self._scratch()]
+        lines += [f"auto* const {n} = all_{n};" for n, a in self._arrays.items() if not a.by_token]
+        lines += self._before
+        for index, part in enumerate(self._parts):
+            lines += [part] if isinstance(part, str) else self._loop(index, part)
+        return "\n".join([*lines, "}", ""])
+
+    def _given(self) -> list[str]:
+        """Memory of the caller's."""
+        lines = []
+        for name, array in self._arrays.items():
+            if array.given:
+                kept = "const " if array.given.startswith("inputs") else ""
+                kind = f"{kept}{array.kind}*"
+                lines.append(f"{kind} const all_{name} = static_cast<{kind}>({array.given});")
+        return lines
+
+    def _scratch(self) -> list[str]:
+        """Memory of the program's own, in one piece."""
+        lines, arrays, end = [], [], "0"
+        for name, array in self._arrays.items():
+            if array.given or array.is_local:
+                continue
+            count = f"{array.size} * tokens" if array.by_token else str(array.size)
+            lines.append(f"const int64_t at_{name} = {end};")
+            arrays.append(
+                f"auto* const all_{name} = reinterpret_cast<{array.kind}*>(memory + at_{name});"
+            )
+            end = f"at_{name} + aligned({count} * sizeof({array.kind}))"
+        return [*lines, f"char* const memory = scratch({end});", *arrays]
+
+    def _loop(self, index: int, statements: Sequence[str]) -> list[str]:
+        """A loop over tokens."""
+        lines = [
+            "#pragma omp parallel for num_threads(threads) schedule(static) "
+            f"if (threads > 1 && tokens >= {MIN_TOKENS})",
+            "for (int64_t token = 0; token < tokens; ++token) {",
+        ]
+        for name, array in self._arrays.items():
+            if array.by_token and index in array.used:
+                own = f"alignas(64) {array.kind} {name}[{array.size}];"
+                shared = f"auto* const {name} = all_{name} + token * {array.size};"
+                lines.append(own if array.is_local else shared)
+        return [*lines, *statements, "}"]
+
+
+_METHODS: dict[str, Callable[..., Any]] = {
+    "aten.mean.dim": _Writer._mean,
+    "aten.sum.dim_IntList": _Writer._sum,
+    "aten.cat.default": _Writer._joined,
+    "aten.stack.default": _Writer._stacked,
+    "aten.native_layer_norm.default": _Writer._normed,
+    "hf_spec.multiply.default": _Writer._multiplied,
+    "hf_spec.attend.default": _Writer._attended,
+}
+
+
+def _size(size: Any) -> int:
+    """A size of an input; the number of tokens is the only one that is not known."""
+    if isinstance(size, int):
+        return size
+    expression = size.node.expr
+    return int(expression) if expression.is_number else TOKENS
+
+
+def _steps(leaf: Leaf) -> str:
+    """From token to token and from head to head, of (1, H, T, D)."""
+    return f"{leaf.form.stride(2)}, {leaf.form.stride(1)}"

@@ -1,0 +1,82 @@
+"""Decoder layers as one call: C++ that was generated of a layer, and what it is called with.
+
+A program computes norms, rotations and sums by itself, and calls `packed_linear`, `kv_write` and
+`ragged_tree_attention` for the rest. The structures are those of `layer.h`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import torch
+
+from hf_spec_kernels.build import BuildError, load_text
+from hf_spec_kernels.kv_write import cpu as kv_write
+from hf_spec_kernels.packed_linear import PackedWeight, multiplier
+from hf_spec_kernels.ragged_tree_attention import cpu as ragged_tree_attention
+
+__all__ = ["Attention", "BuildError", "Storage", "Weight", "build_layer", "weight_of"]
+
+
+class Weight(ctypes.Structure):
+    """A weight, and what multiplies with it."""
+
+    _fields_ = (("multiply", ctypes.c_void_p), ("numbers", ctypes.c_void_p))
+
+
+class Storage(ctypes.Structure):
+    """A buffer of keys or values."""
+
+    _fields_ = (
+        ("numbers", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("slot", "head", "place")),
+    )
+
+    def point_to(self, buffer: torch.Tensor) -> None:
+        """Mean (S, H, C, D) keys or values."""
+        self.numbers = buffer.data_ptr()
+        self.slot, self.head, self.place, _ = buffer.stride()
+
+
+class Attention(ctypes.Structure):
+    """What a layer attends to; `window` and `chunk` are 0 for none."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("write", "attend", "places", "layout")),
+        ("keys", Storage),
+        ("values", Storage),
+        ("window", ctypes.c_int64),
+        ("chunk", ctypes.c_int64),
+    )
+
+    @classmethod
+    def of(cls, dtype: torch.dtype) -> Attention:
+        """With the kernels of a dtype.
+
+        Raises:
+            BuildError: where they cannot be built.
+        """
+        return cls(kv_write.address(), ragged_tree_attention.address(dtype))
+
+
+def weight_of(weight: PackedWeight | torch.Tensor) -> Weight:
+    """A weight that is packed, or (N, K), contiguous."""
+    if isinstance(weight, PackedWeight):
+        return Weight(multiplier(weight), weight.blocks.data_ptr())
+    return Weight(None, weight.data_ptr())
+
+
+def build_layer(text: str) -> Callable[..., None]:
+    """The function `run` of a program: inputs, outputs, weights, attention, tokens and threads.
+
+    Inputs and outputs are arrays of addresses, `weights` is one of `Weight`.
+
+    Raises:
+        BuildError: where it cannot be built.
+    """
+    function = load_text("decoder_layer", text).run
+    pointer = ctypes.c_void_p
+    function.argtypes = (*[pointer] * 4, ctypes.c_int64, ctypes.c_int)
+    function.restype = None
+    return function

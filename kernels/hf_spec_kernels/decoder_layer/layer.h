@@ -1,0 +1,139 @@
+// What the generated programs of decoder layers are made of (`hf_spec/execution/layer_source.py`).
+//
+// Numbers are float while they are computed with; those of a bfloat16 tensor are rounded to one
+// after every operation, as PyTorch rounds them. Everything here is written for loops that the
+// compiler turns into vectors.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "../vectors.h"
+
+inline int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+
+// A weight: packed, with the function of `packed_linear` that reads it, or as it lies, without one.
+struct Weight {
+    void (*multiply)(const void*, const void*, const void*, void*, int64_t, int64_t, int64_t, int);
+    const void* numbers;
+};
+
+// Where keys or values are stored, and the steps between slots, heads and places, in numbers.
+struct Storage {
+    void* numbers;
+    int64_t slot, head, place;
+};
+
+// What a layer's attention is told by the step; `places` is null where another layer stores.
+struct Attention {
+    void (*write)(const void*, int64_t, int64_t, void*, int64_t, int64_t, int64_t, const int32_t*,
+                  int64_t, int64_t, int64_t);
+    void (*attend)(const void*, int64_t, int64_t, const void*, int64_t, int64_t, int64_t, const void*,
+                   int64_t, int64_t, int64_t, void*, const void*, const float*, const float*, float,
+                   float, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int);
+    const int32_t* places;
+    const void* layout;
+    Storage keys, values;
+    int64_t window, chunk;
+};
+
+// Numbers in memory, to compute with.
+inline float number(float value) { return value; }
+inline float number(bfloat16 value) { return widened(value); }
+
+// As bfloat16 has it.
+inline float rounded(float value) {
+    bfloat16 narrowed;
+    narrow(value, narrowed);
+    return widened(narrowed);
+}
+
+inline float square(float x) { return x * x; }
+
+inline float cube(float x) { return x * x * x; }
+
+// e to the power of x, by Cephes' polynomial, without a branch.
+inline float exp_of(float x) {
+    constexpr float MAGIC = 12582912.0f;  // 1.5 * 2^23: adding it rounds
+    const float limited = x < -87.0f ? -87.0f : (x > 88.0f ? 88.0f : x);
+    const float shifted = limited * 1.44269504088896341f + MAGIC;
+    const float power = shifted - MAGIC;
+    const float r = limited - power * 0.693359375f + power * 2.12194440e-4f;
+    float y = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    y = y * r + 8.3334519073e-3f;
+    y = y * r + 4.1665795894e-2f;
+    y = y * r + 1.6666665459e-1f;
+    y = y * r + 5.0000001201e-1f;
+    y = y * r * r + r + 1.0f;
+    int32_t bits;
+    std::memcpy(&bits, &shifted, sizeof bits);
+    const int32_t exponent = (bits - 0x4b400000 + 127) << 23;
+    float scale;
+    std::memcpy(&scale, &exponent, sizeof scale);
+    const float found = x < -87.0f ? 0.0f : (x > 88.0f ? INFINITY : y * scale);
+    return x != x ? x : found;
+}
+
+inline float sigmoid_of(float x) { return 1.0f / (1.0f + exp_of(-x)); }
+
+inline float silu_of(float x) { return x / (1.0f + exp_of(-x)); }
+
+inline float tanh_of(float x) { return 1.0f - 2.0f / (exp_of(2.0f * x) + 1.0f); }
+
+inline float gelu_none_of(float x) { return 0.5f * x * (1.0f + std::erf(x * 0.70710678118654752f)); }
+
+inline float gelu_tanh_of(float x) {
+    const float inner = 0.79788456080286536f * (x + 0.044715f * x * x * x);
+    return 0.5f * x * (1.0f + tanh_of(inner));
+}
+
+// Rows of states times a weight of (outputs, inputs).
+template <typename T>
+void multiply(const Weight& weight, const T* states, const void* bias, T* results, int64_t rows,
+              int64_t inputs, int64_t outputs, int threads) {
+    if (weight.multiply) {
+        weight.multiply(states, weight.numbers, bias, results, rows, inputs, outputs, threads);
+        return;
+    }
+    for (int64_t row = 0; row < rows; ++row, states += inputs) {
+        const T* factors = static_cast<const T*>(weight.numbers);
+        for (int64_t output = 0; output < outputs; ++output, factors += inputs) {
+            float sum = 0;
+#pragma omp simd reduction(+ : sum)
+            for (int64_t i = 0; i < inputs; ++i) sum += number(states[i]) * number(factors[i]);
+            if (bias) sum += number(static_cast<const T*>(bias)[output]);
+            narrow(sum, *results++);
+        }
+    }
+}
+
+// Puts new keys or values where they belong; steps between tokens and heads are in numbers.
+template <typename T>
+void store(const Attention& attention, const Storage& to, const T* states, int64_t token, int64_t head,
+           int64_t tokens, int64_t heads, int64_t width) {
+    constexpr int64_t SIZE = sizeof(T);
+    if (attention.places)
+        attention.write(states, SIZE * token, SIZE * head, to.numbers, SIZE * to.slot, SIZE * to.head,
+                        SIZE * to.place, attention.places, tokens, heads, SIZE * width);
+}
+
+// Lets queries attend to what the step shows them.
+template <typename T>
+void attend(const Attention& attention, const T* query, int64_t token, int64_t head, T* results,
+            const float* sinks, float scale, float softcap, int64_t heads, int64_t kv_heads,
+            int64_t width, int64_t value_width, int threads) {
+    const Storage &keys = attention.keys, &values = attention.values;
+    attention.attend(query, token, head, keys.numbers, keys.slot, keys.head, keys.place, values.numbers,
+                     values.slot, values.head, values.place, results, attention.layout, nullptr, sinks,
+                     scale, softcap, attention.window, attention.chunk, heads, kv_heads, width,
+                     value_width, threads);
+}
+
+// Memory of a thread for one call; as much as the largest before.
+inline char* scratch(int64_t bytes) {
+    static thread_local std::vector<char> memory;
+    if (static_cast<int64_t>(memory.size()) < bytes + 64) memory.resize(bytes + 64);
+    return reinterpret_cast<char*>(aligned(reinterpret_cast<int64_t>(memory.data())));
+}
