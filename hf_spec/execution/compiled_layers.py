@@ -177,12 +177,12 @@ class Watch:
         owner = self._owner
         if not self._has_lent and owner.layers and owner.wanted:
             known = {one.layer: one for one in owner.layers}
-            self._stack.enter_context(
-                _forwards.lent(
-                    known,
-                    lambda fresh: {one: known[one] for one in fresh if known[one].begin()},
-                )
-            )
+            configs: dict[int, object] = {}
+
+            def make(fresh: list[nn.Module]) -> dict[nn.Module, CompiledLayer]:
+                return {layer: known[layer] for layer in fresh if known[layer].begin(configs)}
+
+            self._stack.enter_context(_forwards.lent(known, make))
             self._has_lent = True
 
 
@@ -197,7 +197,9 @@ class CompiledLayer:
         self._kind: object = None
         # By the kind of call, whether its program comes to the same; apart for a single token.
         self._tried: dict[object, bool] = {}
-        # Of the block under way: by what calls look like, None where the layer runs as it is.
+        # Of the block under way: programs by the kind of call, and by what calls look like, None
+        # where the layer runs as it is.
+        self._programs: dict[object, BoundProgram] = {}
         self._bound: dict[object, BoundProgram | None] = {}
 
     @property
@@ -211,17 +213,18 @@ class CompiledLayer:
             del self._tried[kind]
         self._bound.clear()
 
-    def begin(self) -> bool:
-        """Take the layer as it is now; False if it cannot be compiled."""
+    def begin(self, configs: dict[int, object]) -> bool:
+        """Take the layer as it is now; False if it cannot be compiled. `configs`: see `kind_of`."""
         if (reason := _obstacle(self.layer)) is not None:
             self._owner.refuse(self._name, reason)
             return False
         self._plain = self.layer.forward
         self._weights = tensors_of(self.layer)
-        kind = kind_of(self.layer)
+        kind = kind_of(self.layer, configs)
         if kind != self._kind:
             self._kind = kind
             self._tried.clear()
+        self._programs.clear()
         self._bound.clear()
         return True
 
@@ -272,8 +275,12 @@ class CompiledLayer:
 
     def _bind(self, call: LayerCall) -> BoundProgram:
         """The program of such calls with the weights of this layer."""
-        program = self._owner.program(self.layer, self._kind, self._weights, call)
-        return BoundProgram(program, self._weights, linears_of(self.layer), self._attention)
+        kind = call.kind()
+        if kind not in self._programs:
+            program = self._owner.program(self.layer, self._kind, self._weights, call)
+            linears = linears_of(self.layer)
+            self._programs[kind] = BoundProgram(program, self._weights, linears, self._attention)
+        return self._programs[kind]
 
 
 def _obstacle(layer: nn.Module) -> str | None:

@@ -256,12 +256,23 @@ def tensors_of(layer: nn.Module) -> dict[str, Tensor]:
     return {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
 
 
-def kind_of(layer: nn.Module) -> object:
-    """Equal for layers that compute the same with other weights, as far as can be seen."""
+def kind_of(layer: nn.Module, configs: dict[int, object] | None = None) -> object:
+    """Equal for layers that compute the same with other weights, as far as can be seen.
 
-    def attributes(module: nn.Module) -> list[tuple[str, Any]]:
-        own = sorted(set(vars(module)) - _OF_EVERY_MODULE)
-        return [(name, _content(vars(module)[name])) for name in own]
+    Contents of `configs` are kept there by id, for other layers that have the same.
+    """
+    known = {} if configs is None else configs
+
+    def content(value: Any) -> object:
+        if not isinstance(value, PreTrainedConfig):
+            return _content(value)
+        if id(value) not in known:
+            known[id(value)] = _content(value)
+        return known[id(value)]
+
+    def attributes(module: nn.Module) -> list[tuple[str, object]]:
+        own = sorted(vars(module).keys() - _OF_EVERY_MODULE)
+        return [(name, content(vars(module)[name])) for name in own]
 
     modules = [(name, type(m), tuple(attributes(m))) for name, m in layer.named_modules()]
     tensors = tensors_of(layer).items()
