@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -51,6 +51,25 @@ MODES = ("auto", "on", "off")
 # first one takes two seconds, of which the tools that trace are most, and others half a second
 # (measured).
 WORTH, WORTH_LATER = 10_000, 2_000
+
+
+@dataclass
+class _Switch:
+    at_once: bool = False
+
+
+_switch = _Switch()
+
+
+@contextmanager
+def programs_at_once() -> Iterator[None]:
+    """What runs inside the block is taken to run often: a warm-up of what will be timed."""
+    before, _switch.at_once = _switch.at_once, True
+    try:
+        yield
+    finally:
+        _switch.at_once = before
+
 
 # What may be raised where a layer cannot be traced or compiled.
 REASONS = (
@@ -96,6 +115,8 @@ class CompiledLayers:
     @property
     def wanted(self) -> bool:
         """Whether layers run as programs now, as far as they can."""
+        if _switch.at_once and self.mode == "auto":
+            self.calls = max(self.calls, WORTH)
         worth = WORTH_LATER if _has_traced.is_set() else WORTH
         return self.mode == "on" or (self.mode == "auto" and self.calls >= worth)
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 from contextlib import ExitStack
 
-import hf_spec
 from examples.studies import timing
 from examples.studies.full_table import by_prompt
 from examples.studies.peers.peer import named, started
@@ -30,11 +29,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--peer", action="append", default=[], type=named, help="NAME=COMMAND, once or more"
     )
-    parser.add_argument("--compile", action="store_true", help="ours with compiled layers")
     options = parser.parse_args(argv)
     model, own_clock = timing.begin(options)
-    if options.compile:
-        print(hf_spec.compile(model))
     with ExitStack() as stack:
         peers = [stack.enter_context(started(*given)) for given in options.peer]
 
@@ -44,7 +40,7 @@ def main(argv: list[str] | None = None) -> None:
             return own_clock() + (theirs if options.processor_time else 0)
 
         contenders = [*by_prompt.ours(model, options), *(peer.contender for peer in peers)]
-        facts = {"peers": {peer.name: peer.facts for peer in peers}, "compiled": options.compile}
+        facts = {"peers": {peer.name: peer.facts for peer in peers}}
         subject = by_prompt.Subject(model, contenders, clock, options.new_tokens, options.repeats)
         by_prompt.run(options, subject, facts)
 
