@@ -8,8 +8,8 @@ from hf_spec.decoding.streaming import BatchStreamer, BatchTextStreamer
 from hf_spec.drafting.config import StrategyConfig
 from hf_spec.drafting.lookup_store import LookupStore
 from hf_spec.errors import AssistantError, HubError, OptionError, SpecError, UnsupportedError
-from hf_spec.execution.cpu_linear import clear_cpu_packing, cpu_packing_bytes, set_cpu_packing
 from hf_spec.execution.forward_output import ForwardOutput
+from hf_spec.execution.packed_copies import clear_cpu_packing, cpu_packing_bytes, set_cpu_packing
 from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.step_graphs import set_cuda_graphs
 from hf_spec.execution.tree import DraftTree, Verdict

@@ -15,7 +15,7 @@ from torch import Tensor
 import hf_spec
 from hf_spec.execution import bound_program
 from hf_spec.execution.bound_program import BoundProgram
-from hf_spec.execution.cpu_linear import clear_cpu_packing, set_cpu_packing
+from hf_spec.execution.packed_copies import clear_cpu_packing, set_cpu_packing
 from hf_spec.execution.packed_products import rounded_rows
 from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.tree import DraftTree

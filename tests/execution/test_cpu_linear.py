@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
-import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -16,41 +14,27 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
 
-from hf_spec.errors import OptionError
 from hf_spec.execution import cpu_linear, packed_products
-from hf_spec.execution.cpu_linear import (
+from hf_spec.execution.cpu_linear import fast_cpu_linears, fast_products, served_weight
+from hf_spec.execution.packed_copies import (
+    Copies,
     clear_cpu_packing,
     cpu_packing_bytes,
-    fast_cpu_linears,
-    fast_products,
-    served_weight,
     set_cpu_packing,
 )
-from hf_spec.execution.packed_products import EVERY_ROW, NO_LIMIT, Rows, form_of, pack, served
+from hf_spec.execution.packed_products import EVERY_ROW, NO_LIMIT, Rows, form_of, pack
 from tests import tiny_models
 from tests.compiler import needs_compiler
+from tests.tied_linears import WIDTH, Tied, assert_same, run, run_fast
 
-WIDTH = 256
 # Few rows, the edges of the transposed form, a prompt.
 ROWS = (0, 1, 2, 3, 4, 16, 48, 49, 64, 300)
 # Sums of 256 products of size 1 / 16: rounding in another order of adding up.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.05}
 
 
-class Tied(nn.Module):
-    """The shape of a language model: embedding, two linears, a head tied to the embedding."""
-
-    def __init__(self, bias: bool = True) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(320, WIDTH)
-        self.up = nn.Linear(WIDTH, 512, bias=bias)
-        self.down = nn.Linear(512, WIDTH, bias=bias)
-        self.head = nn.Linear(WIDTH, 320, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embedding(ids)
-        return self.head(x + self.down(F.silu(self.up(x))))
+def patched(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if "forward" in module.__dict__]
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +61,7 @@ def packed_calls(monkeypatch: pytest.MonkeyPatch) -> list[nn.Linear]:
     calls: list[nn.Linear] = []
 
     class Counting(cpu_linear._PackedForward):
-        def __init__(self, module: nn.Linear, copies: cpu_linear._Copies, *rest: Any):
+        def __init__(self, module: nn.Linear, copies: Copies, *rest: Any):
             copies.rows = EVERY_ROW
             super().__init__(module, copies, *rest)
             self.module = module
@@ -90,24 +74,97 @@ def packed_calls(monkeypatch: pytest.MonkeyPatch) -> list[nn.Linear]:
     return calls
 
 
-def patched(model: nn.Module) -> list[str]:
-    return [name for name, module in model.named_modules() if "forward" in module.__dict__]
+def change_in_place(model: Tied) -> None:
+    with torch.no_grad():
+        model.up.weight.mul_(2)
 
 
-def assert_same(output: Tensor, expected: Tensor) -> None:
-    """Equal up to rounding of values of size 50 that went through three products."""
-    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-4)
+def change_through_data(model: Tied) -> None:
+    model.up.weight.data += 1
 
 
-@torch.no_grad()
-def run(model: nn.Module, rows: int = 8) -> Tensor:
-    return model(torch.arange(rows)[None] % 320)
+def change_one_element_through_data(model: Tied) -> None:
+    model.head.weight.data[3, 5] = 7
 
 
-@torch.no_grad()
-def run_fast(model: nn.Module, rows: int = 8) -> Tensor:
-    with fast_cpu_linears(model), fast_products():
-        return run(model, rows)
+def permute_rows_through_data(model: Tied) -> None:
+    weight = model.up.weight.data
+    weight.copy_(weight.flip(0))
+
+
+def permute_columns_through_data(model: Tied) -> None:
+    weight = model.up.weight.data
+    weight.copy_(weight.roll(2, dims=1))
+
+
+def swap_two_rows_through_data(model: Tied) -> None:
+    weight = model.head.weight.data
+    weight[[3, 9]] = weight[[9, 3]]
+
+
+def flip_all_signs_through_data(model: Tied) -> None:
+    model.up.weight.data.neg_()
+
+
+def swap_two_columns_through_data(model: Tied) -> None:
+    weight = model.head.weight.data
+    weight[:, [2, 3]] = weight[:, [3, 2]]
+
+
+def change_data(model: Tied) -> None:
+    model.up.weight.data = model.up.weight.data * 2
+
+
+def change_parameter(model: Tied) -> None:
+    model.up.weight = nn.Parameter(model.up.weight.detach() * 2)
+
+
+def change_state_dict(model: Tied) -> None:
+    torch.manual_seed(7)
+    model.load_state_dict(Tied().state_dict())
+
+
+def change_tied_embedding(model: Tied) -> None:
+    with torch.no_grad():
+        model.embedding.weight[5].zero_()
+
+
+def change_dtype(model: Tied) -> None:
+    model.to(torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        change_in_place,
+        change_through_data,
+        change_one_element_through_data,
+        permute_rows_through_data,
+        permute_columns_through_data,
+        swap_two_rows_through_data,
+        swap_two_columns_through_data,
+        flip_all_signs_through_data,
+        change_data,
+        change_parameter,
+        change_state_dict,
+        change_tied_embedding,
+        change_dtype,
+    ],
+)
+def test_changed_weights_are_packed_again(
+    model: Tied, change: object, packed_calls: list[nn.Linear]
+) -> None:
+    old = run_fast(model)
+    change(model)  # type: ignore[operator]
+    expected = run(model)
+    assert not torch.allclose(old.float(), expected.float(), rtol=1e-4, atol=1e-4)
+    tolerance = TOLERANCE[expected.dtype] * 10
+    torch.testing.assert_close(run_fast(model), expected, rtol=0.02, atol=tolerance)
+    # Packed are no weights in a dtype that the machine multiplies in no packed form.
+    linears = (model.up, model.down, model.head)
+    again = linears if form_of(expected.dtype) else ()
+    assert len(packed_calls) == len(linears) + len(again)
+    assert cpu_packing_bytes() == sum(linear.weight.nbytes for linear in again)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -218,139 +275,6 @@ def test_threads_may_share_a_model(model: Tied) -> None:
     for result in results:
         assert_same(result, expected)
     assert not patched(model)
-
-
-def change_in_place(model: Tied) -> None:
-    with torch.no_grad():
-        model.up.weight.mul_(2)
-
-
-def change_through_data(model: Tied) -> None:
-    model.up.weight.data += 1
-
-
-def change_one_element_through_data(model: Tied) -> None:
-    model.head.weight.data[3, 5] = 7
-
-
-def permute_rows_through_data(model: Tied) -> None:
-    weight = model.up.weight.data
-    weight.copy_(weight.flip(0))
-
-
-def permute_columns_through_data(model: Tied) -> None:
-    weight = model.up.weight.data
-    weight.copy_(weight.roll(2, dims=1))
-
-
-def swap_two_rows_through_data(model: Tied) -> None:
-    weight = model.head.weight.data
-    weight[[3, 9]] = weight[[9, 3]]
-
-
-def flip_all_signs_through_data(model: Tied) -> None:
-    model.up.weight.data.neg_()
-
-
-def swap_two_columns_through_data(model: Tied) -> None:
-    weight = model.head.weight.data
-    weight[:, [2, 3]] = weight[:, [3, 2]]
-
-
-def change_data(model: Tied) -> None:
-    model.up.weight.data = model.up.weight.data * 2
-
-
-def change_parameter(model: Tied) -> None:
-    model.up.weight = nn.Parameter(model.up.weight.detach() * 2)
-
-
-def change_state_dict(model: Tied) -> None:
-    torch.manual_seed(7)
-    model.load_state_dict(Tied().state_dict())
-
-
-def change_tied_embedding(model: Tied) -> None:
-    with torch.no_grad():
-        model.embedding.weight[5].zero_()
-
-
-def change_dtype(model: Tied) -> None:
-    model.to(torch.bfloat16)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        change_in_place,
-        change_through_data,
-        change_one_element_through_data,
-        permute_rows_through_data,
-        permute_columns_through_data,
-        swap_two_rows_through_data,
-        swap_two_columns_through_data,
-        flip_all_signs_through_data,
-        change_data,
-        change_parameter,
-        change_state_dict,
-        change_tied_embedding,
-        change_dtype,
-    ],
-)
-def test_changed_weights_are_packed_again(
-    model: Tied, change: object, packed_calls: list[nn.Linear]
-) -> None:
-    old = run_fast(model)
-    change(model)  # type: ignore[operator]
-    expected = run(model)
-    assert not torch.allclose(old.float(), expected.float(), rtol=1e-4, atol=1e-4)
-    tolerance = TOLERANCE[expected.dtype] * 10
-    torch.testing.assert_close(run_fast(model), expected, rtol=0.02, atol=tolerance)
-    # Packed are no weights in a dtype that the machine multiplies in no packed form.
-    linears = (model.up, model.down, model.head)
-    again = linears if form_of(expected.dtype) else ()
-    assert len(packed_calls) == len(linears) + len(again)
-    assert cpu_packing_bytes() == sum(linear.weight.nbytes for linear in again)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("width", [256, 257])
-def test_no_change_of_one_bit_goes_unseen(dtype: torch.dtype, width: int) -> None:
-    torch.manual_seed(0)
-    weight = torch.randn(300, width).to(dtype)
-    bits = weight.view(torch.int32 if dtype == torch.float32 else torch.int16)
-    stamps = {cpu_linear._stamp(weight)}
-    places = [(0, 0, 0), (299, width - 1, 0), (7, 3, 1), (7, 3, 9), (150, width // 2, 14)]
-    for row, column, bit in places:
-        bits.data[row, column] ^= 1 << bit
-        stamps.add(cpu_linear._stamp(weight))
-    assert len(stamps) == len(places) + 1
-
-
-def test_unchanged_weights_are_packed_once(model: Tied, monkeypatch: pytest.MonkeyPatch) -> None:
-    packed_shapes = []
-    original = cpu_linear.pack
-    run_fast(model)
-    clear_cpu_packing()
-
-    def counting(weight: Tensor) -> Tensor:
-        packed_shapes.append(tuple(weight.shape))
-        return original(weight)
-
-    monkeypatch.setattr(cpu_linear, "pack", counting)
-    for _ in range(3):
-        run_fast(model)
-    assert packed_shapes == [(512, WIDTH), (WIDTH, 512), (320, WIDTH)]
-
-
-def test_packed_copies_go_with_the_model(model: Tied) -> None:
-    run_fast(model)
-    other = Tied()
-    run_fast(other)
-    both = cpu_packing_bytes()
-    del other
-    gc.collect()
-    assert cpu_packing_bytes() == both // 2
 
 
 def test_a_forward_set_by_others_is_left_alone(model: Tied) -> None:
@@ -466,42 +390,10 @@ def test_off_frees_the_copies_and_uses_the_form_without(
     assert cpu_packing_bytes() == 0
 
 
-def test_auto_stops_where_memory_does(model: Tied, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = run(model)
-    room_for_one = int(1.5 * model.up.weight.nbytes / cpu_linear.MEMORY_SHARE)
-    taken = cpu_packing_bytes
-    monkeypatch.setattr(cpu_linear, "_available_bytes", lambda: room_for_one - taken())
-    # The second call finds less memory available, and must not take its half of the rest.
-    for _ in range(2):
-        assert_same(run_fast(model), expected)
-        assert taken() == model.up.weight.nbytes
-    set_cpu_packing("on")
-    run_fast(model)
-    assert taken() > 2 * model.up.weight.nbytes
-
-
-def test_available_memory_is_known_here() -> None:
-    assert 1 << 20 < cpu_linear._available_bytes() < 1 << 50
-
-
-def test_unknown_mode_is_refused() -> None:
-    with pytest.raises(OptionError, match="unknown CPU packing mode 'fast'; choose one of auto"):
-        set_cpu_packing("fast")
-
-
-def test_every_shape_is_timed_once(model: Tied) -> None:
-    run_fast(model)
-    shapes = {key[0] for key in served}
-    assert shapes == {one.weight.shape for one in model.modules() if isinstance(one, nn.Linear)}
-    known = dict(served)
-    run_fast(model)
-    assert all(served[key] is rows for key, rows in known.items())
-
-
 def test_other_rows_are_left_to_linear() -> None:
     linear = nn.Linear(WIDTH, 320)
     poisoned = pack(torch.full_like(linear.weight, 1e6))
-    copies = cpu_linear._Copies((), poisoned, rows=Rows(3, 64))
+    copies = Copies((), poisoned, rows=Rows(3, 64))
     forward = cpu_linear._PackedForward(linear, copies, linear.bias, linear)
     with torch.no_grad(), fast_products():
         for rows in (1, 2, 65):
@@ -517,7 +409,7 @@ def test_few_rows_are_padded(shape: tuple[int, ...], has_bias: bool) -> None:
     linear = nn.Linear(WIDTH, 320, bias=has_bias)
     x = torch.randn(*shape, WIDTH)
     with torch.no_grad(), fast_products():
-        copies = cpu_linear._Copies((), pack(linear.weight), rows=Rows(1, NO_LIMIT, padded=4))
+        copies = Copies((), pack(linear.weight), rows=Rows(1, NO_LIMIT, padded=4))
         forward = cpu_linear._PackedForward(linear, copies, linear.bias, linear)
         found = forward(x)
         torch.testing.assert_close(found, linear(x), atol=1e-4, rtol=0)
@@ -527,28 +419,6 @@ def test_few_rows_are_padded(shape: tuple[int, ...], has_bias: bool) -> None:
         four = F.pad(x.reshape(-1, WIDTH), (0, 0, 0, 3))[:4]
         if x.numel() // WIDTH < 4:
             assert torch.equal(found.reshape(-1, 320), forward(four)[: x.numel() // WIDTH])
-
-
-def test_copies_are_counted_while_another_thread_packs() -> None:
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(30)))
-    with fast_cpu_linears(model):
-        packed = cpu_packing_bytes()
-    switch_interval = sys.getswitchinterval()
-
-    def pack() -> None:
-        for _ in range(40):
-            with fast_cpu_linears(model):
-                pass
-
-    thread = threading.Thread(target=pack)
-    sys.setswitchinterval(1e-5)
-    try:
-        thread.start()
-        while thread.is_alive():
-            assert 0 < cpu_packing_bytes() <= packed
-    finally:
-        thread.join()
-        sys.setswitchinterval(switch_interval)
 
 
 @needs_compiler

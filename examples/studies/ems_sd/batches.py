@@ -35,7 +35,7 @@ from hf_spec.bench.timing import timed
 from hf_spec.data.machine import environment
 from hf_spec.data.prompts import Prompt, left_padded, load_prompts
 from hf_spec.drafting.config import StrategyConfig
-from hf_spec.execution.cpu_linear import MODES, set_cpu_packing
+from hf_spec.execution.packed_copies import MODES, set_cpu_packing
 from hf_spec.files import write_json
 from hf_spec.outputs import SpecStats
 from hf_spec.strategies import DraftConfig, LookupConfig

@@ -1,0 +1,43 @@
+"""A small model of linear layers, and what it gives with fast products and without."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hf_spec.execution.cpu_linear import fast_cpu_linears, fast_products
+
+WIDTH = 256
+
+
+class Tied(nn.Module):
+    """The shape of a language model: embedding, two linears, a head tied to the embedding."""
+
+    def __init__(self, bias: bool = True) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(320, WIDTH)
+        self.up = nn.Linear(WIDTH, 512, bias=bias)
+        self.down = nn.Linear(512, WIDTH, bias=bias)
+        self.head = nn.Linear(WIDTH, 320, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        return self.head(x + self.down(F.silu(self.up(x))))
+
+
+def assert_same(output: Tensor, expected: Tensor) -> None:
+    """Equal up to rounding of values of size 50 that went through three products."""
+    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-4)
+
+
+@torch.no_grad()
+def run(model: nn.Module, rows: int = 8) -> Tensor:
+    return model(torch.arange(rows)[None] % 320)
+
+
+@torch.no_grad()
+def run_fast(model: nn.Module, rows: int = 8) -> Tensor:
+    with fast_cpu_linears(model), fast_products():
+        return run(model, rows)
