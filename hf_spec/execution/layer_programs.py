@@ -30,8 +30,8 @@ from hf_spec.execution.layer_source import LayerSource, layer_source
 from hf_spec.execution.layer_values import SourceError
 
 PLAIN = (bool, int, float, str, type(None))
-# Larger steps, prompts above all, take their time in products; they run as they come.
-MAX_TOKENS = 256
+# Of a step, and of a prompt that runs at once; more run as they come.
+MAX_TOKENS = 1024
 # Tokens that a layer is traced with, of which the program takes any number.
 TRACED_TOKENS = 3
 # Beside these a module has what its class computes with, and where it is in the model.
@@ -222,10 +222,13 @@ def _check_lengths(shapes: Any) -> None:
 
     `shapes` has what was found out of each input's number, as in `if states.shape[1] < 8`.
     """
+    from sympy import lambdify
+
     for guard in shapes.guards:
-        for length in range(2, MAX_TOKENS + 1):
-            if not guard.expr.subs(dict.fromkeys(guard.expr.free_symbols, length)):
-                raise RuntimeError(f"it goes by the number of tokens ({guard.expr})")
+        numbers = list(guard.expr.free_symbols)
+        holds = lambdify(numbers, guard.expr, "math")
+        if not all(holds(*[length] * len(numbers)) for length in range(2, MAX_TOKENS + 1)):
+            raise RuntimeError(f"it goes by the number of tokens ({guard.expr})")
 
 
 def _without_contents(mode: Any, number: int, tensor: Tensor, place: int | None) -> Tensor:
