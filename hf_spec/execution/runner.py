@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,6 +40,24 @@ from hf_spec.execution.virtual_tokens import VirtualTokens
 
 # A long prompt is run in stretches of this many tokens per row; bounds masks and activations.
 PREFILL_CHUNK = 1024
+
+
+@dataclass(frozen=True)
+class Given:
+    """What only the device knows of the nodes of a forward.
+
+    Attributes:
+        tokens: (M,) int64, in the order of the nodes.
+        sees: (M, bytes) uint8 as `RaggedLayout.bits`, the nodes of its row that each descends from,
+            and itself, the root left out; None where the tree says so.
+    """
+
+    tokens: Tensor
+    sees: Tensor | None = None
+
+    def to(self, device: torch.device) -> Given:
+        """The same on another device."""
+        return Given(self.tokens.to(device), None if self.sees is None else self.sees.to(device))
 
 
 class ModelRunner(RowStorage):
@@ -204,13 +222,14 @@ class ModelRunner(RowStorage):
         tree: DraftTree,
         sequences: Sequence[Sequence[int]],
         nodes: Sequence[int],
-        tokens: Tensor,
+        given: Given,
     ) -> ForwardOutput:
         """`forward` of nodes of a round under way, whose tokens only the device knows.
 
-        They are (M,) int64, in the order of `nodes`; those of the tree are not looked at.
+        Those of the tree are not looked at, nor its parents where what they see is given; then its
+        depths alone count, and there must be no gaps in the storage.
         """
-        return self._run(self.plan(tree, sequences, nodes), tree, tokens)
+        return self._run(self.plan(tree, sequences, nodes), tree, given)
 
     def keep(self, paths: Sequence[Sequence[int]]) -> dict[int, list[int]]:
         """Keep what is stored of each row's accepted path; see `RowStorage.keep`."""
@@ -240,7 +259,7 @@ class ModelRunner(RowStorage):
             self._mixers.export(cache)
 
     def _run(
-        self, work: list[RowWork], tree: DraftTree, drawn: Tensor | None = None
+        self, work: list[RowWork], tree: DraftTree, given: Given | None = None
     ) -> ForwardOutput:
         rows = work
         packed = self._attention
@@ -252,7 +271,7 @@ class ModelRunner(RowStorage):
         before = self.tokens_run
         with fast_products(self.rounded), packed.chosen() if packed else nullcontext():
             if packed:
-                output = self._run_packed(rows, tree, drawn)
+                output = self._run_packed(rows, tree, given)
             else:
                 output = self._run_rectangular(rows, tree)
         self.padding_run += self.tokens_run - before - sum(w.num_tokens for w in work)
@@ -260,16 +279,17 @@ class ModelRunner(RowStorage):
         return output
 
     def _run_packed(
-        self, work: list[RowWork], tree: DraftTree, drawn: Tensor | None
+        self, work: list[RowWork], tree: DraftTree, given: Given | None
     ) -> ForwardOutput:
         inputs = pack(work, tree)
         assert self._attention is not None, "forwards happen while active"
         assert self._graphs is not None, "forwards happen while active"
         step = PackedStep(self.pool, inputs.writes, inputs.segments, self._attention.traits)
+        step.sees = None if given is None else given.sees
         # Padding passes the head too, as it does wherever inputs are padded.
         kept = torch.tensor([*inputs.nodes, *inputs.fill], dtype=torch.long)
         tokens = torch.tensor(inputs.tokens)
-        tensors = [tokens if drawn is None else drawn, torch.tensor(inputs.positions), kept]
+        tensors = [tokens if given is None else given.tokens, torch.tensor(inputs.positions), kept]
         if self._scales_by_place:
             tensors.append(torch.tensor(inputs.places(self.paddings)))
         self.tokens_run += len(tokens)

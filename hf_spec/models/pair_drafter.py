@@ -90,7 +90,6 @@ class PairDrafter(LevelDrafter):
             if self._ahead is not None:
                 # A policy may go beyond what it was given.
                 known[row] = min(known[row], len(self._ahead.features) + 1)
-        self._ran: dict[int, list[int]] = {row: [0] for row in limits}
         return super().draft(state, known)
 
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
@@ -133,8 +132,7 @@ class PairDrafter(LevelDrafter):
         blocks = []
         for row, graph in graphs.items():
             newest = [node for owner, node in owners if owner == row]
-            self._ran[row] += newest
-            blocks.append(_blocks(graph, self._ran[row][1:], newest))
+            blocks.append(_blocks(graph, self.ran[row][1:], newest))
         rows = [self._pairs.rows[row] for row in graphs]
         self._outputs = self._runner.grow_each(rows, blocks, tokens, features)
         self._places = {owner: index for index, owner in enumerate(owners)}
