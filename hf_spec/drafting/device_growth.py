@@ -153,11 +153,21 @@ class DeviceGrowth:
         self._chosen: Tensor | None = None
         self._reach: Tensor | None = None
         self._sees: Tensor | None = None
+        # Of the level before: where the rows were, None for the same places; the children that
+        # run now, None for all; and how many nodes it had, and children each.
+        self._places: Tensor | None = None
+        self._picks: Tensor | None = None
+        self._before = 1, 1
 
     @property
     def width(self) -> int:
         """How many nodes of each row run next."""
         return self._plan[len(self._levels)].width
+
+    @property
+    def depth(self) -> int:
+        """How deep they lie, 0 for the roots."""
+        return len(self._levels)
 
     @property
     def owners(self) -> list[int]:
@@ -176,6 +186,21 @@ class DeviceGrowth:
         That is without the root; None where `parents` say so.
         """
         return None if self._sees is None else self._sees.flatten(0, 1)
+
+    @property
+    def above(self) -> Tensor:
+        """(A * width,) int64, where their parents are among the nodes of the level before.
+
+        Of roots, their places.
+        """
+        before, num_ranks = self._before
+        rows = self._places
+        if rows is None:
+            rows = torch.arange(len(self.rows), device=self._plans.device)
+        slots = self._picks
+        if slots is None:
+            slots = torch.arange(self.width, device=self._plans.device)
+        return (rows[:, None] * before + slots // num_ranks).flatten()
 
     def add(self, tokens: Tensor, chances: Tensor, probs: Tensor | None = None) -> None:
         """Take (A * width, ranks) tokens that may follow what ran, and their probabilities.
@@ -196,10 +221,11 @@ class DeviceGrowth:
         if level == len(self._plan) or not kept:
             return False
         tokens, chances = self._levels[-1].tokens, self._levels[-1].chances
+        self._places = None
         if len(kept) < len(self.rows):
             self.rows = [self.rows[place] for place in kept]
             (index,) = send([torch.tensor(kept)], tokens.device)
-            tokens, chances = tokens[index], chances[index]
+            tokens, chances, self._places = tokens[index], chances[index], index
             self._reach = None if self._reach is None else self._reach[index]
             self._sees = None if self._sees is None else self._sees[index]
         self._choose(self._plan[level], tokens, chances)
@@ -237,6 +263,7 @@ class DeviceGrowth:
             self._reach = _picked(reach, index)
             self._sees = _above(self._sees, index, plan.own.expand(num_rows, -1, -1), num_ranks)
         self._tokens = _picked(tokens.flatten(1), index)
+        self._picks, self._before = index, (before, num_ranks)
 
     def _reached(self, tokens: Tensor, chances: Tensor) -> Tensor:
         """(A, before * ranks) float64: how likely it is to come to each child."""

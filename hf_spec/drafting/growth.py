@@ -75,6 +75,8 @@ class Growth:
         mine = [node if node is not None and node in frontier else -1 for node in taken]
         self.frontier, self.newest = {}, []
         self.ran += mine
+        # Before any of them has children, which may be merged into one of the others.
+        self.scores |= dict.fromkeys(mine, 0.0)
         return mine
 
     def expand(
@@ -158,3 +160,10 @@ class Growth:
                 self.frontier[child] = None
             hung.append(child)
         return hung
+
+
+def ran_of(graph: TokenGraph, ran: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Tokens of the nodes of a graph that ran, and where among these their parents are."""
+    places = {node: place for place, node in enumerate(ran)}
+    parents = [places.get(graph.parents[node], -1) for node in ran]
+    return [graph.tokens[node] for node in ran], parents

@@ -156,11 +156,16 @@ class LevelDrafter(Drafter):
 
         Logits are those of the `known` tokens alone where no processor asks which these are.
         """
-        rows, prefixes = [row for row, _ in owners], None
-        if self.processors.reads_prefix:
-            paths = [graphs[row].path(node) for row, node in owners]
-            prefixes = state.prefixes(rows, paths)
+        rows = [row for row, _ in owners]
+        if not self.processors.reads_prefix:
+            return self.processed_unread(rows, logits)
+        paths = [graphs[row].path(node) for row, node in owners]
+        prefixes = state.prefixes(rows, paths)
         return distribution(self.processors(rows, prefixes, logits, self.known))
+
+    def processed_unread(self, rows: Sequence[int], logits: Tensor) -> Tensor:
+        """The same of nodes of these rows, where no processor reads what is before them."""
+        return distribution(self.processors(rows, None, logits, self.known))
 
     def start(self, state: GenerationState) -> None:
         """Counters, the rule that judges, and a policy that knows nothing."""

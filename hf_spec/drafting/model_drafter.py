@@ -7,7 +7,7 @@ model never sees a token twice.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import takewhile
@@ -18,9 +18,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_spec.decoding.state import GenerationState
-from hf_spec.decoding.token_sampling import distribution
 from hf_spec.drafting.device_growth import DeviceGrowth
-from hf_spec.drafting.graph import TokenGraph
+from hf_spec.drafting.growth import ran_of
 from hf_spec.drafting.length_policy import LengthPolicy, make_policy
 from hf_spec.drafting.level_drafter import (
     FewTokens,
@@ -31,7 +30,8 @@ from hf_spec.drafting.level_drafter import (
 )
 from hf_spec.errors import OptionError, choices
 from hf_spec.execution.forward_output import ForwardOutput
-from hf_spec.execution.runner import Given, ModelRunner
+from hf_spec.execution.given import Given
+from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.tree import DraftTree, Verdict
 from hf_spec.execution.vocabulary import num_embeddings
 
@@ -168,11 +168,12 @@ class DraftModelDrafter(LevelDrafter):
                 given = Given(growing.tokens, growing.sees).to(self._runner.device)
                 output = self._runner.forward_given(tree, state.tokens, nodes, given)
         logits = output.logits.to(state.device, torch.float32)
-        return distribution(self.processors(growing.owners, None, logits, self.known))
+        return self.processed_unread(growing.owners, logits)
 
     def probabilities(self, state: GenerationState, graphs: Graphs, owners: Owners) -> Tensor:
         """(nodes, R) float32: the draft model's distribution after each (row, node)."""
-        drafts = {row: self._run_tree(graph, self.ran[row]) for row, graph in graphs.items()}
+        # What ran alone is stored.
+        drafts = {row: ran_of(graph, self.ran[row]) for row, graph in graphs.items()}
         tree = DraftTree.from_drafts(drafts, state.num_rows)
         counts = Counter(row for row, _ in owners)
         nodes = [node for row in graphs for node in tree.nodes(row)[-counts[row] :]]
@@ -180,13 +181,6 @@ class DraftModelDrafter(LevelDrafter):
             output = self._runner.forward(tree, state.tokens, nodes)
         logits = output.logits.to(state.device, torch.float32)
         return self.processed(state, graphs, owners, logits)
-
-    @staticmethod
-    def _run_tree(graph: TokenGraph, ran: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Tokens and parents of the nodes of a graph that ran, which alone are stored."""
-        places = {node: place for place, node in enumerate(ran)}
-        parents = [places.get(graph.parents[node], -1) for node in ran]
-        return [graph.tokens[node] for node in ran], parents
 
 
 def _few_tokens(model: PreTrainedModel) -> FewTokensHead | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from hf_spec.execution.compiled_layers import CompiledLayers
 from hf_spec.execution.cpu_linear import fast_cpu_linears, fast_products
 from hf_spec.execution.cross_attention import CrossAttention, decoding_parts, num_layers
 from hf_spec.execution.forward_output import ForwardOutput
+from hf_spec.execution.given import Given
 from hf_spec.execution.kv_cache import PoolCache
 from hf_spec.execution.latents import expanded
 from hf_spec.execution.mixers import mixers_of, num_attention_layers
@@ -40,24 +41,6 @@ from hf_spec.execution.virtual_tokens import VirtualTokens
 
 # A long prompt is run in stretches of this many tokens per row; bounds masks and activations.
 PREFILL_CHUNK = 1024
-
-
-@dataclass(frozen=True)
-class Given:
-    """What only the device knows of the nodes of a forward.
-
-    Attributes:
-        tokens: (M,) int64, in the order of the nodes.
-        sees: (M, bytes) uint8 as `RaggedLayout.bits`, the nodes of its row that each descends from,
-            and itself, the root left out; None where the tree says so.
-    """
-
-    tokens: Tensor
-    sees: Tensor | None = None
-
-    def to(self, device: torch.device) -> Given:
-        """The same on another device."""
-        return Given(self.tokens.to(device), None if self.sees is None else self.sees.to(device))
 
 
 class ModelRunner(RowStorage):

@@ -70,9 +70,11 @@ class PairRows:
     Attributes:
         rows: of each its pairs.
         roots: of each the position of the root of its newest draft, to be noted by who drafts.
+        device: the features'.
     """
 
     def __init__(self, num_rows: int, width: int, device: torch.device):
+        self.device = device
         self._empty = torch.zeros(0, width, device=device)
         self.rows = [self._none(row) for row in range(num_rows)]
         self.roots = [0] * num_rows

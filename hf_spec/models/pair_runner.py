@@ -26,6 +26,7 @@ from hf_spec.decoding.token_sampling import distribution
 from hf_spec.errors import UnsupportedError
 from hf_spec.execution.attention import PackedAttention, PackedStep, takes_packed
 from hf_spec.execution.cpu_linear import fast_cpu_linears, fast_products
+from hf_spec.execution.given import Given
 from hf_spec.execution.kv_cache import KVPool
 from hf_spec.execution.segment import Segment
 from hf_spec.execution.step_graphs import StepGraphs
@@ -186,7 +187,8 @@ class HeadRunner:
         """
         if not self.head.shape.recurrent:
             mine = [blocks] * len(rows)
-            outputs = self.grow_each(rows, mine, tokens.flatten(), features.flatten(0, 2))
+            given = Given(tokens.flatten())
+            outputs = self.grow_each(rows, mine, given, features.flatten(0, 2))
         else:
             length = blocks.count * self._size
             segments = [self._block_segment(row, blocks, i * length) for i, row in enumerate(rows)]
@@ -196,17 +198,17 @@ class HeadRunner:
 
     @fast_products(rounded=True)
     def grow_each(
-        self, rows: Sequence[PairRow], blocks: Sequence[Blocks], tokens: Tensor, features: Tensor
+        self, rows: Sequence[PairRow], blocks: Sequence[Blocks], given: Given, features: Tensor
     ) -> Tensor:
         """The same with blocks of each row its own, of a head that carries no state.
 
-        (T,) int64 tokens and (T, H) features, row after row -> (T, H) predicted features.
+        (T,) given tokens and (T, H) features, row after row -> (T, H) predicted features.
         """
         segments: list[Segment] = []
         for row, mine in zip(rows, blocks, strict=True):
             start = segments[-1].end if segments else 0
             segments.append(self._block_segment(row, mine, start))
-        return self._run(tokens, features, segments)
+        return self._run(given, features, segments)
 
     @fast_products(rounded=True)
     def attend(self, mixed: Tensor, segments: Sequence[Segment]) -> Tensor:
@@ -248,11 +250,12 @@ class HeadRunner:
         step.check(self.head.attention, self.head.shape.num_layers)
         return outputs[0]
 
-    def _run(self, tokens: Tensor, features: Tensor, segments: Sequence[Segment]) -> Tensor:
+    def _run(self, given: Given, features: Tensor, segments: Sequence[Segment]) -> Tensor:
         """One packed pass over pairs that carry no state: (T,) and (T, H) -> (T, H)."""
         step, positions = self._begin(segments)
-        (outputs,) = self._graphs.run(self._compute, [tokens, positions, features], step)
-        return outputs[: len(tokens)]
+        step.sees = given.sees
+        (outputs,) = self._graphs.run(self._compute, [given.tokens, positions, features], step)
+        return outputs[: len(given.tokens)]
 
     def _compute(self, tensors: list[Tensor], step: PackedStep) -> list[Tensor]:
         tokens, positions, features = tensors
@@ -282,7 +285,7 @@ class HeadRunner:
                 tokens += [ahead.token] * extra
                 features.append(ahead.features)
         joined = features[0] if len(features) == 1 else torch.cat(features)
-        return self._run(torch.tensor(tokens), joined, segments), None
+        return self._run(Given(torch.tensor(tokens)), joined, segments), None
 
     def _mix(self, spans: Sequence[Span], texts: Sequence[Sequence[int]]) -> tuple[Tensor, State]:
         """(T, H) mixed pairs of the spans, and the states after them."""
