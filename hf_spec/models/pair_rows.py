@@ -95,11 +95,14 @@ class PairRows:
         for row in kept:
             if self.rows[row].first < 0:
                 self.rows[row].first = self.roots[row] - len(output.pending.get(row, []))
-        places = [place for mine in kept.values() for place in mine]
+        places = torch.tensor([place for mine in kept.values() for place in mine])
+        # Layers of one target may be on several devices.
+        sent: dict[torch.device, Tensor] = {}
 
         def choose(states: Tensor) -> Tensor:
-            (index,) = send([torch.tensor(places)], states.device)
-            return states[index]
+            if states.device not in sent:
+                (sent[states.device],) = send([places], states.device)
+            return states[sent[states.device]]
 
         features = read(choose).to(self._empty.device)
         parts = features.split([len(mine) for mine in kept.values()])

@@ -12,23 +12,28 @@ import torch
 from torch import nn
 from transformers import EosTokenCriteria, MaxLengthCriteria, TopKLogitsWarper
 
-from hf_spec import DraftConfig, GsdConfig, TreeConfig
+from hf_spec import DraftConfig, EagleConfig, GsdConfig, TreeConfig
+from hf_spec.adapters.published import read_published
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.loop import finish_step
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.stopping import StopRules
 from hf_spec.devices.transfer import ALIGNMENT, Block, fetch, fetch_all, send
+from hf_spec.drafting.length_policy import LengthPolicy
 from hf_spec.drafting.model_drafter import DraftModelDrafter
 from hf_spec.drafting.rank_tree import RankTree
 from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.tree import DraftTree
+from hf_spec.heads.eagle_head import build as build_eagle
 from hf_spec.models.adaptive_tokens import AdaptiveShape, AdaptiveTokens
+from hf_spec.models.pair_drafter import PairDrafter
 from hf_spec.strategies.falcon import FalconDrafter
 from hf_spec.strategies.lookup import LookupConfig, LookupDrafter
 from hf_spec.strategies.sdsat import SdsatConfig, SdsatDrafter
 from tests import tiny_models
 from tests.fake_gpu import DEVICE, FakeGpu, OnGpu, on_gpu, pretended, recording
 from tests.falcon_reference import random_head
+from tests.published_heads import sample
 
 NEW_TOKENS = 12
 MIXED = [
@@ -133,6 +138,12 @@ def build_drafter(case: Case, moved: Callable[[Any], Any]) -> Drafter:
     strategy = case.strategy
     if strategy == "lookup":
         return LookupDrafter(LookupConfig())
+    if strategy == "eagle":
+        config = EagleConfig(max_draft_tokens=5, width=4, max_nodes=15, length_policy="static")
+        found = read_published(sample("eagle3").folder)
+        assert found is not None
+        head = build_eagle(found, tiny_models.build("llama"))
+        return PairDrafter(config, moved(head), LengthPolicy(5))
     if strategy == "falcon":
         return FalconDrafter(moved(random_head("llama")), RankTree.of(tiny_models.wide_tree()))
     if strategy == "sdsat":
@@ -178,6 +189,7 @@ CASES = [
     Case("lookup"),
     Case("draft"),
     Case("tree"),
+    Case("eagle"),
     Case("falcon"),
     Case("sdsat"),
     Case("lookup", sampled=True),
@@ -185,15 +197,16 @@ CASES = [
     Case("lookup", recorded=True),
     Case("draft", recorded=True),
     Case("tree", recorded=True),
+    Case("eagle", recorded=True),
     Case("falcon", recorded=True),
     Case("sdsat", recorded=True),
 ]
 
 
 # Most launches of a round as it comes: a forward of three layers, and those that draft.
-LAUNCHES = {"lookup": 140, "draft": 690, "tree": 660, "falcon": 400, "sdsat": 160}
+LAUNCHES = {"lookup": 140, "draft": 690, "tree": 660, "eagle": 550, "falcon": 400, "sdsat": 160}
 # Of a round whose forwards are all replayed.
-RECORDED = {"lookup": 5, "draft": 60, "tree": 120, "falcon": 40, "sdsat": 12}
+RECORDED = {"lookup": 5, "draft": 60, "tree": 95, "eagle": 170, "falcon": 40, "sdsat": 12}
 
 
 def name_of(case: Case) -> str:
@@ -227,7 +240,8 @@ def test_a_round_waits_for_its_outcome_alone(
     if case.recorded and num_rows == 1:
         assert min(one.launches for one in rounds) <= RECORDED[case.strategy]
     if not case.sampled:
-        assert state.stats.accepted_tokens > 0
+        # The head of an untrained EAGLE is never right.
+        assert state.stats.accepted_tokens > 0 or case.strategy == "eagle"
         check_same((state, rounds), decode(case, num_rows, None))
 
 
