@@ -310,42 +310,39 @@ class HeadRunner:
 
     def pair_segment(self, row: PairRow, begin: int, end: int, start: int) -> Segment:
         """Pairs see everything before them and their block, blocks counted from the last pair."""
-        places = torch.arange(end)
-        mine, visible = places[begin:], None
+        mine, seen = torch.arange(begin, end), None
         if end - begin > self._size:
             block_end = end - (end - 1 - mine) // self._size * self._size
-            visible = places < block_end[:, None]
+            seen = mine < block_end[:, None]
+        position = mine + row.first
         return Segment(
             slot=row.slot,
             start=start,
             end=start + end - begin,
             num_keys=end,
-            position=mine + row.first,
+            position=position,
             last_position=end - 1 + row.first,
-            key_position=places + row.first,
-            visible=visible,
+            tail_position=position,
+            seen=seen,
             prefix=begin,
+            first_position=row.first,
         )
 
     def _block_segment(self, row: PairRow, blocks: Blocks, start: int) -> Segment:
         """Blocks see all true pairs, the blocks they descend from, and themselves."""
         pairs, length = row.num_pairs, blocks.count * self._size
-        offsets = blocks.offsets + pairs
-        key_position = torch.cat([torch.arange(pairs), offsets]) + row.first
-        visible = None
-        if blocks.visible is not None:
-            visible = blocks.visible.new_ones(length, len(key_position))
-            visible[:, pairs:] = blocks.visible
+        position = blocks.offsets + pairs + row.first
         return Segment(
             slot=row.slot,
             start=start,
             end=start + length,
-            num_keys=len(key_position),
-            position=key_position[-length:],
+            num_keys=pairs + len(position),
+            position=position[-length:],
             last_position=row.first + pairs + blocks.depth + self._size - 1,
-            key_position=key_position,
-            visible=visible,
+            tail_position=position,
+            seen=blocks.visible,
             prefix=pairs,
+            first_position=row.first,
         )
 
 
