@@ -71,10 +71,15 @@ class FakeGpu(TorchDispatchMode):
         waits: what holds the host up, by the line of hf_spec that asks for it.
         sends, fetches: copies to and from the device.
         launches: operations beside them, graphs among these, a graph being one.
+        launch_seconds: what each of these takes the device.
+        now: how long it has worked. What is marked in its queue it has passed when the host has
+            waited for it.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.launch_seconds, self.now = 1e-3, 0.0
+        self._marks = self._passed = 0
         self.restart()
 
     def restart(self) -> None:
@@ -117,6 +122,20 @@ class FakeGpu(TorchDispatchMode):
     def launched(self, number: int) -> None:
         """Count operations of the device."""
         self.launches += number * self._counts
+        self.now += number * self._counts * self.launch_seconds
+
+    def marked(self) -> int:
+        """The number of a new mark in the queue."""
+        self._marks += 1
+        return self._marks
+
+    def synchronize(self) -> None:
+        """The host waits."""
+        self._passed = self._marks
+
+    def has_passed(self, mark: int) -> bool:
+        """Whether the device is known to have come by a mark."""
+        return mark <= self._passed
 
     @contextmanager
     def one_launch(self) -> Iterator[None]:
@@ -235,14 +254,29 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     def on_gpu(made: Tensor) -> bool:
         return isinstance(made, OnGpu) or made.device == DEVICE
 
-    class Stream:
-        def synchronize(self) -> None:
-            """Everything has happened already."""
-
     gpu = FakeGpu()
+
+    class Event:
+        def __init__(self, enable_timing: bool = False):
+            assert enable_timing
+
+        def record(self, stream: Any) -> None:
+            assert stream is gpu
+            self.number, self.time = gpu.marked(), gpu.now
+
+        def query(self) -> bool:
+            return gpu.has_passed(self.number)
+
+        def elapsed_time(self, end: Event) -> float:
+            # A real one raises an error there.
+            assert self.query(), "the device may not have come by"
+            assert end.query(), "the device may not have come by"
+            return 1000 * (end.time - self.time)
+
     with monkeypatch.context() as patch:
         patch.setattr(torch, "tensor", tensor)
-        patch.setattr(torch.cuda, "current_stream", lambda _: Stream())
+        patch.setattr(torch.cuda, "current_stream", lambda _: gpu)
+        patch.setattr(torch.cuda, "Event", Event)
         patch.setattr(transfer, "ASYNCHRONOUS", {DEVICE.type})
         for module in (step_graphs, verification):
             patch.setattr(module, "serves", on_gpu)

@@ -106,6 +106,7 @@ class Slots(ABC):
                 self._verifier = self._drafter.make_verifier(self._state.processors, rows)
             yield
         self._seconds += time.perf_counter() - start
+        self._state.read_clock()
         self.stats.other_seconds = (
             self._seconds - self.stats.draft_seconds - self.stats.verify_seconds
         )

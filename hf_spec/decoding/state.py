@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hf_spec.decoding.stopping import StopRules
 from hf_spec.decoding.streaming import StreamFeed
+from hf_spec.devices.clock import Stopwatch, clock_of
 from hf_spec.execution.tree import Verdict
 from hf_spec.outputs import RowStats, SpecGenerateOutput, SpecStats
 
@@ -88,6 +89,7 @@ class GenerationState:
         self.scores = [[] for _ in self.tokens]
         self.logits = [[] for _ in self.tokens]
         self.stats = SpecStats([RowStats() for _ in self.tokens])
+        self._stopwatch = Stopwatch(clock_of(self.device))
         self._started = time.perf_counter()
 
     @classmethod
@@ -167,11 +169,20 @@ class GenerationState:
 
     @contextmanager
     def clock(self, part: str) -> Iterator[None]:
-        """Add the time of the block to `draft_seconds` or `verify_seconds`."""
-        start = time.perf_counter()
+        """Add the time of what is done in the block to `draft_seconds` or `verify_seconds`.
+
+        What a device does later is added when it has; see `read_clock`.
+        """
+        start = self._stopwatch.clock.mark()
         yield
-        name = f"{part}_seconds"
-        setattr(self.stats, name, getattr(self.stats, name) + time.perf_counter() - start)
+        self._stopwatch.add(part, start, self._stopwatch.clock.mark())
+        self.read_clock()
+
+    def read_clock(self) -> None:
+        """Bring the times among the statistics up to date, as far as they are known."""
+        seconds = self._stopwatch.read()
+        self.stats.draft_seconds = seconds.get("draft", 0.0)
+        self.stats.verify_seconds = seconds.get("verify", 0.0)
 
     def begin(
         self, row: int, sequence: int, prompt: Sequence[int], stop: StopRules, draws: bool = False
@@ -233,6 +244,7 @@ class GenerationState:
         sequences = self.frames[:, : self.prompt_length + longest].clone()
         for row, count in enumerate(self.generated):
             sequences[row, self.prompt_length + count :] = self.pad_token_id
+        self.read_clock()
         stats = self.stats
         total = time.perf_counter() - self._started
         stats.other_seconds = total - stats.draft_seconds - stats.verify_seconds

@@ -71,6 +71,11 @@ class StopRules:
         """Whether a rule for single rows looks at more of a frame than its length."""
         return bool(self._per_row)
 
+    @property
+    def ends(self) -> list[int]:
+        """The tokens that end any sequence, in order."""
+        return sorted(self._eos)
+
     def ends_sequence(self, token: int) -> bool:
         """Whether `token` ends any sequence; processors and drafters need not look past it."""
         return token in self._eos

@@ -3,8 +3,8 @@
 Costs are curves through measured times: given ones (`Curve`), or those of the rounds of the
 generation itself (`LearnedCurve`). Such a round is timed by its drafter, which is called before the
 target's forward and again once the target's tokens are known on the host; no forward is extra, and
-nothing waits for the device. What was learned stays with the model. Until then an expectation
-stands in, in units of one forward.
+nothing waits for the device (see `hf_spec.devices.clock`). What was learned stays with the model.
+Until then an expectation stands in, in units of one forward.
 """
 
 from __future__ import annotations

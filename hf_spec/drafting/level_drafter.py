@@ -15,11 +15,9 @@ probability 1 - TV(draft, target); a tree takes the top tokens and is judged by 
 
 from __future__ import annotations
 
-import heapq
-import sys
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from itertools import compress
 from typing import Protocol, TypeAlias
 
@@ -33,9 +31,10 @@ from hf_spec.decoding.token_sampling import distribution, draw
 from hf_spec.decoding.verification import Verifier
 from hf_spec.devices.transfer import fetch_all
 from hf_spec.drafting.config import AUTO, PolicyConfig
+from hf_spec.drafting.device_growth import DeviceGrowth, Plans
 from hf_spec.drafting.graph import TokenGraph, Unmerged
+from hf_spec.drafting.growth import Growth, TreeShape
 from hf_spec.drafting.length_policy import DraftedToken, LengthPolicy
-from hf_spec.drafting.rank_tree import Path, RankTree
 from hf_spec.execution.forward_output import ForwardOutput
 from hf_spec.execution.tree import DraftTree, Verdict
 
@@ -44,23 +43,6 @@ Graphs: TypeAlias = Mapping[int, TokenGraph]
 Owners: TypeAlias = Sequence[tuple[int, int]]
 
 COUNTERS = ("draft_nodes", "merges", "rounds", "rounds_with_merged_accepted")
-
-
-@dataclass(frozen=True)
-class TreeShape:
-    """What bounds the growth of a draft, by the names of the options; a chain by default.
-
-    A tree of ranks says which nodes there are; without one the likeliest paths grow.
-    """
-
-    tree: RankTree | None = None
-    children: int = 1
-    expanded_per_level: int = 1
-    max_nodes: int = sys.maxsize
-    min_probability: float = 0.0
-    min_sibling_ratio: float = 0.0
-    merge_length: int | None = None
-    max_draft_nodes: int = sys.maxsize
 
 
 @dataclass(frozen=True)
@@ -110,42 +92,6 @@ class FewTokens(Protocol):
     full_size: int
 
 
-# Token, its probability, and the distribution that it comes from.
-Drafted = tuple[int, float, Tensor]
-
-
-@dataclass
-class _Growth:
-    """A draft under construction: the graph and the nodes to expand next, in order.
-
-    Of nodes with children: the distribution that those were drawn from, where they were, and what
-    the length policy made of it. Of the nodes of a tree of ranks: the ranks that lead to them. Of
-    nodes likelier by a merge edge than by their own: the edge's parent and probability.
-    """
-
-    graph: TokenGraph
-    # A set that keeps its order: wide drafts have thousands of nodes, each looked for here.
-    frontier: dict[int, None] = field(default_factory=lambda: {0: None})
-    distributions: dict[int, Tensor] = field(default_factory=dict)
-    scores: dict[int, float] = field(default_factory=dict)
-    paths: dict[int, Path] = field(default_factory=lambda: {0: ()})
-    merged: dict[int, tuple[int, float]] = field(default_factory=dict)
-
-    def open(self, parent: int, child: int, chance: float) -> None:
-        """Expand a likely child of `parent` on the next level, unless it has been expanded.
-
-        It may be a leaf that a likely token was merged into: unlikely where it was drafted, likely
-        here, so it grows on.
-        """
-        if child in self.scores:
-            return
-        reach = self.graph.reach
-        if reach[parent] * chance > reach[child]:
-            reach[child] = reach[parent] * chance
-            self.merged[child] = parent, chance
-        self.frontier[child] = None
-
-
 class LevelDrafter(Drafter):
     """Grows a chain, a tree or a graph per row; what may follow a node says `probabilities`.
 
@@ -154,12 +100,14 @@ class LevelDrafter(Drafter):
             instead of nodes; "rounds", one per row and draft; "rounds_with_merged_accepted", those
             whose accepted path has a merge edge.
         graphs: per row the graph of the newest draft.
+        ran: per row the nodes of its graph that have been expanded, see `Growth`.
         processors: the call's, by which drafts can be processed as the target's scores are; from
             `start` on.
         known: (R,) int64, the tokens that can be drafted; None if all can.
     """
 
     processors: NodeProcessors
+    _plans: Plans
     known: Tensor | None = None
     _vocab_size = 0
 
@@ -171,6 +119,7 @@ class LevelDrafter(Drafter):
         self._sent: dict[int, Unmerged] = {}
         self.counters: dict[str, int] = {}
         self.graphs: dict[int, TokenGraph] = {}
+        self.ran: dict[int, list[int]] = {}
 
     @abstractmethod
     def probabilities(self, state: GenerationState, graphs: Graphs, owners: Owners) -> Tensor:
@@ -179,11 +128,14 @@ class LevelDrafter(Drafter):
         `graphs` are those of the rows that grow. R are the `known` tokens.
         """
 
-    def chains(
-        self, state: GenerationState, limits: Mapping[int, int]
-    ) -> dict[int, list[Drafted]] | None:
-        """Per growing row a chain of so many levels that no host looked at; None if one has to."""
-        return None
+    @property
+    def runs_unwatched(self) -> bool:
+        """Whether `unwatched` serves, and spares the host waiting for a device."""
+        return False
+
+    def unwatched(self, state: GenerationState, growing: DeviceGrowth) -> Tensor:
+        """The same of the nodes that run next, whose tokens the device alone knows."""
+        raise NotImplementedError
 
     def token_ids(self, places: Tensor) -> Tensor:
         """Token ids of places in what `probabilities` gives."""
@@ -204,11 +156,16 @@ class LevelDrafter(Drafter):
 
         Logits are those of the `known` tokens alone where no processor asks which these are.
         """
-        rows, prefixes = [row for row, _ in owners], None
-        if self.processors.reads_prefix:
-            paths = [graphs[row].path(node) for row, node in owners]
-            prefixes = state.prefixes(rows, paths)
+        rows = [row for row, _ in owners]
+        if not self.processors.reads_prefix:
+            return self.processed_unread(rows, logits)
+        paths = [graphs[row].path(node) for row, node in owners]
+        prefixes = state.prefixes(rows, paths)
         return distribution(self.processors(rows, prefixes, logits, self.known))
+
+    def processed_unread(self, rows: Sequence[int], logits: Tensor) -> Tensor:
+        """The same of nodes of these rows, where no processor reads what is before them."""
+        return distribution(self.processors(rows, None, logits, self.known))
 
     def start(self, state: GenerationState) -> None:
         """Counters, the rule that judges, and a policy that knows nothing."""
@@ -218,6 +175,7 @@ class LevelDrafter(Drafter):
         self.samples = state.do_sample and self.config.draws and self.shape.tree is None
         self.rule = self.config.sampling_rule if state.do_sample else None
         self.processors = NodeProcessors(state.processors, state.num_rows, stateless_only=True)
+        self._plans = Plans(self.shape, state.stop.ends, state.device)
 
     def draft_few(self, head: FewTokens, device: torch.device) -> None:
         """Draft the tokens of this head alone."""
@@ -231,22 +189,18 @@ class LevelDrafter(Drafter):
     def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
         """One tree per unfinished row, one draft forward per level."""
         growths = {
-            row: _Growth(TokenGraph(state.tokens[row], self.shape.merge_length)) for row in limits
+            row: Growth(
+                TokenGraph(state.tokens[row], self.shape.merge_length), self.shape, self.samples
+            )
+            for row in limits
         }
+        self.ran = {row: growth.ran for row, growth in growths.items()}
         levels = {row: min(self.policy.limit(row), limit) for row, limit in limits.items()}
-        level = 0
-        growing = [row for row in growths if levels[row] > 0]
-        if (chains := self.chains(state, {row: levels[row] for row in growing})) is not None:
-            for row, chain in chains.items():
-                self._hang_chain(state, growths[row], chain)
-            growing = []
-        while growing:
-            self._grow(state, growths, growing)
-            level += 1
-            growing = [r for r in growing if level < levels[r] and growths[r].frontier]
-            if level >= self.config.min_draft_tokens:
-                newest = [self._newest(state, row, growths[row]) for row in growing]
-                growing = list(compress(growing, self.policy.goes_on(newest)))
+        levels = {row: count for row, count in levels.items() if count > 0}
+        if levels and self._unwatched(max(levels.values())):
+            self._grow_unwatched(state, growths, levels)
+        else:
+            self._grow_watched(state, growths, levels)
         # Paths over merge edges may be deeper than what was drafted: this is what merging is for.
         self._sent = {
             row: growth.graph.spell_out()
@@ -294,101 +248,81 @@ class LevelDrafter(Drafter):
             self.policy.observe(row, verdict.tree.height(row), len(path))
         return kept
 
-    @staticmethod
-    def _newest(state: GenerationState, row: int, growth: _Growth) -> DraftedToken:
-        graph = growth.graph
-        best = max(growth.frontier, key=lambda node: graph.reach[node])
-        parent, chance = growth.merged.get(best, (graph.parents[best], graph.probs[best]))
-        return DraftedToken(
-            row,
-            graph.tokens[best],
-            state.generated[row] + graph.depth[parent],
-            chance,
-            growth.scores.get(parent, 0.0),
-            min(1.0, sum(graph.reach[node] for node in growth.frontier)),
-        )
+    def _unwatched(self, depth: int) -> bool:
+        """Whether drafts of so many levels may grow without a look at any of them."""
+        asks = type(self.policy).goes_on is not LengthPolicy.goes_on
+        # How many of the drawn siblings are sent goes by what was drawn before.
+        scattered = self.samples and self.shape.children > 1
+        if asks or scattered or self.processors.reads_prefix:
+            return False
+        return self.runs_unwatched and self._plans.fit(depth)
 
-    def _grow(
-        self, state: GenerationState, growths: dict[int, _Growth], growing: Sequence[int]
+    def _grow_unwatched(
+        self, state: GenerationState, growths: Mapping[int, Growth], limits: Mapping[int, int]
     ) -> None:
+        """Queue all levels, then hang up what they found."""
+        growing = DeviceGrowth(self._plans, limits)
+        going_on = True
+        while going_on:
+            probs = self.unwatched(state, growing)
+            tokens, chances = self._likeliest(probs)
+            growing.add(tokens, chances, probs if self.samples else None)
+            going_on = growing.descend()
+        for level in growing.fetch():
+            level.hang(growths, state.stop.ends_sequence)
+
+    def _grow_watched(
+        self, state: GenerationState, growths: Mapping[int, Growth], limits: Mapping[int, int]
+    ) -> None:
+        """Run a level, hang up what it found, and see how to go on."""
+        growing, level = list(limits), 0
+        while growing:
+            self._grow(state, {row: growths[row] for row in growing})
+            level += 1
+            growing = [r for r in growing if level < limits[r] and growths[r].frontier]
+            if level >= self.config.min_draft_tokens:
+                newest = [newest_of(row, growths[row], state.generated[row]) for row in growing]
+                growing = list(compress(growing, self.policy.goes_on(newest)))
+
+    def _grow(self, state: GenerationState, growths: Mapping[int, Growth]) -> None:
         """Run the frontier of every growing row and hang its children into the graphs."""
-        graphs = {row: growths[row].graph for row in growing}
-        owners = [(row, node) for row in growing for node in growths[row].frontier]
+        graphs = {row: growth.graph for row, growth in growths.items()}
+        owners = [(row, node) for row, growth in growths.items() for node in growth.begin_level()]
         probs = self.probabilities(state, graphs, owners)
-        ranks = self.shape.tree.num_ranks if self.shape.tree else self.shape.children
-        children = min(ranks, probs.shape[-1])
+        positions = [state.generated[row] + graphs[row].depth[node] for row, node in owners]
+        scored = self.scores(probs, positions)
+        found = [*self._likeliest(probs), *([scored] if scored is not None else [])]
+        tokens, chances, *scores = fetch_all(found)
+        for index, (row, node) in enumerate(owners):
+            drawn_from = probs[index] if self.samples else None
+            score = scores[0][index] if scores else 0.0
+            growths[row].expand(node, tokens[index], chances[index], drawn_from, score)
+        for growth in growths.values():
+            growth.narrow(state.stop.ends_sequence)
+
+    def _likeliest(self, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """(nodes, ranks) tokens that follow each node, int64, and their probabilities."""
+        children = min(self.shape.num_ranks, probs.shape[-1])
         if self.samples:
             drawn = draw(probs, children)
-            likely = probs.gather(-1, drawn)
-        else:
-            likely, drawn = probs.topk(children, dim=-1)
-        positions = [state.generated[row] + growths[row].graph.depth[node] for row, node in owners]
-        scored = self.scores(probs, positions)
-        found = [self.token_ids(drawn), likely, *([scored] if scored is not None else [])]
-        tokens, chances, *scores = fetch_all(found)
-        for row in growing:
-            growths[row].frontier = {}
-        for index, (row, node) in enumerate(owners):
-            growths[row].scores[node] = scores[0][index] if scores else 0.0
-        for index, (row, node) in enumerate(owners):
-            if self.samples:
-                growths[row].distributions[node] = probs[index]
-            self._hang(growths[row], node, tokens[index], chances[index])
-        for row in growing:
-            growth = growths[row]
-            graph, reach = growth.graph, growth.graph.reach
-            if len(graph) > self.shape.max_draft_nodes:
-                growth.frontier = {}
-            alive = [n for n in growth.frontier if not state.stop.ends_sequence(graph.tokens[n])]
-            most = len(alive) if self.shape.tree else self.shape.expanded_per_level
-            best = heapq.nsmallest(most, alive, key=lambda n: -reach[n])
-            growth.frontier = dict.fromkeys(sorted(best))
-
-    def _hang_chain(
-        self, state: GenerationState, growth: _Growth, chain: Sequence[Drafted]
-    ) -> None:
-        """Hang up what was drafted, as far as it would have been, level by level."""
-        for token, chance, probs in chain:
-            (node,), growth.frontier = growth.frontier, {}
-            growth.scores[node] = 0.0
-            if self.samples:
-                growth.distributions[node] = probs
-            self._hang(growth, node, [token], [chance])
-            if not growth.frontier or state.stop.ends_sequence(token):
-                break
-
-    def _hang(
-        self, growth: _Growth, node: int, tokens: Sequence[int], chances: Sequence[float]
-    ) -> None:
-        if self.shape.tree is not None:
-            _hang_ranks(self.shape.tree, growth, node, tokens, chances)
-            return
-        # Whether a drawn child is sent must not depend on what was drawn, or the draft would no
-        # longer follow `draft_probs`: sampled trees stop growing by count alone.
-        if self.samples and len(growth.graph) + len(tokens) > self.shape.max_nodes + 1:
-            return
-        for token, chance in zip(tokens, chances, strict=True):
-            pruned = chance < self.shape.min_sibling_ratio * chances[0] and not self.samples
-            if chance <= 0 or pruned or len(growth.graph) > self.shape.max_draft_nodes:
-                continue
-            growth.graph.add(node, token, chance)
-            if chance >= self.shape.min_probability:
-                growth.open(node, growth.graph.edges[node][-1][0], chance)
+            return self.token_ids(drawn), probs.gather(-1, drawn)
+        likely, places = probs.topk(children, dim=-1)
+        return self.token_ids(places), likely
 
 
-def _hang_ranks(
-    tree: RankTree, growth: _Growth, node: int, tokens: Sequence[int], chances: Sequence[float]
-) -> None:
-    """The children that a tree of ranks has there; those with children of their own grow on."""
-    above = growth.paths[node]
-    for rank, (token, chance) in enumerate(zip(tokens, chances, strict=True)):
-        path = (*above, rank)
-        if path not in tree.places or chance <= 0:
-            continue
-        child = growth.graph.hang(node, token, chance)
-        growth.paths[child] = path
-        if path in tree.inner:
-            growth.frontier[child] = None
+def newest_of(row: int, growth: Growth, generated: int) -> DraftedToken:
+    """What a length policy is asked about a row that has gained so many tokens."""
+    graph = growth.graph
+    best = max(growth.frontier, key=lambda node: graph.reach[node])
+    parent, chance = growth.merged.get(best, (graph.parents[best], graph.probs[best]))
+    return DraftedToken(
+        row,
+        graph.tokens[best],
+        generated + graph.depth[parent],
+        chance,
+        growth.scores.get(parent, 0.0),
+        min(1.0, sum(graph.reach[node] for node in growth.frontier)),
+    )
 
 
 def stacked(distributions: Sequence[Tensor | None]) -> Tensor | None:

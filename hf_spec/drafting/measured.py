@@ -12,7 +12,6 @@ judges the drafts stays exact. Times differ from run to run, and with them the s
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -25,6 +24,7 @@ from transformers import PreTrainedModel
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.verification import Verifier
+from hf_spec.devices.clock import clock_of
 from hf_spec.devices.distributed_checks import tensor_parallel_size
 from hf_spec.drafting.allowance import Allowance
 from hf_spec.drafting.choice import Allows, Round, always, choose_nodes, choose_sources, never
@@ -59,6 +59,39 @@ class Bounds:
 
     max_draft_tokens: int
     max_nodes: int
+
+
+@dataclass(frozen=True)
+class _Drafted:
+    """What a drafter did in a round: forwards, levels asked for, and the marks around it."""
+
+    forwards: int
+    depth: int
+    start: Any
+    end: Any
+
+
+@dataclass(frozen=True)
+class _Round:
+    """A round whose times are read when the device has passed them.
+
+    Attributes:
+        size: nodes that were sent.
+        sent, judged: marks around the target's forward and the verdict.
+        drafts: what the drafters did.
+        known: those that have drafted before; None of rounds that tell nothing of the others.
+        expected: seconds that the drafts were to take.
+        rows, gained: how many, and the tokens of all of them.
+    """
+
+    size: float
+    sent: Any
+    judged: Any
+    drafts: Mapping[str, _Drafted]
+    known: frozenset[str] | None
+    expected: float
+    rows: int
+    gained: int
 
 
 class MeasuredDrafter(Drafter):
@@ -134,9 +167,11 @@ class MeasuredDrafter(Drafter):
             source.start(state.num_rows, known)
         self._plain_steps = 0
         self._is_first = True
-        self._size, self._seconds = 0.0, 0.0
+        self._size = 0.0
         self._allows: Allows = always
-        self._drafts: dict[str, tuple[int, float]] = {}
+        self._clock = clock_of(state.device)
+        self._drafts: dict[str, _Drafted] = {}
+        self._round: _Round | None = None
         self._forget_times()
 
     def restart(self, row: int) -> None:
@@ -160,6 +195,7 @@ class MeasuredDrafter(Drafter):
 
     def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
         """The best nodes of all that is proposed, or a tree that must stay whole."""
+        self._read_clock()
         costs = self._costs
         room = {row: min(limit, self.max_depth) for row, limit in limits.items()}
         trees = {row: MergedTree(state.tokens[row][-1]) for row in room}
@@ -182,12 +218,10 @@ class MeasuredDrafter(Drafter):
                 whole = source.tree
             elif asked:
                 source.join(trees)
-        self._seconds = chosen.draft_seconds
-        if self._times is not None:
-            self._seconds = sum(seconds for count, seconds in self._drafts.values() if count)
+        self._expected = chosen.draft_seconds
         if whole is None:
             # What drafting took beyond what was expected is no reason to send less of it.
-            spent = chosen.draft_seconds or self._seconds
+            spent = chosen.draft_seconds or self._so_far()
             best, nodes = choose_nodes(costs, trees, self.max_nodes, spent, self._allows)
             kept = {row: tree.keep(nodes[row]) for row, tree in trees.items()}
             whole = DraftTree.from_drafts(kept, state.num_rows)
@@ -196,23 +230,60 @@ class MeasuredDrafter(Drafter):
             self._size = whole.num_nodes
         self._counted["rounds"] += len(room)
         self._counted["idle_rounds"] += sum(len(whole.nodes(row)) == 1 for row in room)
-        self._sent = time.perf_counter()
+        self._sent = self._clock.mark()
         return whole
 
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
         """Learn what the round took and brought; every source learns what the target said."""
-        if self._times is not None and not self._is_first:
-            timed = {n: spent for n, spent in self._drafts.items() if n in self._has_drafted}
-            self._times.learn(self._size, time.perf_counter() - self._sent, timed)
-        self._is_first = False
-        self._has_drafted |= {name for name, (count, _) in self._drafts.items() if count}
+        # What came before has passed by now.
+        self._read_clock()
         rows = [row for row in range(len(verdict.accepted)) if verdict.tree.nodes(row)]
-        if rows:
-            gained = sum(len(verdict.tokens(row)) for row in rows) / len(rows)
-            spent = self._costs.verify(self._size) + self._seconds
-            self._allowance.settle(gained, spent, self._costs.verify(len(rows)))
+        self._round = _Round(
+            self._size,
+            self._sent,
+            self._clock.mark(),
+            self._drafts,
+            None if self._is_first else frozenset(self._has_drafted),
+            self._expected,
+            len(rows),
+            sum(len(verdict.tokens(row)) for row in rows),
+        )
+        self._is_first = False
+        self._has_drafted |= {name for name, one in self._drafts.items() if one.forwards}
+        self._read_clock()
         for source in self._sources:
             source.observe(verdict, output)
+
+    def _read_clock(self) -> None:
+        """Learn what the newest round took, if the device has come that far."""
+        one = self._round
+        if one is None or not self._clock.passed(one.judged):
+            return
+        self._round = None
+        drafts = {
+            n: (d.forwards, self._clock.seconds(d.start, d.end)) for n, d in one.drafts.items()
+        }
+        if self._times is not None and one.known is not None:
+            timed = {name: spent for name, spent in drafts.items() if name in one.known}
+            self._times.learn(one.size, self._clock.seconds(one.sent, one.judged), timed)
+        if one.rows:
+            drafting = one.expected
+            if self._times is not None:
+                drafting = sum(seconds for count, seconds in drafts.values() if count)
+            spent = self._costs.verify(one.size) + drafting
+            self._allowance.settle(one.gained / one.rows, spent, self._costs.verify(one.rows))
+
+    def _so_far(self) -> float:
+        """Seconds that the drafts of this round took, or may take where nobody knows yet."""
+        if self._times is None:
+            return 0.0
+        return sum(
+            self._clock.seconds(one.start, one.end)
+            if self._clock.passed(one.end)
+            else self._costs.draft[name](one.depth)
+            for name, one in self._drafts.items()
+            if one.forwards
+        )
 
     def _rule(self, rows: int) -> Allows:
         """Which rounds may be made: none with drafts until the price of those without is known."""
@@ -227,9 +298,10 @@ class MeasuredDrafter(Drafter):
 
     def _ask(self, source: Source, state: GenerationState, depths: Mapping[int, int]) -> None:
         """Let an assistant draft; the clock runs."""
-        before, start = source.drafter.forwards, time.perf_counter()
+        before, start = source.drafter.forwards, self._clock.mark()
         source.ask(state, depths)
-        self._drafts[source.name] = source.drafter.forwards - before, time.perf_counter() - start
+        count, depth = source.drafter.forwards - before, max(depths.values(), default=0)
+        self._drafts[source.name] = _Drafted(count, depth, start, self._clock.mark())
 
     def _depths(self, source: Source, chosen: Round, room: Mapping[int, int]) -> dict[int, int]:
         """Per row how deep an assistant drafts, 0 where it is not asked."""

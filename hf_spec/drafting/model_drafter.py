@@ -6,9 +6,11 @@ model never sees a token twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -16,11 +18,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_spec.decoding.state import GenerationState
-from hf_spec.decoding.token_sampling import distribution, draw
-from hf_spec.devices.transfer import fetch_all, send
+from hf_spec.drafting.device_growth import DeviceGrowth
+from hf_spec.drafting.growth import ran_of
 from hf_spec.drafting.length_policy import LengthPolicy, make_policy
 from hf_spec.drafting.level_drafter import (
-    Drafted,
     FewTokens,
     Graphs,
     LevelConfig,
@@ -29,6 +30,7 @@ from hf_spec.drafting.level_drafter import (
 )
 from hf_spec.errors import OptionError, choices
 from hf_spec.execution.forward_output import ForwardOutput
+from hf_spec.execution.given import Given
 from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.tree import DraftTree, Verdict
 from hf_spec.execution.vocabulary import num_embeddings
@@ -77,8 +79,8 @@ class DraftModelDrafter(LevelDrafter):
     _runner: ModelRunner
     _head: FewTokensHead | None
 
-    # Whether its own tokens are those that the draft model reads next.
-    runs_ahead: ClassVar[bool] = True
+    # Whether the tokens that it drafts are those that the draft model reads next.
+    reads_own_tokens: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -137,62 +139,44 @@ class DraftModelDrafter(LevelDrafter):
 
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
         """Keep the accepted part of the draft model's keys and values; tell the policy."""
-        self._runner.keep(self.accepted(verdict))
+        kept = self.accepted(verdict)
+        for row, ran in self.ran.items():
+            places = {node: place for place, node in enumerate(ran)}
+            # Leaves did not run, and nothing after them.
+            known = takewhile(places.__contains__, kept[row])
+            kept[row] = [places[node] for node in known]
+        self._runner.keep(kept)
 
-    def chains(
-        self, state: GenerationState, limits: Mapping[int, int]
-    ) -> dict[int, list[Drafted]] | None:
-        """On a GPU the tokens of a level go straight into the next; all come back together."""
-        shape, asks = self.shape, type(self.policy).goes_on is not LengthPolicy.goes_on
-        one = shape.tree is None and shape.merge_length is None and shape.children == 1
-        if asks or not one or self.processors.reads_prefix:
-            return None
-        if not (limits and self.runs_ahead and self._runner.takes_given):
-            return None
-        levels: list[tuple[list[int], Tensor, Tensor, Tensor]] = []
-        rows = list(limits)
-        for level in range(max(limits.values())):
-            kept = [index for index, row in enumerate(rows) if limits[row] > level]
-            given = levels[-1][1][:, 0] if levels else None
-            if given is not None and len(kept) < len(rows):
-                given = given[send([torch.tensor(kept)], given.device)[0]]
-            rows = [rows[index] for index in kept]
-            probs = self._level(state, rows, level, given)
-            drawn = draw(probs) if self.samples else probs.argmax(dim=-1, keepdim=True)
-            likely = probs.gather(-1, drawn)
-            kept_probs = probs if self.samples else likely
-            levels.append((rows, self.token_ids(drawn), likely, kept_probs))
-        found = iter(fetch_all([tensor for _, *pair, _ in levels for tensor in pair]))
-        chains: dict[int, list[Drafted]] = {row: [] for row in limits}
-        for grown, *_, probs in levels:
-            tokens, chances = next(found), next(found)
-            for index, row in enumerate(grown):
-                chains[row].append((tokens[index][0], chances[index][0], probs[index]))
-        return chains
+    @property
+    def runs_unwatched(self) -> bool:
+        """On a GPU, where the tokens of a level can go straight into the next one."""
+        # Gaps in the storage would be among what the device says the nodes see.
+        placed = self.shape.children == 1 or not self._runner.batching.pads_kv
+        return self.reads_own_tokens and placed and self._runner.takes_given
 
-    def _level(
-        self, state: GenerationState, rows: Sequence[int], level: int, given: Tensor | None
-    ) -> Tensor:
-        """(A, R) float32: what may follow each chain after `level` drafted tokens."""
+    def unwatched(self, state: GenerationState, growing: DeviceGrowth) -> Tensor:
+        """(nodes, R) float32: the draft model's distribution after each node that runs next."""
         # Only the device knows the tokens; their places are all that is asked of the tree.
-        drafts = {row: ([state.tokens[row][-1]] * (level + 1), range(-1, level)) for row in rows}
+        count = len(growing.parents)
+        drafts = {row: ([state.tokens[row][-1]] * count, growing.parents) for row in growing.rows}
         tree = DraftTree.from_drafts(drafts, state.num_rows)
-        nodes = [tree.row_start[row] + level for row in rows]
+        nodes = [node for row in growing.rows for node in tree.nodes(row)[-growing.width :]]
         with self._asked():
-            if given is None:
+            if growing.tokens is None:
                 output = self._runner.forward(tree, state.tokens, nodes)
             else:
-                given = given.to(self._runner.device)
+                given = Given(growing.tokens, growing.sees).to(self._runner.device)
                 output = self._runner.forward_given(tree, state.tokens, nodes, given)
         logits = output.logits.to(state.device, torch.float32)
-        return distribution(self.processors(rows, None, logits, self.known))
+        return self.processed_unread(growing.owners, logits)
 
     def probabilities(self, state: GenerationState, graphs: Graphs, owners: Owners) -> Tensor:
         """(nodes, R) float32: the draft model's distribution after each (row, node)."""
-        drafts = {row: (graph.tokens, graph.parents) for row, graph in graphs.items()}
+        # What ran alone is stored.
+        drafts = {row: ran_of(graph, self.ran[row]) for row, graph in graphs.items()}
         tree = DraftTree.from_drafts(drafts, state.num_rows)
-        starts = tree.row_start
-        nodes = [starts[row] + node for row, node in owners]
+        counts = Counter(row for row, _ in owners)
+        nodes = [node for row in graphs for node in tree.nodes(row)[-counts[row] :]]
         with self._asked():
             output = self._runner.forward(tree, state.tokens, nodes)
         logits = output.logits.to(state.device, torch.float32)

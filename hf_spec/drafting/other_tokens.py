@@ -62,7 +62,7 @@ class TranslatingDrafter(DraftModelDrafter):
     These follow what is stored, token by token: where an encoded end changed they are dropped.
     """
 
-    runs_ahead = False
+    reads_own_tokens = False
 
     def __init__(
         self,

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from hf_spec.decoding.state import GenerationState
+from hf_spec.devices import transfer
 from hf_spec.devices.transfer import send
+from hf_spec.drafting.device_growth import DeviceGrowth
 from hf_spec.drafting.length_policy import HeadPolicy, LengthPolicy
 from hf_spec.drafting.level_drafter import Graphs, LevelConfig, LevelDrafter, Owners
 from hf_spec.execution.cpu_linear import fast_products
@@ -204,3 +206,19 @@ class ProposalDrafter(LevelDrafter):
         logits = self._proposals.after(*send(pair, self._runner.device))
         logits = logits.to(state.device, torch.float32)
         return self.processed(state, graphs, owners, logits)
+
+    @property
+    def runs_unwatched(self) -> bool:
+        """On a GPU."""
+        return self._runner.device.type in transfer.ASYNCHRONOUS
+
+    @fast_products(rounded=True)
+    def unwatched(self, state: GenerationState, growing: DeviceGrowth) -> Tensor:
+        """(nodes, V) float32: what the head proposes after each node that runs next."""
+        device, tokens = self._runner.device, growing.tokens
+        if tokens is None:
+            roots = {row: state.tokens[row][-1] for row in growing.rows}
+            self._proposals = self._runner.propose(roots, self._depth)
+            (tokens,) = send([torch.tensor(list(roots.values()))], device)
+        logits = self._proposals.after(tokens.to(device), growing.above.to(device))
+        return self.processed_unread(growing.owners, logits.to(state.device, torch.float32))

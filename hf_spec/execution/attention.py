@@ -15,7 +15,7 @@ import ctypes
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -77,6 +77,7 @@ class PackedStep:
         segments: what each stretch of tokens attends to; none where the step is told by its layout
             alone (see `of_layout`).
         traits: what earlier steps of the same model have found its layers to be, by index.
+        sees: (T, bytes) uint8 on the device, the bits of the layout where only that knows them.
         written: layers that have stored their keys and values in this step, and their attention.
     """
 
@@ -84,6 +85,7 @@ class PackedStep:
     writes: Sequence[tuple[int, int, int, slice | Tensor]]
     segments: Sequence[Segment]
     traits: dict[int, LayerTraits] = field(default_factory=dict)
+    sees: Tensor | None = None
     written: dict[int, nn.Module] = field(default_factory=dict)
     _layouts: dict[torch.device, tuple[RaggedLayout, Tensor]] = field(default_factory=dict)
 
@@ -97,7 +99,7 @@ class PackedStep:
     @cached_property
     def on_host(self) -> tuple[RaggedLayout, Tensor]:
         """What the kernels read: the layout, and (2, T) where each token is stored."""
-        return ragged_layout(self.segments), self.where
+        return ragged_layout(self.segments, self.sees), self.where
 
     @cached_property
     def where(self) -> Tensor:
@@ -120,7 +122,10 @@ class PackedStep:
         layout, places = self.on_host
         sent = send([*others, places, *tensors_of(layout)], device)
         after = len(others)
-        self._layouts[device] = with_tensors(layout, sent[after + 1 :]), sent[after]
+        there = with_tensors(layout, sent[after + 1 :])
+        if self.sees is not None:
+            there = replace(there, bits=self.sees)
+        self._layouts[device] = there, sent[after]
         return sent[:after]
 
     @cached_property
@@ -242,7 +247,7 @@ def _attend(
 def _form(step: PackedStep, query: Tensor, values: Tensor) -> tuple[str, bool]:
     """Which implementation of the kernels, and whether a step is told to it by its layout."""
     impl = implementation(query, values)
-    return impl, impl != "torch" or not step.segments
+    return impl, impl != "torch" or not step.segments or step.sees is not None
 
 
 def _store(

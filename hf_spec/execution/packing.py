@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from hf_spec.execution.row_work import RowWork, span
 from hf_spec.execution.segment import Segment
@@ -162,43 +163,59 @@ def _up_to(key_positions: Tensor, work: RowWork) -> Tensor:
 
 
 def _chain_segment(work: RowWork, start: int) -> Segment:
-    key_position = work.key_positions()
-    hides = len(work.pending) > 1 or work.held is not None
+    """Pending tokens see all that is stored, those before them and themselves."""
+    count, positions = len(work.pending), torch.arange(work.stored, work.base)
+    if work.held is None:
+        # The first of them is seen by all.
+        prefix, tail = work.stored + 1, positions[1:]
+        seen = None if count == 1 else torch.ones(count, count, dtype=torch.bool).tril()[:, 1:]
+    else:
+        prefix, tail = 0, work.key_positions()
+        seen = _up_to(tail, work)
     return Segment(
         slot=work.row,
         start=start,
-        end=start + len(work.pending),
+        end=start + count,
         num_keys=work.root_place,
-        position=torch.arange(work.stored, work.base),
+        position=positions,
         last_position=work.base - 1,
-        key_position=key_position,
-        visible=_up_to(key_position, work) if hides else None,
-        prefix=0 if work.held is not None else work.stored + 1,
+        tail_position=tail,
+        seen=seen,
+        prefix=prefix,
+        first_position=_first(tail, prefix),
     )
 
 
 def _tree_segment(work: RowWork, start: int, positions: list[int], tree: DraftTree) -> Segment:
     """Nodes see all committed tokens, their ancestors and themselves; padding sees as the root."""
-    before = work.key_positions()
     depths = torch.tensor(work.node_depths(tree), dtype=torch.long)
-    position = torch.tensor(positions)
-    key_position = torch.cat([before, work.base + depths])
-    visible = None
+    tail = work.base + depths
+    seen = None
     if work.width > 1 or work.held is not None:
-        visible = torch.zeros(len(positions), work.num_keys, dtype=torch.bool)
-        visible[:, : work.root_place] = before >= 0
-        visible[:, work.root_place] = True
-        visible[: len(work.nodes), work.root_place :] = work.visible_nodes(tree)
+        seen = work.visible_nodes(tree)
+        if work.fill:
+            seen = F.pad(seen, (0, 0, 0, work.fill))
+            seen[len(work.nodes) :, 0] = True
+    if work.held is None:
+        # Everybody sees the root.
+        prefix, tail = work.base + 1, tail[1:]
+        seen = None if seen is None else seen[:, 1:]
+    else:
+        before = work.key_positions()
+        prefix, tail = 0, torch.cat([before, tail])
+        assert seen is not None, "gaps are hidden"
+        seen = torch.cat([(before >= 0).expand(len(positions), -1), seen], dim=1)
     return Segment(
         slot=work.row,
         start=start,
         end=start + len(positions),
         num_keys=work.num_keys,
-        position=position,
+        position=torch.tensor(positions),
         last_position=max(positions),
-        key_position=key_position,
-        visible=visible,
-        prefix=0 if work.held is not None else work.base + 1,
+        tail_position=tail,
+        seen=seen,
+        prefix=prefix,
+        first_position=_first(tail, prefix),
     )
 
 
@@ -207,7 +224,7 @@ def past_segment(work: RowWork, start: int, count: int) -> Segment:
 
     That is all that is stored of the row, which has nothing to run.
     """
-    before = work.key_positions()
+    tail = torch.zeros(0, dtype=torch.long) if work.held is None else work.key_positions()
     return Segment(
         slot=work.row,
         start=start,
@@ -215,9 +232,10 @@ def past_segment(work: RowWork, start: int, count: int) -> Segment:
         num_keys=work.root_place,
         position=torch.full((count,), work.base),
         last_position=work.base,
-        key_position=before,
-        visible=None if work.held is None else (before >= 0).expand(count, -1),
+        tail_position=tail,
+        seen=None if work.held is None else (tail >= 0).expand(count, -1),
         prefix=0 if work.held is not None else work.stored,
+        first_position=_first(tail, 0 if work.held is not None else work.stored),
     )
 
 
@@ -230,6 +248,12 @@ def _fill_segment(work: RowWork, start: int) -> Segment:
         num_keys=1,
         position=torch.zeros(work.fill, dtype=torch.long),
         last_position=0,
-        key_position=torch.zeros(1, dtype=torch.long),
-        visible=None,
+        tail_position=torch.zeros(0, dtype=torch.long),
+        seen=None,
+        prefix=1,
     )
+
+
+def _first(tail: Tensor, prefix: int) -> int:
+    """Position of the first key of a row, whose text begins with 0 unless there is a gap."""
+    return 0 if prefix else int(tail[0])

@@ -20,29 +20,39 @@ from hf_spec.execution.segment import Segment
 TENSORS = tuple(f.name for f in fields(RaggedLayout) if not f.name.startswith("max_"))
 
 
-def ragged_layout(segments: Sequence[Segment]) -> RaggedLayout:
-    """Put what segments see, one after the other from token 0 on, into one layout on the host."""
+def ragged_layout(segments: Sequence[Segment], sees: Tensor | None = None) -> RaggedLayout:
+    """Put what segments see, one after the other from token 0 on, into one layout on the host.
+
+    Where a device has the bits, `sees`, those here are zeros.
+    """
     # Where everything is visible nothing needs a bit.
-    prefixes = [s.num_keys if s.visible is None else s.prefix for s in segments]
+    prefixes = [s.num_keys if s.seen is None else s.prefix for s in segments]
     tails = [s.num_keys - first for s, first in zip(segments, prefixes, strict=True)]
-    visible = torch.zeros(segments[-1].end, max(tails), dtype=torch.bool)
-    for s, first in zip(segments, prefixes, strict=True):
-        if s.visible is not None:
-            visible[s.start : s.end, : s.num_keys - first] = s.visible[:, first:]
-    positions = [s.key_position[first:] for s, first in zip(segments, prefixes, strict=True)]
+    bits = (
+        _bits(segments, max(tails)) if sees is None else torch.zeros(sees.shape, dtype=torch.uint8)
+    )
+    positions = [s.tail_position for s in segments if s.seen is not None]
     return RaggedLayout(
         slot=_ints([s.slot for s in segments]),
         query_start=_ints([0, *(s.end for s in segments)]),
         num_keys=_ints([s.num_keys for s in segments]),
         prefix=_ints(prefixes),
-        bits=pack_bits(visible),
+        bits=bits,
         position=torch.cat([s.position for s in segments]).int(),
-        first_position=torch.cat([s.key_position[:1] for s in segments]).int(),
-        key_position=torch.cat(positions).int(),
+        first_position=_ints([s.first_position for s in segments]),
+        key_position=torch.cat(positions).int() if positions else _ints([]),
         key_start=_ints([0, *accumulate(tails)][:-1]),
         max_queries=max(s.end - s.start for s in segments),
         max_keys=max(s.num_keys for s in segments),
     )
+
+
+def _bits(segments: Sequence[Segment], width: int) -> Tensor:
+    seen = torch.zeros(segments[-1].end, width, dtype=torch.bool)
+    for s in segments:
+        if s.seen is not None:
+            seen[s.start : s.end, : s.num_keys - s.prefix] = s.seen
+    return pack_bits(seen)
 
 
 def write_places(writes: Sequence[tuple[int, int, int, slice | Tensor]], num_tokens: int) -> Tensor:

@@ -25,6 +25,7 @@ from hf_spec.execution.compiled_layers import CompiledLayers
 from hf_spec.execution.cpu_linear import fast_cpu_linears, fast_products
 from hf_spec.execution.cross_attention import CrossAttention, decoding_parts, num_layers
 from hf_spec.execution.forward_output import ForwardOutput
+from hf_spec.execution.given import Given
 from hf_spec.execution.kv_cache import PoolCache
 from hf_spec.execution.latents import expanded
 from hf_spec.execution.mixers import mixers_of, num_attention_layers
@@ -203,13 +204,14 @@ class ModelRunner(RowStorage):
         tree: DraftTree,
         sequences: Sequence[Sequence[int]],
         nodes: Sequence[int],
-        tokens: Tensor,
+        given: Given,
     ) -> ForwardOutput:
         """`forward` of nodes of a round under way, whose tokens only the device knows.
 
-        They are (M,) int64, in the order of `nodes`; those of the tree are not looked at.
+        Those of the tree are not looked at, nor its parents where what they see is given; then its
+        depths alone count, and there must be no gaps in the storage.
         """
-        return self._run(self.plan(tree, sequences, nodes), tree, tokens)
+        return self._run(self.plan(tree, sequences, nodes), tree, given)
 
     def keep(self, paths: Sequence[Sequence[int]]) -> dict[int, list[int]]:
         """Keep what is stored of each row's accepted path; see `RowStorage.keep`."""
@@ -239,7 +241,7 @@ class ModelRunner(RowStorage):
             self._mixers.export(cache)
 
     def _run(
-        self, work: list[RowWork], tree: DraftTree, drawn: Tensor | None = None
+        self, work: list[RowWork], tree: DraftTree, given: Given | None = None
     ) -> ForwardOutput:
         rows = work
         packed = self._attention
@@ -251,7 +253,7 @@ class ModelRunner(RowStorage):
         before = self.tokens_run
         with fast_products(self.rounded), packed.chosen() if packed else nullcontext():
             if packed:
-                output = self._run_packed(rows, tree, drawn)
+                output = self._run_packed(rows, tree, given)
             else:
                 output = self._run_rectangular(rows, tree)
         self.padding_run += self.tokens_run - before - sum(w.num_tokens for w in work)
@@ -259,16 +261,17 @@ class ModelRunner(RowStorage):
         return output
 
     def _run_packed(
-        self, work: list[RowWork], tree: DraftTree, drawn: Tensor | None
+        self, work: list[RowWork], tree: DraftTree, given: Given | None
     ) -> ForwardOutput:
         inputs = pack(work, tree)
         assert self._attention is not None, "forwards happen while active"
         assert self._graphs is not None, "forwards happen while active"
         step = PackedStep(self.pool, inputs.writes, inputs.segments, self._attention.traits)
+        step.sees = None if given is None else given.sees
         # Padding passes the head too, as it does wherever inputs are padded.
         kept = torch.tensor([*inputs.nodes, *inputs.fill], dtype=torch.long)
         tokens = torch.tensor(inputs.tokens)
-        tensors = [tokens if drawn is None else drawn, torch.tensor(inputs.positions), kept]
+        tensors = [tokens if given is None else given.tokens, torch.tensor(inputs.positions), kept]
         if self._scales_by_place:
             tensors.append(torch.tensor(inputs.places(self.paddings)))
         self.tokens_run += len(tokens)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 
 @dataclass
 class Segment:
     """Consecutive packed tokens of one row that share what they may look back on.
+
+    What is the same for all of them, a text that may be long, is told by its length alone.
 
     Attributes:
         slot: the row's slot in the pool.
@@ -18,11 +22,13 @@ class Segment:
         num_keys: how many positions of the slot the tokens look at.
         position: (end - start,) int64, the true position of each token.
         last_position: the largest of them, known without asking the device.
-        key_position: (num_keys,) int64, the true position of each key; differs from the storage
-            index where the branches of a tree lie one after the other.
-        visible: (end - start, num_keys) bool, or None when every key is visible.
+        tail_position: (num_keys - prefix,) int64, the true position of each key after the prefix;
+            differs from the storage index where the branches of a tree lie one after the other.
+        seen: (end - start, num_keys - prefix) bool, which of these each token sees, or None when
+            every key is visible and all their positions are consecutive.
         prefix: how many first keys every token sees, at consecutive positions; fewer is allowed
-            and costs the kernel time only.
+            and costs time only.
+        first_position: the true position of the first key.
     """
 
     slot: int
@@ -31,14 +37,28 @@ class Segment:
     num_keys: int
     position: Tensor
     last_position: int
-    key_position: Tensor
-    visible: Tensor | None
+    tail_position: Tensor
+    seen: Tensor | None
     prefix: int = 0
+    first_position: int = 0
     _masks: dict[object, Tensor | None] = field(default_factory=dict)
 
     def moved(self, slot: int, start: int) -> Segment:
         """The same view for the tokens of another row, which begin at `start`."""
         return replace(self, slot=slot, start=start, end=start + self.end - self.start)
+
+    @cached_property
+    def key_position(self) -> Tensor:
+        """(num_keys,) int64, the true position of each key."""
+        before = torch.arange(self.first_position, self.first_position + self.prefix)
+        return torch.cat([before, self.tail_position])
+
+    @cached_property
+    def visible(self) -> Tensor | None:
+        """(end - start, num_keys) bool, or None when every key is visible."""
+        if self.seen is None:
+            return None
+        return F.pad(self.seen, (self.prefix, 0), value=True)
 
     @property
     def view(self) -> object:

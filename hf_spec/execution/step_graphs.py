@@ -184,7 +184,7 @@ class StepGraphs:
         if self._capacity != self._pool.capacity:
             self.clear()
             self._capacity = self._pool.capacity
-        inputs = Inputs(tensors, *step.on_host)
+        inputs = Inputs(tensors, *step.on_host, step.sees)
         shape = self._fitting(inputs) or self._warming(inputs)
         shape.fill(inputs)
         if shape.graph is None and shape.uses >= WARM_UPS and shape.nbytes <= MAX_OUTPUT_BYTES:

@@ -31,11 +31,15 @@ MAX_GROWTH = 2
 
 @dataclass
 class Inputs:
-    """What a step is told: tensors on the host or the device; places and layout on the host."""
+    """What a step is told: tensors on the host or the device; places and layout on the host.
+
+    `sees` are the bits of the layout where these are on the device.
+    """
 
     tensors: Sequence[Tensor]
     layout: RaggedLayout
     places: Tensor
+    sees: Tensor | None = None
 
     @property
     def kinds(self) -> list[tuple[object, ...]]:
@@ -104,6 +108,8 @@ class Shape:
         for mine, tensor in zip(self.inputs, inputs.tensors, strict=True):
             if tensor.device.type != "cpu":
                 mine[: len(tensor)] = tensor
+        if (sees := inputs.sees) is not None:
+            self._layout.bits[: sees.shape[0], : sees.shape[1]] = sees
 
     def step(self, pool: KVPool) -> PackedStep:
         """The step as the attention function takes it."""

@@ -20,9 +20,6 @@ from hf_spec.execution.segment import Segment
 from hf_spec.execution.tree import Verdict
 from hf_spec.heads.gemma_assistant import GemmaAssistant
 
-# A node of a draft: its row and number, its parent's number, -1 for a root, and its token.
-Node = tuple[int, int, int, int]
-
 
 class AssistantRunner:
     """An assistant, and the states that its next steps begin from.
@@ -31,13 +28,15 @@ class AssistantRunner:
     before its root, which the target has computed.
     """
 
+    # The states after the nodes of the newest level.
+    _after: Tensor
+
     def __init__(self, assistant: GemmaAssistant, embedding: Any):
         self.assistant = assistant
         self.embedding = embedding
         self.forwards = 0
         self._storage: RowStorage | None = None
         self._known: dict[int, Tensor] = {}
-        self._drafted: dict[tuple[int, int], Tensor] = {}
 
     @contextmanager
     def active(self) -> Iterator[AssistantRunner]:
@@ -63,35 +62,43 @@ class AssistantRunner:
         (places,) = send([torch.tensor([output.nodes[node] for node in last])], hidden.device)
         states = hidden[places].to(self.assistant.norm.weight.device)
         self._known |= dict(zip(rows, states, strict=True))
-        self._drafted = {}
+
+    @property
+    def device(self) -> torch.device:
+        """The assistant's."""
+        return self.assistant.norm.weight.device
 
     @fast_products(rounded=True)
-    def run(self, nodes: Sequence[Node]) -> Tensor:
-        """(M, V) what the assistant says after nodes whose parents have run, row by row."""
+    def run(self, rows: Sequence[int], tokens: Tensor, above: Tensor | None) -> Tensor:
+        """(M, V) what the assistant says after nodes of these rows, which are in order.
+
+        Args:
+            rows: of each node.
+            tokens: (M,) int64, on the host or the assistant's device.
+            above: (M,) int64 likewise, where their parents were in the run before; None of roots.
+        """
         self.forwards += 1
-        device = self.assistant.norm.weight.device
+        device = self.device
         assert self._storage is not None, "rows draft once the target has run them"
-        segments, positions = self._segments(self._storage, nodes)
+        segments, positions = self._segments(self._storage, rows)
         step = PackedStep(self._storage.pool, (), segments)
-        places, tokens = send([positions, torch.tensor([n[3] for n in nodes])], device)
-        states = torch.stack(
-            [
-                self._known[row] if parent < 0 else self._drafted[row, parent]
-                for row, _, parent, _ in nodes
-            ]
-        )
+        given = [positions, tokens] if above is None else [positions, tokens, above]
+        sent = iter(send([t for t in given if t.device.type == "cpu"], device))
+        places, tokens, *parents = (next(sent) if t.device.type == "cpu" else t for t in given)
+        if above is None:
+            states = torch.stack([self._known[row] for row in rows])
+        else:
+            states = self._after[parents[0]]
         embedded = self.embedding(tokens).to(device)
-        logits, after = self.assistant(embedded, states, places, step)
-        keys = [(row, node) for row, node, _, _ in nodes]
-        self._drafted |= dict(zip(keys, after, strict=True))
+        logits, self._after = self.assistant(embedded, states, places, step)
         return logits
 
     @staticmethod
-    def _segments(storage: RowStorage, nodes: Sequence[Node]) -> tuple[list[Segment], Tensor]:
+    def _segments(storage: RowStorage, rows: Sequence[int]) -> tuple[list[Segment], Tensor]:
         """What the nodes of each row look at, and (M,) int64 the positions that they stand at."""
         segments: list[Segment] = []
         told = []
-        for row, mine in groupby(nodes, key=lambda node: node[0]):
+        for row, mine in groupby(rows):
             start = segments[-1].end if segments else 0
             segment = past_segment(storage.past(row), start, len(list(mine)))
             told.append(segment.position + storage.position_offsets[row])

@@ -137,8 +137,8 @@ class BlockRunner:
         segments, writes = [], []
         for index, row in enumerate(rows):
             known, start = self._stored[row], index * size
-            keys = torch.arange(known + size)
-            visible = keys <= keys[known:, None] if kind.causal else None
+            position = torch.arange(known, known + size) + self._first[row]
+            seen = torch.ones(size, size, dtype=torch.bool).tril() if kind.causal else None
             writes.append((row, start, start + size, slice(known, known + size)))
             segments.append(
                 Segment(
@@ -146,11 +146,12 @@ class BlockRunner:
                     start=start,
                     end=start + size,
                     num_keys=known + size,
-                    position=keys[known:] + self._first[row],
+                    position=position,
                     last_position=self._first[row] + known + size - 1,
-                    key_position=keys + self._first[row],
-                    visible=visible,
+                    tail_position=position,
+                    seen=seen,
                     prefix=known,
+                    first_position=self._first[row],
                 )
             )
         return PackedStep(self.pool, writes, segments)

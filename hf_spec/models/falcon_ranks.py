@@ -131,6 +131,6 @@ def _segment(num_pairs: int, starts: Tensor, depth: int, size: int) -> Segment:
         num_keys=visible.shape[1],
         position=position,
         last_position=int(position.max()),
-        key_position=torch.cat([torch.arange(num_pairs), *before, position]),
-        visible=visible,
+        tail_position=torch.cat([torch.arange(num_pairs), *before, position]),
+        seen=visible,
     )

@@ -8,6 +8,7 @@ in the next round.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Protocol
 
@@ -15,11 +16,14 @@ import torch
 from torch import Tensor
 
 from hf_spec.decoding.state import GenerationState
+from hf_spec.devices import transfer
 from hf_spec.devices.transfer import send
-from hf_spec.drafting.graph import TokenGraph
+from hf_spec.drafting.device_growth import DeviceGrowth
+from hf_spec.drafting.growth import ran_of
 from hf_spec.drafting.length_policy import LengthPolicy
 from hf_spec.drafting.level_drafter import Graphs, LevelConfig, LevelDrafter, Owners
 from hf_spec.execution.forward_output import ForwardOutput
+from hf_spec.execution.given import Given
 from hf_spec.execution.tree import DraftTree, Verdict
 from hf_spec.models.pair_rows import PairRows
 from hf_spec.models.pair_runner import Ahead, Blocks, HeadRunner, PairHead
@@ -47,6 +51,9 @@ class PairDrafter(LevelDrafter):
     # From `start` on.
     _runner: HeadRunner
     _pairs: PairRows
+    # Of the newest level: what was predicted, and where what follows each (row, node) is.
+    _outputs: Tensor
+    _places: dict[tuple[int, int], int]
 
     no_candidates = (
         "this head needs the target's features, which assisted decoding does not hand on; use "
@@ -90,7 +97,6 @@ class PairDrafter(LevelDrafter):
             if self._ahead is not None:
                 # A policy may go beyond what it was given.
                 known[row] = min(known[row], len(self._ahead.features) + 1)
-        self._ran: dict[int, list[int]] = {row: [0] for row in limits}
         return super().draft(state, known)
 
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
@@ -106,14 +112,43 @@ class PairDrafter(LevelDrafter):
     def probabilities(self, state: GenerationState, graphs: Graphs, owners: Owners) -> Tensor:
         """(nodes, R) float32: what the head says of each (row, node)."""
         if owners[0][1] == 0:
-            rows = [self._pairs.rows[row] for row in graphs]
-            fed, _ = self._runner.feed(rows, state.tokens, self._ahead)
-            self._outputs = fed.flatten(0, 1)
-            self._places = {(row, 0): index * fed.shape[1] for index, row in enumerate(graphs)}
+            self._feed(state, list(graphs))
         elif self._ahead is None:
             self._grow_level(graphs, owners)
         places = [self._place(graphs, row, node) for row, node in owners]
-        return self._read(state, graphs, owners, self._gathered(places))
+        logits = self._read(self._gathered(places), state.device)
+        return self.processed(state, graphs, owners, logits)
+
+    @property
+    def runs_unwatched(self) -> bool:
+        """On a GPU."""
+        return self._pairs.device.type in transfer.ASYNCHRONOUS
+
+    def unwatched(self, state: GenerationState, growing: DeviceGrowth) -> Tensor:
+        """(nodes, R) float32: what the head says of each node that runs next."""
+        tokens = growing.tokens
+        if tokens is None:
+            self._feed(state, growing.rows)
+        if tokens is None or self._ahead is not None:
+            outputs = self._gathered(
+                [self._places[row, 0] + growing.depth for row in growing.owners]
+            )
+        else:
+            device = self._pairs.device
+            above = growing.above.to(device)
+            features = self._outputs[above]
+            rows = [self._pairs.rows[row] for row in growing.rows]
+            blocks = [_blocks(growing.parents, growing.width)] * len(rows)
+            given = Given(tokens, growing.sees).to(device)
+            outputs = self._outputs = self._runner.grow_each(rows, blocks, given, features)
+        return self.processed_unread(growing.owners, self._read(outputs, state.device))
+
+    def _feed(self, state: GenerationState, growing: Sequence[int]) -> None:
+        """Run the newest pairs of the rows that grow, and what stands for tokens to come."""
+        rows = [self._pairs.rows[row] for row in growing]
+        fed, _ = self._runner.feed(rows, state.tokens, self._ahead)
+        self._outputs = fed.flatten(0, 1)
+        self._places = {(row, 0): index * fed.shape[1] for index, row in enumerate(growing)}
 
     def _place(self, graphs: Graphs, row: int, node: int) -> int:
         """Which output says what follows a node."""
@@ -130,37 +165,30 @@ class PairDrafter(LevelDrafter):
         """Run the newest nodes, each on what its parent's output predicts."""
         features = self._gathered([self._places[r, graphs[r].parents[n]] for r, n in owners])
         tokens = torch.tensor([graphs[row].tokens[node] for row, node in owners])
-        blocks = []
-        for row, graph in graphs.items():
-            newest = [node for owner, node in owners if owner == row]
-            self._ran[row] += newest
-            blocks.append(_blocks(graph, self._ran[row][1:], newest))
+        counts = Counter(row for row, _ in owners)
+        blocks = [
+            _blocks(ran_of(graph, self.ran[row])[1], counts[row]) for row, graph in graphs.items()
+        ]
         rows = [self._pairs.rows[row] for row in graphs]
-        self._outputs = self._runner.grow_each(rows, blocks, tokens, features)
+        self._outputs = self._runner.grow_each(rows, blocks, Given(tokens), features)
         self._places = {owner: index for index, owner in enumerate(owners)}
 
-    def _read(
-        self,
-        state: GenerationState,
-        graphs: Graphs,
-        owners: Owners,
-        outputs: Tensor,
-    ) -> Tensor:
+    def _read(self, outputs: Tensor, device: torch.device) -> Tensor:
+        """(nodes, R) float32 logits, of all tokens where a processor asks which they are."""
         reader = self.head.head
         logits = reader(outputs) if self.processors.reads_tokens else reader.known(outputs)
-        return self.processed(state, graphs, owners, logits.to(state.device, torch.float32))
+        return logits.to(device, torch.float32)
 
 
-def _blocks(graph: TokenGraph, ran: Sequence[int], newest: Sequence[int]) -> Blocks:
-    """Where the newest nodes of a row stand among all that `ran`, and which of these they see."""
-    depth = graph.depth[newest[0]]
-    offsets = torch.tensor([graph.depth[node] - 1 for node in ran])
-    visible = torch.zeros(len(newest), len(ran), dtype=torch.bool)
-    places = {node: place for place, node in enumerate(ran)}
-    for line, node in enumerate(newest):
-        above = node
-        while above > 0:
-            visible[line, places[above]] = True
-            above = graph.parents[above]
-    begin = len(ran) - len(newest)
-    return Blocks(begin, len(newest), depth - 1, offsets, None if bool(visible.all()) else visible)
+def _blocks(parents: Sequence[int], count: int) -> Blocks:
+    """Where the newest nodes stand among all that ran below the root, and which they see.
+
+    `parents` are of the root and of each of those, the root's own being -1.
+    """
+    # The tokens do not matter.
+    tree = DraftTree.from_rows([([0] * len(parents), parents)])
+    visible = tree.ancestor_mask[-count:, 1:]
+    offsets = torch.tensor(tree.depth[1:]) - 1
+    begin = len(parents) - 1 - count
+    whole = bool(visible.all())
+    return Blocks(begin, count, tree.depth[-1] - 1, offsets, None if whole else visible)

@@ -70,9 +70,11 @@ class PairRows:
     Attributes:
         rows: of each its pairs.
         roots: of each the position of the root of its newest draft, to be noted by who drafts.
+        device: the features'.
     """
 
     def __init__(self, num_rows: int, width: int, device: torch.device):
+        self.device = device
         self._empty = torch.zeros(0, width, device=device)
         self.rows = [self._none(row) for row in range(num_rows)]
         self.roots = [0] * num_rows
@@ -93,11 +95,14 @@ class PairRows:
         for row in kept:
             if self.rows[row].first < 0:
                 self.rows[row].first = self.roots[row] - len(output.pending.get(row, []))
-        places = [place for mine in kept.values() for place in mine]
+        places = torch.tensor([place for mine in kept.values() for place in mine])
+        # Layers of one target may be on several devices.
+        sent: dict[torch.device, Tensor] = {}
 
         def choose(states: Tensor) -> Tensor:
-            (index,) = send([torch.tensor(places)], states.device)
-            return states[index]
+            if states.device not in sent:
+                (sent[states.device],) = send([places], states.device)
+            return states[sent[states.device]]
 
         features = read(choose).to(self._empty.device)
         parts = features.split([len(mine) for mine in kept.values()])

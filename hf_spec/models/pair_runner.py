@@ -27,6 +27,7 @@ from hf_spec.errors import UnsupportedError
 from hf_spec.execution.attention import PackedAttention, PackedStep, takes_packed
 from hf_spec.execution.compiled_layers import CompiledLayers
 from hf_spec.execution.cpu_linear import fast_cpu_linears, fast_products
+from hf_spec.execution.given import Given
 from hf_spec.execution.kv_cache import KVPool
 from hf_spec.execution.segment import Segment
 from hf_spec.execution.step_graphs import StepGraphs
@@ -189,7 +190,8 @@ class HeadRunner:
         """
         if not self.head.shape.recurrent:
             mine = [blocks] * len(rows)
-            outputs = self.grow_each(rows, mine, tokens.flatten(), features.flatten(0, 2))
+            given = Given(tokens.flatten())
+            outputs = self.grow_each(rows, mine, given, features.flatten(0, 2))
         else:
             length = blocks.count * self._size
             segments = [self._block_segment(row, blocks, i * length) for i, row in enumerate(rows)]
@@ -199,17 +201,17 @@ class HeadRunner:
 
     @fast_products(rounded=True)
     def grow_each(
-        self, rows: Sequence[PairRow], blocks: Sequence[Blocks], tokens: Tensor, features: Tensor
+        self, rows: Sequence[PairRow], blocks: Sequence[Blocks], given: Given, features: Tensor
     ) -> Tensor:
         """The same with blocks of each row its own, of a head that carries no state.
 
-        (T,) int64 tokens and (T, H) features, row after row -> (T, H) predicted features.
+        (T,) given tokens and (T, H) features, row after row -> (T, H) predicted features.
         """
         segments: list[Segment] = []
         for row, mine in zip(rows, blocks, strict=True):
             start = segments[-1].end if segments else 0
             segments.append(self._block_segment(row, mine, start))
-        return self._run(tokens, features, segments)
+        return self._run(given, features, segments)
 
     @fast_products(rounded=True)
     def attend(self, mixed: Tensor, segments: Sequence[Segment]) -> Tensor:
@@ -252,11 +254,12 @@ class HeadRunner:
         self._watch.ran(step.written)
         return outputs[0]
 
-    def _run(self, tokens: Tensor, features: Tensor, segments: Sequence[Segment]) -> Tensor:
+    def _run(self, given: Given, features: Tensor, segments: Sequence[Segment]) -> Tensor:
         """One packed pass over pairs that carry no state: (T,) and (T, H) -> (T, H)."""
         step, positions = self._begin(segments)
-        (outputs,) = self._graphs.run(self._compute, [tokens, positions, features], step)
-        return outputs[: len(tokens)]
+        step.sees = given.sees
+        (outputs,) = self._graphs.run(self._compute, [given.tokens, positions, features], step)
+        return outputs[: len(given.tokens)]
 
     def _compute(self, tensors: list[Tensor], step: PackedStep) -> list[Tensor]:
         tokens, positions, features = tensors
@@ -286,7 +289,7 @@ class HeadRunner:
                 tokens += [ahead.token] * extra
                 features.append(ahead.features)
         joined = features[0] if len(features) == 1 else torch.cat(features)
-        return self._run(torch.tensor(tokens), joined, segments), None
+        return self._run(Given(torch.tensor(tokens)), joined, segments), None
 
     def _mix(self, spans: Sequence[Span], texts: Sequence[Sequence[int]]) -> tuple[Tensor, State]:
         """(T, H) mixed pairs of the spans, and the states after them."""
@@ -311,42 +314,39 @@ class HeadRunner:
 
     def pair_segment(self, row: PairRow, begin: int, end: int, start: int) -> Segment:
         """Pairs see everything before them and their block, blocks counted from the last pair."""
-        places = torch.arange(end)
-        mine, visible = places[begin:], None
+        mine, seen = torch.arange(begin, end), None
         if end - begin > self._size:
             block_end = end - (end - 1 - mine) // self._size * self._size
-            visible = places < block_end[:, None]
+            seen = mine < block_end[:, None]
+        position = mine + row.first
         return Segment(
             slot=row.slot,
             start=start,
             end=start + end - begin,
             num_keys=end,
-            position=mine + row.first,
+            position=position,
             last_position=end - 1 + row.first,
-            key_position=places + row.first,
-            visible=visible,
+            tail_position=position,
+            seen=seen,
             prefix=begin,
+            first_position=row.first,
         )
 
     def _block_segment(self, row: PairRow, blocks: Blocks, start: int) -> Segment:
         """Blocks see all true pairs, the blocks they descend from, and themselves."""
         pairs, length = row.num_pairs, blocks.count * self._size
-        offsets = blocks.offsets + pairs
-        key_position = torch.cat([torch.arange(pairs), offsets]) + row.first
-        visible = None
-        if blocks.visible is not None:
-            visible = blocks.visible.new_ones(length, len(key_position))
-            visible[:, pairs:] = blocks.visible
+        position = blocks.offsets + pairs + row.first
         return Segment(
             slot=row.slot,
             start=start,
             end=start + length,
-            num_keys=len(key_position),
-            position=key_position[-length:],
+            num_keys=pairs + len(position),
+            position=position[-length:],
             last_position=row.first + pairs + blocks.depth + self._size - 1,
-            key_position=key_position,
-            visible=visible,
+            tail_position=position,
+            seen=blocks.visible,
             prefix=pairs,
+            first_position=row.first,
         )
 
 

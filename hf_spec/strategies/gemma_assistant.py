@@ -19,7 +19,9 @@ from transformers import PreTrainedModel
 
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.state import GenerationState
+from hf_spec.devices import transfer
 from hf_spec.drafting.beam_config import BeamConfig
+from hf_spec.drafting.device_growth import DeviceGrowth
 from hf_spec.drafting.length_policy import LengthPolicy
 from hf_spec.drafting.level_drafter import Graphs, LevelDrafter, Owners
 from hf_spec.drafting.measured import with_policy
@@ -58,8 +60,9 @@ class GemmaAssistantConfig(BeamConfig):
 class GemmaAssistantDrafter(LevelDrafter):
     """Grows chains and trees with a pass of the assistant per level."""
 
-    # From `start` on.
+    # From `start` on, and of the newest level where each (row, node) is.
     _runner: AssistantRunner
+    _places: dict[tuple[int, int], int]
 
     hidden_layers = (-1,)
     no_candidates = (
@@ -106,8 +109,29 @@ class GemmaAssistantDrafter(LevelDrafter):
 
     def probabilities(self, state: GenerationState, graphs: Graphs, owners: Owners) -> Tensor:
         """(nodes, V) float32: what the assistant says of each (row, node)."""
-        nodes = [
-            (row, node, graphs[row].parents[node], graphs[row].tokens[node]) for row, node in owners
-        ]
-        logits = self._runner.run(nodes).to(state.device, torch.float32)
-        return self.processed(state, graphs, owners, fit_logits(logits, self._vocab_size))
+        tokens = torch.tensor([graphs[row].tokens[node] for row, node in owners])
+        above = None
+        if owners[0][1]:
+            above = torch.tensor([self._places[r, graphs[r].parents[n]] for r, n in owners])
+        self._places = {owner: place for place, owner in enumerate(owners)}
+        logits = self._runner.run([row for row, _ in owners], tokens, above)
+        return self.processed(state, graphs, owners, self._fitted(logits, state))
+
+    @property
+    def runs_unwatched(self) -> bool:
+        """On a GPU."""
+        return self._runner.device.type in transfer.ASYNCHRONOUS
+
+    def unwatched(self, state: GenerationState, growing: DeviceGrowth) -> Tensor:
+        """(nodes, V) float32: what the assistant says of each node that runs next."""
+        given = growing.tokens
+        if given is None:
+            tokens, above = torch.tensor([state.tokens[row][-1] for row in growing.rows]), None
+        else:
+            device = self._runner.device
+            tokens, above = given.to(device), growing.above.to(device)
+        logits = self._runner.run(growing.owners, tokens, above)
+        return self.processed_unread(growing.owners, self._fitted(logits, state))
+
+    def _fitted(self, logits: Tensor, state: GenerationState) -> Tensor:
+        return fit_logits(logits.to(state.device, torch.float32), self._vocab_size)

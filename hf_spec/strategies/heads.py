@@ -17,8 +17,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from hf_spec.decoding.drafter import Drafter
+from hf_spec.drafting.growth import TreeShape
 from hf_spec.drafting.length_policy import MEASURED, make_policy
-from hf_spec.drafting.level_drafter import TreeShape
 from hf_spec.drafting.measured import measured, resolve, weighs_nodes
 from hf_spec.drafting.proposal_drafter import ProposalDrafter, ProposalHead, ProposalRunner
 from hf_spec.drafting.rank_tree import RankTree

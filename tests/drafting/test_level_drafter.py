@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_spec.drafting.growth import TreeShape
 from hf_spec.drafting.length_policy import ConfidencePolicy, LengthPolicy
-from hf_spec.drafting.level_drafter import Graphs, LevelConfig, LevelDrafter, Owners, TreeShape
+from hf_spec.drafting.level_drafter import Graphs, LevelConfig, LevelDrafter, Owners
 from hf_spec.drafting.rank_tree import RankTree
 from hf_spec.execution.forward_output import ForwardOutput
 from hf_spec.execution.tree import DraftTree, Verdict

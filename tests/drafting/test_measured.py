@@ -12,6 +12,7 @@ import torch
 
 import hf_spec
 from hf_spec import DiscoConfig, DraftConfig, FalconConfig, GsdConfig, LookupConfig, TreeConfig
+from hf_spec.devices import clock
 from hf_spec.drafting import costs as round_costs
 from hf_spec.drafting import measured
 from hf_spec.drafting.allowance import FIRST, SHARE
@@ -136,7 +137,7 @@ class TestTimes:
         monkeypatch.setattr(measured, "known_times", lambda *_: round_costs.RoundTimes())
         monkeypatch.setattr(RoundTimes, "learn", lambda _, *times: heard.append(times))
         ticks = itertools.count()
-        monkeypatch.setattr(measured.time, "perf_counter", lambda: float(next(ticks)))
+        monkeypatch.setattr(clock.time, "perf_counter", lambda: float(next(ticks)))
         stats = generate("draft", draft_model("llama")).spec_stats
         # The first round runs the prompt, which tells nothing of the others.
         assert len(heard) == stats.target_forwards - 1
@@ -160,16 +161,16 @@ class TestTimes:
 
     def test_drafts_follow_the_time_that_passes(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A draft model that takes as long as the target is given up, though it is always right."""
-        clock = [0.0]
+        now = [0.0]
         forward = ModelRunner.forward
 
         def slow(self: ModelRunner, *arguments: Any) -> Any:
-            clock[0] += 1.0
+            now[0] += 1.0
             return forward(self, *arguments)
 
         monkeypatch.setattr(measured, "known_times", lambda *_: round_costs.RoundTimes())
         monkeypatch.setattr(ModelRunner, "forward", slow)
-        monkeypatch.setattr(measured.time, "perf_counter", lambda: clock[0])
+        monkeypatch.setattr(clock.time, "perf_counter", lambda: now[0])
         stats = generate("draft", build("llama"), max_new_tokens=60).spec_stats
         assert stats.counters["idle_rounds"] > 40
 
@@ -189,7 +190,7 @@ class Machine:
         times = RoundTimes()
         monkeypatch.setattr(measured, "known_times", lambda *_: times)
         monkeypatch.setattr(ModelRunner, "forward", slow)
-        monkeypatch.setattr(measured.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(clock.time, "perf_counter", lambda: self.now)
 
     def lost(self, given: Any, strategy: Any = "auto", new_tokens: int = 100) -> tuple[float, Any]:
         """Plain steps that a generation took more than plain decoding, and its statistics."""
@@ -389,7 +390,7 @@ def test_the_draft_that_runs_the_prompt_is_not_timed(
     observe = SelfTimedDrafter.observe
 
     def watch(self: SelfTimedDrafter, verdict: Any, output: Any) -> None:
-        run.append(self._drafts[strategy][0])
+        run.append(self._drafts[strategy].forwards)
         observe(self, verdict, output)
 
     def learn(self: RoundTimes, nodes: float, seconds: float, drafts: Any) -> None:

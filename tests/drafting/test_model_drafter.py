@@ -23,6 +23,7 @@ from hf_spec.models.disco_classifier import draft_features
 from hf_spec.models.draft_head import DraftHead
 from tests.model_watch import count_forwards
 from tests.tiny_models import VOCAB, build, draft_model, prompts, ragged_batch, repetitive_prompt
+from tests.unwatched import check_unwatched
 
 PROMPT = repetitive_prompt()
 
@@ -294,6 +295,22 @@ class TestAcceptance:
         state.finished[1] = state.finished[4] = True
         tree = draft_once(TreeConfig(), state)[0]
         assert [len(tree.nodes(row)) > 0 for row in range(5)] == [True, False, True, True, False]
+
+
+@pytest.mark.parametrize("config", [DraftConfig(), TreeConfig(max_nodes=15)])
+def test_drafts_that_nobody_watches(config: DraftConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = replace(config, length_policy="static")
+
+    def run() -> None:
+        build("llama").generate(
+            **ragged_batch(),
+            max_new_tokens=12,
+            spec_strategy=config,
+            assistant=draft_model("llama"),
+            eos_token_id=[3, 5],
+        )
+
+    check_unwatched(monkeypatch, DraftModelDrafter, run)
 
 
 class TestPolicies:

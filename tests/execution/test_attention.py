@@ -100,8 +100,9 @@ def make_case(key_heads: int, seed: int = 0) -> Case:
                 num_keys=committed + len(nodes),
                 position=position,
                 last_position=int(position.max()),
-                key_position=torch.cat([torch.arange(committed), position]),
-                visible=visible,
+                tail_position=position,
+                seen=visible[:, committed:],
+                prefix=committed,
             )
         )
         places = slice(committed, committed + len(nodes))

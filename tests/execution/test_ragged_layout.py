@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hf_spec_kernels import RaggedLayout
@@ -82,8 +84,9 @@ def test_packed_rows() -> None:
 
 def test_a_prefix_is_no_more_than_a_help() -> None:
     segments = pack(work(), DraftTree.from_rows(TREE)).segments
-    for segment in segments:
-        segment.prefix = 0
+    segments = [
+        replace(one, prefix=0, tail_position=one.key_position, seen=one.visible) for one in segments
+    ]
     assert check(segments).bits.shape == (11, 3)
 
 

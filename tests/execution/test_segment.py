@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from hf_spec.execution.segment import Segment
@@ -18,9 +20,22 @@ def segment() -> Segment:
         num_keys=5,
         position=position,
         last_position=3,
-        key_position=torch.tensor([0, 1, 2, 3, 3]),
-        visible=visible,
+        tail_position=torch.tensor([2, 3, 3]),
+        seen=visible[:, 2:],
+        prefix=2,
     )
+
+
+def test_the_prefix_is_seen_by_all() -> None:
+    one = segment()
+    assert one.visible is not None
+    assert one.visible.tolist() == [
+        [True, True, True, True, False],
+        [True, True, True, False, True],
+    ]
+    assert one.key_position.tolist() == [0, 1, 2, 3, 3]
+    assert replace(one, first_position=4).key_position.tolist() == [4, 5, 2, 3, 3]
+    assert replace(one, seen=None).visible is None
 
 
 def test_siblings_are_hidden_and_heads_folded_into_rows() -> None:

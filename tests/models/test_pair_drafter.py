@@ -16,6 +16,7 @@ from hf_spec.models import pair_runner
 from hf_spec.models.pair_drafter import PairDrafter
 from tests.published_heads import Reference, sample
 from tests.tiny_models import VOCAB, build, ragged_batch, repetitive_prompt
+from tests.unwatched import check_unwatched
 
 KINDS = ["eagle3", "speculators", "eagle", "peagle"]
 # Of a row's committed text, the drafted tokens, their parents and probabilities.
@@ -100,6 +101,16 @@ def test_chains(kind: str, rounds: list[Round]) -> None:
     for one in rounds:
         depth = len(one[1]) - 1
         same_paths(paths_of(one), beam(reference, one[0], depth, 1, depth))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("options", [{"tree": "chain"}, {"width": 3, "max_nodes": 9}])
+def test_drafts_that_nobody_watches(
+    kind: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = EagleConfig(max_draft_tokens=4, length_policy="static", **options)
+    inputs = {**ragged_batch((9, 4, 6)), "max_new_tokens": 7}
+    check_unwatched(monkeypatch, PairDrafter, lambda: generate(kind, config, **inputs))
 
 
 @pytest.mark.parametrize("kind", KINDS)

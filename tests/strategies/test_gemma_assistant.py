@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from tests.drafting.test_model_drafter import start
 from tests.gemma_reference import gemma4, published, reference, save
 from tests.plain_logits import path_to
 from tests.tiny_models import VOCAB, ragged_batch
+from tests.unwatched import check_unwatched
 
 LENGTHS = (12, 9, 3)
 DEPTH = 2
@@ -89,6 +91,21 @@ class TestParity:
         model = gemma4()
         config = dataclasses.replace(TREE, batching="padded")
         check_rounds(model, published(model), config)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GemmaAssistantConfig(max_draft_tokens=3, length_policy="static"),
+        dataclasses.replace(TREE, max_draft_tokens=4, width=3, max_nodes=12),
+    ],
+)
+def test_drafts_that_nobody_watches(
+    config: GemmaAssistantConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = gemma4()
+    run = partial(check_rounds, model, published(model), config)
+    check_unwatched(monkeypatch, GemmaAssistantDrafter, run)
 
 
 @pytest.mark.parametrize("policy", ["static", "heuristic", "confidence", "measured"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 import hf_spec
 from hf_spec import AssistantError, HeadsConfig, OptionError
+from hf_spec.drafting.proposal_drafter import ProposalDrafter
 from tests.feature_reference import (
     check_against,
     deepspec,
@@ -22,6 +24,7 @@ from tests.feature_reference import (
 )
 from tests.refusals import refuse
 from tests.tiny_models import TIMINGS, build, draft_model, prompts
+from tests.unwatched import check_unwatched
 
 MODEL = build("llama")
 CHAIN = [[0], [0, 0], [0, 0, 0]]
@@ -48,6 +51,22 @@ def test_greedy_output_is_the_targets(head: Any) -> None:
     wide = generate(head, children=97, expanded_per_level=2, max_nodes=130)
     assert wide.spec_stats.accepted_tokens > 0
     generate(head, "one")
+
+
+@pytest.mark.parametrize("head", [medusa(), speculator()], ids=["medusa", "speculator"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"children": 4, "expanded_per_level": 3, "max_nodes": 9},
+        {"tree": [[0], [2], [0, 1], [2, 0], [2, 3], [0, 1, 1], [2, 0, 0]]},
+    ],
+    ids=["likeliest", "ranks"],
+)
+def test_drafts_that_nobody_watches(
+    head: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = partial(generate, head, length_policy="static", **options)
+    check_unwatched(monkeypatch, ProposalDrafter, run)
 
 
 def test_the_likeliest_paths_are_sent() -> None:

@@ -1,0 +1,229 @@
+"""Drafts that nobody watches are those that grow level by level.
+
+The drafter here reads a table, so that many drafts are quickly made; draft models on a pretended
+GPU are in `tests/devices/test_transfer.py`.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_spec.decoding.state import GenerationState
+from hf_spec.drafting.device_growth import WIDEST, DeviceGrowth, Plans
+from hf_spec.drafting.growth import TreeShape
+from hf_spec.drafting.length_policy import LengthPolicy
+from hf_spec.drafting.level_drafter import Graphs, LevelConfig, LevelDrafter, Owners
+from hf_spec.drafting.rank_tree import RankTree
+from hf_spec.execution.tree import DraftTree
+from tests.drafting.test_model_drafter import start
+from tests.tiny_models import ragged_batch
+
+SIZE = 11
+LENGTHS = (5, 3, 4)
+CPU = torch.device("cpu")
+
+
+class OfTable(LevelDrafter):
+    """What follows a token depends on it, on its depth and on its row; all of them are distinct."""
+
+    def __init__(self, shape: TreeShape, table: Tensor, unwatched: bool):
+        class Config(LevelConfig):
+            pass
+
+        Config.shape = shape  # type: ignore[assignment, method-assign]
+        super().__init__(Config(), LengthPolicy(len(table)))
+        self.table = table
+        self._unseen = unwatched
+        self.seen: list[tuple[list[int], list[int], Tensor | None]] = []
+
+    @property
+    def runs_unwatched(self) -> bool:
+        return self._unseen
+
+    def probabilities(self, state: Any, graphs: Graphs, owners: Owners) -> Tensor:
+        tokens = [graphs[row].tokens[node] % SIZE for row, node in owners]
+        depth = graphs[owners[0][0]].depth[owners[0][1]]
+        return self.table[depth, [row for row, _ in owners], tokens]
+
+    def unwatched(self, state: GenerationState, growing: DeviceGrowth) -> Tensor:
+        rows, given = growing.owners, growing.tokens
+        if given is None:
+            given = torch.tensor([state.tokens[row][-1] % SIZE for row in rows])
+        self.seen.append((list(growing.rows), list(growing.parents), growing.sees))
+        depth = len(self.seen) - 1
+        return self.table[depth, rows, given]
+
+
+def table(depth: int, seed: int, zeros: bool) -> Tensor:
+    """(depth, rows, SIZE, SIZE) float32; with ties, and maybe tokens that cannot follow."""
+    torch.manual_seed(seed)
+    logits = (torch.randn(depth, len(LENGTHS), SIZE, SIZE) * 3).round()
+    if zeros:
+        logits[torch.rand_like(logits) < 0.7] = float("-inf")
+        logits[..., 0] = 0.0
+    return logits.softmax(dim=-1)
+
+
+def drafted(
+    shape: TreeShape, limits: dict[int, int], given: Tensor, ends: list[int], unwatched: bool
+) -> tuple[DraftTree, OfTable]:
+    state = start(ragged_batch(LENGTHS), eos=ends)
+    drafter = OfTable(shape, given, unwatched)
+    with drafter.active(state):
+        return drafter.draft(state, limits), drafter
+
+
+def random_shape(seed: int) -> TreeShape:
+    choose = random.Random(seed)
+    if choose.random() < 0.25:
+        paths = {(choose.randrange(3),)}
+        for _ in range(choose.randrange(12)):
+            paths.add((*choose.choice([(), *sorted(paths)]), choose.randrange(4)))
+        whole = {path[:end] for path in paths for end in range(1, len(path) + 1)}
+        return TreeShape(tree=RankTree.of(sorted(whole)))
+    return TreeShape(
+        children=choose.choice([1, 1, 2, 3, 20]),
+        expanded_per_level=choose.choice([1, 2, 4, 9]),
+        max_nodes=choose.choice([3, 15, 1000]),
+        min_probability=choose.choice([0.0, 0.0, 0.1, 0.4]),
+        min_sibling_ratio=choose.choice([0.0, 0.0, 0.3]),
+    )
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_draft_is_the_one_that_grows_level_by_level(seed: int) -> None:
+    choose = random.Random(seed)
+    depth = choose.randrange(1, 6)
+    limits = {row: choose.randrange(depth + 1) for row in range(len(LENGTHS))}
+    ends = choose.choice([[], [2], [1, 3, 4]])
+    given = table(depth, seed, choose.random() < 0.5)
+    shape = random_shape(seed)
+    known, watched = drafted(shape, limits, given, ends, False)
+    tree, drafter = drafted(shape, limits, given, ends, True)
+    assert bool(drafter.seen) == any(limits.values())
+    assert (tree.tokens, tree.parent, tree.node_probs) == (
+        known.tokens,
+        known.parent,
+        known.node_probs,
+    )
+    for row, graph in watched.graphs.items():
+        mine = drafter.graphs[row]
+        assert (mine.tokens, mine.parents, mine.edges) == (
+            graph.tokens,
+            graph.parents,
+            graph.edges,
+        )
+        # The same nodes ran, and maybe others in the place of some.
+        assert [node for node in drafter.ran[row] if node >= 0] == watched.ran[row]
+    assert drafter.counters == watched.counters
+
+
+def paths_told(drafter: OfTable, row: int) -> list[set[int]]:
+    """Per node of a row that ran, what it was told to see of those before it, and itself."""
+    told: list[set[int]] = []
+    for rows, parents, sees in drafter.seen:
+        if row not in rows:
+            break
+        if sees is None:
+            for place in range(len(told), len(parents)):
+                told.append({place} | (told[parents[place]] if place else set()))
+            continue
+        width = len(sees) // len(rows)
+        for line in sees.unflatten(0, (-1, width))[rows.index(row)].tolist():
+            bits = "".join(f"{byte:08b}"[::-1] for byte in line)
+            told.append({0} | {place + 1 for place, bit in enumerate(bits) if bit == "1"})
+    return told
+
+
+@pytest.mark.parametrize("children", [1, 2, 3])
+@pytest.mark.parametrize("expanded", [1, 2, 5])
+def test_nodes_see_what_they_descend_from(children: int, expanded: int) -> None:
+    shape = TreeShape(children=children, expanded_per_level=expanded)
+    _, drafter = drafted(shape, {0: 5, 1: 3, 2: 4}, table(5, 1, False), [], True)
+    chosen = 0
+    for row, ran in drafter.ran.items():
+        parents, told = drafter.graphs[row].parents, paths_told(drafter, row)
+        assert len(told) == len(ran)
+        for place, node in enumerate(ran):
+            path, above = set(), node
+            while above >= 0:
+                path.add(ran.index(above))
+                above = parents[above]
+            assert told[place] == path
+        chosen += any(sees is not None for _, _, sees in drafter.seen)
+    # Who descends from whom is known of chains beforehand, and of trees that are whole.
+    assert (chosen > 0) == (children**4 > expanded)
+
+
+def test_depths_are_known_where_parents_are_not() -> None:
+    shape = TreeShape(children=3, expanded_per_level=2)
+    _, drafter = drafted(shape, {0: 4, 1: 4}, table(4, 2, False), [], True)
+    _, parents, _ = drafter.seen[-1]
+    tree = DraftTree.from_rows([(list(range(len(parents))), parents)])
+    assert tree.depth == [0, 1, 1, 2, 2, 3, 3]
+
+
+def test_what_a_drawn_chain_comes_from() -> None:
+    given = table(4, 3, False)
+    state = start(ragged_batch(LENGTHS))
+    state.do_sample = True
+    drafter = OfTable(TreeShape(), given, True)
+    torch.manual_seed(0)
+    with drafter.active(state):
+        tree = drafter.draft(state, {0: 4, 1: 2, 2: 0})
+    assert tree.draft_probs is not None
+    for row, count in {0: 4, 1: 2, 2: 0}.items():
+        nodes = list(tree.nodes(row))
+        assert len(nodes) == count + 1
+        for depth, node in enumerate(nodes[:-1]):
+            line = given[depth, row, tree.tokens[node] % SIZE]
+            assert torch.equal(tree.draft_probs[node], line)
+
+
+@pytest.mark.parametrize(
+    ("shape", "fits"),
+    [
+        (TreeShape(), True),
+        (TreeShape(children=4, expanded_per_level=WIDEST), True),
+        (TreeShape(children=4, expanded_per_level=WIDEST + 1), False),
+        (TreeShape(children=2, expanded_per_level=256), True),
+        (TreeShape(merge_length=1), False),
+        (TreeShape(children=2, max_draft_nodes=10), False),
+        (TreeShape(children=2, max_draft_nodes=11), True),
+        (TreeShape(tree=RankTree.of([(0,), (0, 5), (0, 5, 1)])), True),
+    ],
+)
+def test_which_shapes_are_known_beforehand(shape: TreeShape, fits: bool) -> None:
+    assert Plans(shape, [], CPU).fit(5) == fits
+
+
+def test_ranks_beyond_the_vocabulary_are_left_out() -> None:
+    shape = TreeShape(tree=RankTree.of([(0,), (0, 5), (0, 5, 1), (0, 1), (0, 1, 0)]))
+    assert [plan.width for plan in Plans(shape, [], CPU).of(6, 9)] == [1, 1, 2]
+    assert [plan.width for plan in Plans(shape, [], CPU).of(3, 9)] == [1, 1, 1]
+    assert Plans(shape, [], CPU).of(6, 9)[2].picks == [1, 5]
+
+
+def test_who_asks_or_reads_watches() -> None:
+    """Then the host looks at every level."""
+
+    class Asking(LengthPolicy):
+        def goes_on(self, newest: Any) -> list[bool]:
+            return [True] * len(newest)
+
+    state = start(ragged_batch(LENGTHS))
+    drafter = OfTable(TreeShape(children=2), table(3, 4, False), True)
+    drafter.policy = Asking(3)
+    with drafter.active(state):
+        drafter.draft(state, {0: 3})
+    assert not drafter.seen
+    state.do_sample, drafter.policy = True, LengthPolicy(3)
+    drafter.start(state)
+    drafter.draft(state, {0: 3})
+    assert drafter.samples
+    assert not drafter.seen

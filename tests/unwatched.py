@@ -1,0 +1,49 @@
+"""Drafts that grow without a look at their levels, beside those that are watched level by level.
+
+On a CPU nobody has to wait, so drafters watch there; here they are told not to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from hf_spec.drafting.level_drafter import LevelDrafter
+
+
+def check_unwatched(
+    monkeypatch: pytest.MonkeyPatch, kind: type[LevelDrafter], run: Callable[[], Any]
+) -> None:
+    """The same drafts either way, in `run`, which generates with drafters of a kind."""
+    watched, unwatched = (_drafts(monkeypatch, kind, run, way) for way in (False, True))
+    assert len(watched) == len(unwatched)
+    assert max(len(tokens) for tokens, *_ in watched) > 2
+    for one, other in zip(watched, unwatched, strict=True):
+        assert one[:3] == other[:3]
+        assert one[3] == pytest.approx(other[3], rel=1e-3, abs=1e-5)
+
+
+def _drafts(
+    monkeypatch: pytest.MonkeyPatch, kind: type[LevelDrafter], run: Callable[[], Any], way: bool
+) -> list[Any]:
+    found: list[Any] = []
+    whole = kind.draft
+
+    def draft(self: LevelDrafter, state: Any, limits: Any) -> Any:
+        tree = whole(self, state, limits)
+        found.append((tree.tokens, tree.parent, tree.row_start, tree.node_probs))
+        return tree
+
+    def nothing(*_: Any) -> Any:
+        raise AssertionError("grew the other way")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "draft", draft)
+        patch.setattr(kind, "runs_unwatched", way)
+        patch.setattr(kind, "probabilities" if way else "unwatched", nothing)
+        torch.manual_seed(0)
+        run()
+    return found
