@@ -42,22 +42,23 @@ def load(source: Path) -> ctypes.CDLL:
     Raises:
         BuildError: without a compiler that takes it, or without a place to keep what it makes.
     """
-    return _load(source.parent.name, source.read_text(), source)
+    return _load(source.parent.name, source)
 
 
 @cache
 def load_text(name: str, text: str) -> ctypes.CDLL:
     """The same of C++ that was written for the case, with the headers of this package."""
-    return _load(name, text, PACKAGE / f"{name}.cpp")
+    return _load(name, PACKAGE / f"{name}.cpp", text)
 
 
-def _load(name: str, text: str, place: Path) -> ctypes.CDLL:
-    """Build C++ as if it lay at `place`."""
+def _load(name: str, place: Path, text: str | None = None) -> ctypes.CDLL:
+    """Build the C++ file at `place`, or a text as if it were that."""
     if (found := compiler()) is None:
         wanted = os.environ.get("CXX")
         raise BuildError(f"no C++ compiler was found{f' at CXX={wanted}' if wanted else ''}")
     command = [found, *FLAGS, *([WIDE] if platform.machine() == "x86_64" else [])]
     try:
+        text = place.read_text() if text is None else text
         path = _cache_folder() / f"{name}-{_key(text, command)}.so"
         if not path.exists():
             _build([*command, f"-I{place.parent}"], f'#line 1 "{place}"\n{text}', path)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
 
-from hf_spec.execution import cpu_linear, packed_products
+from hf_spec.execution import cpu_linear, packed_copies, packed_products
 from hf_spec.execution.cpu_linear import fast_cpu_linears, fast_products, served_weight
 from hf_spec.execution.packed_copies import (
     Copies,
@@ -561,7 +561,7 @@ class TestRounded:
             return packed_products.packed_product(states, packed, *rest)
 
         monkeypatch.setattr(cpu_linear, "MIN_WEIGHT_ELEMENTS", 1)
-        monkeypatch.setattr(cpu_linear, "pack_rounded", spoiled)
+        monkeypatch.setattr(packed_copies, "pack_rounded", spoiled)
         monkeypatch.setattr(cpu_linear, "packed_product", product)
         model, prompt = tiny_models.build("llama"), tiny_models.settled_prompt("llama")
         call = {"max_new_tokens": 12, "do_sample": False}

@@ -12,12 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_spec.execution import packed_products
-from hf_spec.execution.cpu_linear import (
-    clear_cpu_packing,
-    cpu_packing_bytes,
-    fast_cpu_linears,
-    fast_products,
-)
+from hf_spec.execution.cpu_linear import fast_cpu_linears, fast_products
+from hf_spec.execution.packed_copies import clear_cpu_packing, cpu_packing_bytes
 from hf_spec.execution.packed_products import (
     NO_LIMIT,
     ONEDNN,
