@@ -37,6 +37,7 @@ from hf_spec.drafting.length_policy import (
     free,
     make_policy,
 )
+from hf_spec.drafting.round_clock import RoundClock
 from hf_spec.drafting.sources import NODES_PER_LEVEL, MergedTree, Source
 from hf_spec.errors import UnsupportedError
 from hf_spec.execution.forward_output import ForwardOutput
@@ -59,39 +60,6 @@ class Bounds:
 
     max_draft_tokens: int
     max_nodes: int
-
-
-@dataclass(frozen=True)
-class _Drafted:
-    """What a drafter did in a round: forwards, levels asked for, and the marks around it."""
-
-    forwards: int
-    depth: int
-    start: Any
-    end: Any
-
-
-@dataclass(frozen=True)
-class _Round:
-    """A round whose times are read when the device has passed them.
-
-    Attributes:
-        size: nodes that were sent.
-        sent, judged: marks around the target's forward and the verdict.
-        drafts: what the drafters did.
-        known: those that have drafted before; None of rounds that tell nothing of the others.
-        expected: seconds that the drafts were to take.
-        rows, gained: how many, and the tokens of all of them.
-    """
-
-    size: float
-    sent: Any
-    judged: Any
-    drafts: Mapping[str, _Drafted]
-    known: frozenset[str] | None
-    expected: float
-    rows: int
-    gained: int
 
 
 class MeasuredDrafter(Drafter):
@@ -166,19 +134,15 @@ class MeasuredDrafter(Drafter):
             known = None if times is None else times.memory(index, source.expected)
             source.start(state.num_rows, known)
         self._plain_steps = 0
-        self._is_first = True
-        self._size = 0.0
         self._allows: Allows = always
-        self._clock = clock_of(state.device)
-        self._drafts: dict[str, _Drafted] = {}
-        self._round: _Round | None = None
-        self._forget_times()
+        clock = clock_of(state.device)
+        self._rounds = RoundClock(clock, self._costs, self._times, self._allowance)
 
     def restart(self, row: int) -> None:
         """Forget the sequence before, in every drafter, and do not time the next round."""
         for source in self._sources:
             source.restart(row)
-        self._forget_times()
+        self._rounds.restart()
 
     def prefill(self, run: Callable[[ModelRunner], object]) -> None:
         """Every drafter may have a model that reads more than tokens."""
@@ -195,7 +159,7 @@ class MeasuredDrafter(Drafter):
 
     def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
         """The best nodes of all that is proposed, or a tree that must stay whole."""
-        self._read_clock()
+        self._rounds.begin()
         costs = self._costs
         room = {row: min(limit, self.max_depth) for row, limit in limits.items()}
         trees = {row: MergedTree(state.tokens[row][-1]) for row in room}
@@ -206,7 +170,6 @@ class MeasuredDrafter(Drafter):
         base, _ = choose_nodes(costs, trees, self.max_nodes, allows=self._allows)
         chosen = choose_sources(base, trees, self.assistants, room, self._allows)
         whole: DraftTree | None = None
-        self._drafts = {}
         for source in self.assistants:
             depths = self._depths(source, chosen, room)
             self._ask(source, state, depths)
@@ -218,72 +181,25 @@ class MeasuredDrafter(Drafter):
                 whole = source.tree
             elif asked:
                 source.join(trees)
-        self._expected = chosen.draft_seconds
         if whole is None:
             # What drafting took beyond what was expected is no reason to send less of it.
-            spent = chosen.draft_seconds or self._so_far()
+            spent = chosen.draft_seconds or self._rounds.so_far()
             best, nodes = choose_nodes(costs, trees, self.max_nodes, spent, self._allows)
             kept = {row: tree.keep(nodes[row]) for row, tree in trees.items()}
-            whole = DraftTree.from_drafts(kept, state.num_rows)
-            self._size = best.nodes
+            whole, size = DraftTree.from_drafts(kept, state.num_rows), best.nodes
         else:
-            self._size = whole.num_nodes
+            size = whole.num_nodes
         self._counted["rounds"] += len(room)
         self._counted["idle_rounds"] += sum(len(whole.nodes(row)) == 1 for row in room)
-        self._sent = self._clock.mark()
+        self._rounds.sent(size, chosen.draft_seconds)
         return whole
 
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
         """Learn what the round took and brought; every source learns what the target said."""
-        # What came before has passed by now.
-        self._read_clock()
         rows = [row for row in range(len(verdict.accepted)) if verdict.tree.nodes(row)]
-        self._round = _Round(
-            self._size,
-            self._sent,
-            self._clock.mark(),
-            self._drafts,
-            None if self._is_first else frozenset(self._has_drafted),
-            self._expected,
-            len(rows),
-            sum(len(verdict.tokens(row)) for row in rows),
-        )
-        self._is_first = False
-        self._has_drafted |= {name for name, one in self._drafts.items() if one.forwards}
-        self._read_clock()
+        self._rounds.judged(len(rows), sum(len(verdict.tokens(row)) for row in rows))
         for source in self._sources:
             source.observe(verdict, output)
-
-    def _read_clock(self) -> None:
-        """Learn what the newest round took, if the device has come that far."""
-        one = self._round
-        if one is None or not self._clock.passed(one.judged):
-            return
-        self._round = None
-        drafts = {
-            n: (d.forwards, self._clock.seconds(d.start, d.end)) for n, d in one.drafts.items()
-        }
-        if self._times is not None and one.known is not None:
-            timed = {name: spent for name, spent in drafts.items() if name in one.known}
-            self._times.learn(one.size, self._clock.seconds(one.sent, one.judged), timed)
-        if one.rows:
-            drafting = one.expected
-            if self._times is not None:
-                drafting = sum(seconds for count, seconds in drafts.values() if count)
-            spent = self._costs.verify(one.size) + drafting
-            self._allowance.settle(one.gained / one.rows, spent, self._costs.verify(one.rows))
-
-    def _so_far(self) -> float:
-        """Seconds that the drafts of this round took, or may take where nobody knows yet."""
-        if self._times is None:
-            return 0.0
-        return sum(
-            self._clock.seconds(one.start, one.end)
-            if self._clock.passed(one.end)
-            else self._costs.draft[name](one.depth)
-            for name, one in self._drafts.items()
-            if one.forwards
-        )
 
     def _rule(self, rows: int) -> Allows:
         """Which rounds may be made: none with drafts until the price of those without is known."""
@@ -291,28 +207,20 @@ class MeasuredDrafter(Drafter):
         known = self._times is None or self._times.knows_plain(rows)
         if self._plain_steps < PLAIN_STEPS and not known:
             # The first round runs the prompt, and is not timed.
-            self._plain_steps += not self._is_first
+            self._plain_steps += not self._rounds.is_first
             return never
         allowance = self._allowance
         return lambda tokens, seconds: allowance.allows(tokens / rows, seconds, plain)
 
     def _ask(self, source: Source, state: GenerationState, depths: Mapping[int, int]) -> None:
         """Let an assistant draft; the clock runs."""
-        before, start = source.drafter.forwards, self._clock.mark()
-        source.ask(state, depths)
-        count, depth = source.drafter.forwards - before, max(depths.values(), default=0)
-        self._drafts[source.name] = _Drafted(count, depth, start, self._clock.mark())
+        with self._rounds.drafting(source.name, source.drafter, max(depths.values(), default=0)):
+            source.ask(state, depths)
 
     def _depths(self, source: Source, chosen: Round, room: Mapping[int, int]) -> dict[int, int]:
         """Per row how deep an assistant drafts, 0 where it is not asked."""
         depths = chosen.asked.get(source.name, {})
         return {row: depths.get(row, 0) for row in room}
-
-    def _forget_times(self) -> None:
-        # A forward that runs a prompt tells nothing of the others; drafters have their own when
-        # they first draft.
-        self._is_first = True
-        self._has_drafted: set[str] = set()
 
 
 class SelfTimedDrafter(MeasuredDrafter):

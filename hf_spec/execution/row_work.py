@@ -97,7 +97,7 @@ class RowWork:
         """Storage place of every token and of the padding, in the order they run."""
         root, keys = self.root_place, self.num_keys
         pending = range(root - len(self.pending), root)
-        nodes = (root + offset for offset in self.offsets)
+        nodes = [root + offset for offset in self.offsets]
         return [*pending, *nodes, *range(keys, keys + self.fill)]
 
     def shape(self, tree: DraftTree) -> object:
@@ -105,9 +105,9 @@ class RowWork:
         if self.held is not None:
             return self.row
         start = tree.row_start[self.row]
-        parents = (max(-1, parent - start) for parent in tree.parent[start : start + self.width])
+        parents = [parent - start for parent in tree.parent[start + 1 : start + self.width]]
         counts = self.stored, len(self.pending), self.root_place, self.fill
-        return counts, tuple(self.offsets), tuple(parents)
+        return counts, self.width, tuple(self.offsets), tuple(parents)
 
     def tokens(self, tree: DraftTree) -> list[int]:
         """Every token and the padding, in the order they run."""
@@ -118,9 +118,9 @@ class RowWork:
 
     def positions(self, tree: DraftTree) -> list[int]:
         """The true position of every token, and the root's for the padding."""
-        depths = (tree.depth[node] for node in self.nodes)
-        nodes = (self.base + depth for depth in depths)
-        return [*range(self.stored, self.base), *nodes, *[self.base] * self.fill]
+        base, depth = self.base, tree.depth
+        nodes = [base + depth[node] for node in self.nodes]
+        return [*range(self.stored, base), *nodes, *[base] * self.fill]
 
     def told(self, positions: list[int]) -> list[int]:
         """Positions as the model is told them."""

@@ -227,3 +227,24 @@ def test_who_asks_or_reads_watches() -> None:
     drafter.draft(state, {0: 3})
     assert drafter.samples
     assert not drafter.seen
+
+
+def test_reach_is_as_exact_as_on_the_host() -> None:
+    """Products that are one number in float32 are told apart."""
+    torch.manual_seed(0)
+    first, second = torch.rand(2, 10_000) / 4 + 0.25
+    # Nearly the same two numbers, the other way round.
+    other = second.nextafter(torch.tensor(1.0)), first.nextafter(torch.tensor(0.0))
+    exact = [(x.double() * y.double()) for x, y in ((first, second), other)]
+    tied = (first * second == other[0] * other[1]) & (exact[0] < exact[1])
+    case = int(tied.nonzero()[0])
+    above = torch.stack([first[case], other[0][case]])[None]
+    below = torch.stack([torch.stack([torch.tensor(0.9), second[case]]), torch.zeros(2)])
+    below[1, 0] = other[1][case]
+    growing = DeviceGrowth(Plans(TreeShape(children=2, expanded_per_level=2), [], CPU), {0: 3})
+    growing.add(torch.tensor([[1, 2]]), above)
+    assert growing.descend()
+    growing.add(torch.tensor([[3, 4], [5, 6]]), below)
+    assert growing.descend()
+    assert growing.tokens is not None
+    assert growing.tokens.tolist() == [3, 5]

@@ -390,7 +390,7 @@ def test_the_draft_that_runs_the_prompt_is_not_timed(
     observe = SelfTimedDrafter.observe
 
     def watch(self: SelfTimedDrafter, verdict: Any, output: Any) -> None:
-        run.append(self._drafts[strategy].forwards)
+        run.append(self._rounds.drafts[strategy].forwards)
         observe(self, verdict, output)
 
     def learn(self: RoundTimes, nodes: float, seconds: float, drafts: Any) -> None:
