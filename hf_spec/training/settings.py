@@ -13,6 +13,8 @@ from hf_spec.models.shapes import FalconShape, Mode
 from hf_spec.settings import Count, Internal, Named, Settings, Share, Weight, Within
 
 FROZEN_BASE = ("gated", "embeddings")
+# Of the infilling format: prefix, suffix and middle.
+NUM_MARKERS = 3
 # Prompts that are answered at once.
 BATCH_SIZE = 128
 
@@ -209,6 +211,8 @@ class SdsatTrainSettings(Settings):
         infilling: share of the code put into infilling format, one half PSM and one half SPM; 0.5
             in the paper.
         infilling_task: which answers are code.
+        infilling_markers: prefix, suffix and middle marker, tokens of the vocabulary; by default
+            the tokenizer's own.
         num_adaptive: adaptive tokens that decoding takes if it is told none; the window by default.
         token_ids: spare rows of the vocabulary, for mode full; new ones are appended by default.
         held_back: share of the prompts kept for evaluation, chosen by a hash of their ids.
@@ -227,6 +231,7 @@ class SdsatTrainSettings(Settings):
     soft_weight: Share = 0.0
     infilling: Share = 0.0
     infilling_task: str = "code"
+    infilling_markers: Annotated[tuple[str, ...], Named("infilling_marker")] = ()
     num_adaptive: Count | None = None
     token_ids: Annotated[tuple[int, ...], Named("token_id"), Within(0)] = ()
     held_back: Internal[Share] = 0.03
@@ -242,6 +247,11 @@ class SdsatTrainSettings(Settings):
         if self.token_ids and len(self.token_ids) != self.num_kinds:
             raise OptionError(
                 f"token_ids={self.token_ids}: {self.num_kinds} adaptive tokens are needed"
+            )
+        if self.infilling_markers and len(set(self.infilling_markers)) != NUM_MARKERS:
+            raise OptionError(
+                f"infilling_markers={self.infilling_markers}: {NUM_MARKERS} different tokens are "
+                "needed, for prefix, suffix and middle"
             )
 
     @property
