@@ -18,6 +18,7 @@ from examples.studies.disco import ablation, few_tokens
 from examples.studies.ems_sd import halves
 from examples.studies.gsd import sweep
 from examples.studies.sdsat import task_quality
+from hf_spec.bench.prices import Spent, at_one_price
 from hf_spec.bench.tables import Table
 
 TESTS = Path(__file__).parent
@@ -364,11 +365,18 @@ def disco_rows(record: str) -> list[Sequence[Any]]:
 def priced(record: str, name: str) -> float:
     """Seconds of a way's forwards: the target's at what all ways pay, a level at what it pays."""
     records = [one for one in load(record)["records"] if one["contender"] not in ("plain", "none")]
-    mine = [one for one in records if one["contender"] == name]
-    verify = median(one["stats"]["verify_seconds"] / one["target_forwards"] for one in records)
-    level = median(one["stats"]["draft_seconds"] / one["stats"]["draft_forwards"] for one in mine)
-    levels = sum(one["stats"]["draft_forwards"] for one in mine)
-    return verify * sum(one["target_forwards"] for one in mine) + level * levels
+    spent = [
+        Spent(
+            one["contender"],
+            one["target_forwards"],
+            one["stats"]["verify_seconds"],
+            one["stats"]["draft_forwards"],
+            one["stats"]["draft_seconds"],
+        )
+        for one in records
+    ]
+    costs = zip(records, at_one_price(spent), strict=True)
+    return sum(cost for one, cost in costs if one["contender"] == name)
 
 
 def disco_grid() -> str:
