@@ -115,6 +115,7 @@ class CsgdSettings(Settings):
         hard_weight: of the cross-entropy with the one right token.
         soft_temperature: of the head's scores in the soft loss; in the released code 0.95.
         own_features: share of the blocks fed with features that the head itself predicted.
+        own_passes: passes in a row that predict them, each from those of the one before it.
         feature_scale: features are compared as they are (raw), or each dimension in units of its
             root mean square.
         learn_replaced: learn from replaced places, too, which were given their own answers.
@@ -129,6 +130,7 @@ class CsgdSettings(Settings):
     hard_weight: Weight = 0.01
     soft_temperature: Weight = 1.0
     own_features: Share = 0.0
+    own_passes: Count = 1
     feature_scale: Literal["raw", "dimension"] = "raw"
     learn_replaced: bool = True
 
@@ -153,6 +155,7 @@ class FalconTrainSettings(Settings):
         shape: shape of the head.
         csgd: what it is taught.
         vocabulary_size: most frequent tokens that it can propose; None for all.
+        keep_vocabulary: propose the tokens of the head to go on from, whatever these answers have.
         max_context: last tokens of a prompt that are read in training; None for all.
         max_depth: tokens that one draft may have, written into the adapter.
         held_back: share of the prompts kept for evaluation, chosen by a hash of their ids.
@@ -161,6 +164,7 @@ class FalconTrainSettings(Settings):
     shape: FalconShape = field(default_factory=FalconShape)
     csgd: CsgdSettings = field(default_factory=CsgdSettings)
     vocabulary_size: Annotated[Count | None, Named("vocabulary")] = 8192
+    keep_vocabulary: bool = False
     max_context: Count | None = 64
     max_depth: Internal[Count] = 8
     held_back: Internal[Share] = 0.03
