@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from hf_spec.errors import OptionError
-from hf_spec.settings import Count, Internal, Named, Settings, Share, Within
+from hf_spec.settings import Count, Internal, Named, Settings, Share, Weight, Within
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,7 @@ class CalibrationSettings(Settings):
         repeats: runs of each way and prompt.
         judge: what the best is chosen by, its time or, where the machine has other work, the number
             of its forwards, those of a kind at one price.
+        seconds: begin no further prompt after these; None takes all.
     """
 
     thresholds: Annotated[tuple[Share, ...], Named("threshold")] = (0.2, 0.35, 0.5, 0.65, 0.8)
@@ -86,6 +87,7 @@ class CalibrationSettings(Settings):
     new_tokens: Count = 64
     repeats: Count = 2
     judge: Literal["time", "forwards"] = "time"
+    seconds: Weight | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -11,10 +11,12 @@ compared by their forwards, each kind at one price, and the best can be chosen b
 
 from __future__ import annotations
 
+import math
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from itertools import chain, product
+from itertools import product
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -79,8 +81,12 @@ def calibrate_disco(  # noqa: PLR0913 - what is measured, on what, and how
         for name, config in {REFERENCE: reference, **static, **ways}.items()
     ]
     plan = Plan(settings.new_tokens, settings.repeats)
-    timed = time_contenders(contenders, prompts, tokenizer, plan, progress)
-    records = list(chain.from_iterable(timed))
+    records: list[Record] = []
+    end = time.monotonic() + (settings.seconds or math.inf)
+    for found in time_contenders(contenders, prompts, tokenizer, plan, progress):
+        records += found
+        if time.monotonic() > end:
+            break
     counted = count_forwards(records, dict.fromkeys(ways, METHOD))
     table = {name: {**row, **counted[name]} for name, row in tabulate(records).items()}
     figure = FIGURES[settings.judge]
@@ -91,7 +97,7 @@ def calibrate_disco(  # noqa: PLR0913 - what is measured, on what, and how
         "max_draft_tokens": ways[best].max_draft_tokens,
         "calibration": {
             **asdict(settings),
-            "prompts": [prompt.id for prompt in prompts],
+            "prompts": list(dict.fromkeys(record.prompt for record in records)),
             "environment": environment(),
             "best": best,
             "best_static": fastest(table, static, figure),
