@@ -5,10 +5,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from hf_spec.errors import OptionError
-from hf_spec.settings import Count, Internal, Named, Settings, Share, Within
+from hf_spec.settings import Count, Internal, Named, Settings, Share, Weight, Within
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,9 @@ class CalibrationSettings(Settings):
         reference: the static length that every speed is relative to.
         new_tokens: generated per run.
         repeats: runs of each way and prompt.
+        judge: what the best is chosen by, its time or, where the machine has other work, the number
+            of its forwards, those of a kind at one price.
+        seconds: begin no further prompt after these; None takes all.
     """
 
     thresholds: Annotated[tuple[Share, ...], Named("threshold")] = (0.2, 0.35, 0.5, 0.65, 0.8)
@@ -83,6 +86,8 @@ class CalibrationSettings(Settings):
     reference: Internal[Count] = 5
     new_tokens: Count = 64
     repeats: Count = 2
+    judge: Literal["time", "forwards"] = "time"
+    seconds: Weight | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -25,8 +25,9 @@ Paper and released code differ; each choice is a named option, the paper's the d
 
 Ours, and off by default: `own_features`, a share of the blocks whose input features are what the
 head predicted in the first pass, as in the deeper passes of a draft (in the spirit of HASS, Zhang
-et al. 2024, arXiv 2408.15766); `feature_scale` "dimension", which divides each dimension by its own
-root mean square, where a few large ones dominate otherwise.
+et al. 2024, arXiv 2408.15766); `own_passes`, so many passes, each of which reads what the one
+before it predicted; `feature_scale` "dimension", which divides each dimension by its own root mean
+square, where a few large ones dominate otherwise.
 
 For k = 2 there are N runs of one pair. For longer blocks there are N // k runs of 1 to k - 1 pairs,
 as in the code. Its blocks begin at the first answer token, those of its mask at multiples of k;
@@ -162,7 +163,7 @@ class GlancingLoss:
         if glances or self.settings.own_features:
             with torch.no_grad(), self._autocast():
                 first = self.head(tokens, features, grid)
-            features = self._with_own(features, first, grid)
+            features = self._with_own(tokens, features, first, grid)
         if glances:
             with torch.no_grad():
                 _, logits = self._read(first, pairs)
@@ -200,7 +201,7 @@ class GlancingLoss:
             noise *= NOISE_LENGTH / lengths[:, None, None]
         return features + noise
 
-    def _with_own(self, features: Tensor, predicted: Tensor, grid: int) -> Tensor:
+    def _with_own(self, tokens: Tensor, features: Tensor, predicted: Tensor, grid: int) -> Tensor:
         """The input features, in some blocks those that the block before predicted."""
         k, share = self.head.shape.block_size, self.settings.own_features
         if not share:
@@ -209,8 +210,15 @@ class GlancingLoss:
         block = torch.arange(length).add(k - grid).div(k, rounding_mode="floor")
         own = (torch.rand(batch, int(block[-1]) + 1) < share)[:, block]
         own[:, :k] = False
-        earlier = F.pad(predicted, (0, 0, k, 0))[:, :length]
-        return torch.where(own[..., None].to(features.device), earlier.to(features.dtype), features)
+        fed = own[..., None].to(features.device)
+        mixed = features
+        for done in range(self.settings.own_passes):
+            if done:
+                with torch.no_grad(), self._autocast():
+                    predicted = self.head(tokens, mixed, grid)
+            earlier = F.pad(predicted, (0, 0, k, 0))[:, :length]
+            mixed = torch.where(fed, earlier.to(features.dtype), features)
+        return mixed
 
     def _choose(self, wrong: Tensor, pairs: Pairs, share: float, grid: int) -> Tensor:
         """(M,) bool: the learned places whose inputs are replaced."""

@@ -46,12 +46,12 @@ def train_falcon(
 
     Several answers to one prompt share an id. Checkpoint and metrics go into the `training` folder.
     `start` is a head to go on from, by default the target's last layers; its vocabulary, which is
-    not learned, is chosen again.
+    not learned, is chosen again, or kept where the settings say so.
 
     Raises:
         UnsupportedError: if the target changes its logits after the head.
-        OptionError: if nothing is left to train on or to evaluate with, or `start` has another
-            shape.
+        OptionError: if nothing is left to train on or to evaluate with, `start` has another shape,
+            or there is none whose vocabulary could be kept.
         AssistantError: if `start` belongs to another model.
     """
     check_plain_head(model)
@@ -88,10 +88,13 @@ def _new_head(
     sizes: Tensor,
     start: SpecAdapter | None,
 ) -> FalconHead:
+    if settings.keep_vocabulary and start is None:
+        raise OptionError("keep_vocabulary: there is no head to go on from; name one, or drop it")
     responses = (text.response for text in learned)
     vocabulary = answer_vocabulary(model, responses, settings.vocabulary_size)
     if start is not None:
-        head = FalconHead.from_adapter(start, model, vocabulary)
+        known = {} if settings.keep_vocabulary else {"vocabulary": vocabulary}
+        head = FalconHead.from_adapter(start, model, **known)
         if head.shape != settings.shape:
             raise OptionError(
                 f"the head to start from has the shape {asdict(head.shape)}, not "

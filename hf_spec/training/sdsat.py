@@ -71,7 +71,8 @@ def train_sdsat(
     """
     check_plain_head(model)
     learned, held = learned_and_held(examples, settings.held_back, "examples")
-    infilling = Infilling.of(tokenizer) if settings.infilling else None
+    markers = settings.infilling_markers
+    infilling = Infilling.of(tokenizer, markers) if settings.infilling else None
     base = BaseModel.of(model)
     torch.manual_seed(run.seed)
     student = Student(model, settings, infilling)

@@ -13,6 +13,8 @@ from hf_spec.models.shapes import FalconShape, Mode
 from hf_spec.settings import Count, Internal, Named, Settings, Share, Weight, Within
 
 FROZEN_BASE = ("gated", "embeddings")
+# Of the infilling format: prefix, suffix and middle.
+NUM_MARKERS = 3
 # Prompts that are answered at once.
 BATCH_SIZE = 128
 
@@ -113,6 +115,7 @@ class CsgdSettings(Settings):
         hard_weight: of the cross-entropy with the one right token.
         soft_temperature: of the head's scores in the soft loss; in the released code 0.95.
         own_features: share of the blocks fed with features that the head itself predicted.
+        own_passes: passes in a row that predict them, each from those of the one before it.
         feature_scale: features are compared as they are (raw), or each dimension in units of its
             root mean square.
         learn_replaced: learn from replaced places, too, which were given their own answers.
@@ -127,6 +130,7 @@ class CsgdSettings(Settings):
     hard_weight: Weight = 0.01
     soft_temperature: Weight = 1.0
     own_features: Share = 0.0
+    own_passes: Count = 1
     feature_scale: Literal["raw", "dimension"] = "raw"
     learn_replaced: bool = True
 
@@ -151,6 +155,7 @@ class FalconTrainSettings(Settings):
         shape: shape of the head.
         csgd: what it is taught.
         vocabulary_size: most frequent tokens that it can propose; None for all.
+        keep_vocabulary: propose the tokens of the head to go on from, whatever these answers have.
         max_context: last tokens of a prompt that are read in training; None for all.
         max_depth: tokens that one draft may have, written into the adapter.
         held_back: share of the prompts kept for evaluation, chosen by a hash of their ids.
@@ -159,6 +164,7 @@ class FalconTrainSettings(Settings):
     shape: FalconShape = field(default_factory=FalconShape)
     csgd: CsgdSettings = field(default_factory=CsgdSettings)
     vocabulary_size: Annotated[Count | None, Named("vocabulary")] = 8192
+    keep_vocabulary: bool = False
     max_context: Count | None = 64
     max_depth: Internal[Count] = 8
     held_back: Internal[Share] = 0.03
@@ -209,6 +215,8 @@ class SdsatTrainSettings(Settings):
         infilling: share of the code put into infilling format, one half PSM and one half SPM; 0.5
             in the paper.
         infilling_task: which answers are code.
+        infilling_markers: prefix, suffix and middle marker, tokens of the vocabulary; by default
+            the tokenizer's own.
         num_adaptive: adaptive tokens that decoding takes if it is told none; the window by default.
         token_ids: spare rows of the vocabulary, for mode full; new ones are appended by default.
         held_back: share of the prompts kept for evaluation, chosen by a hash of their ids.
@@ -227,6 +235,7 @@ class SdsatTrainSettings(Settings):
     soft_weight: Share = 0.0
     infilling: Share = 0.0
     infilling_task: str = "code"
+    infilling_markers: Annotated[tuple[str, ...], Named("infilling_marker")] = ()
     num_adaptive: Count | None = None
     token_ids: Annotated[tuple[int, ...], Named("token_id"), Within(0)] = ()
     held_back: Internal[Share] = 0.03
@@ -242,6 +251,11 @@ class SdsatTrainSettings(Settings):
         if self.token_ids and len(self.token_ids) != self.num_kinds:
             raise OptionError(
                 f"token_ids={self.token_ids}: {self.num_kinds} adaptive tokens are needed"
+            )
+        if self.infilling_markers and len(set(self.infilling_markers)) != NUM_MARKERS:
+            raise OptionError(
+                f"infilling_markers={self.infilling_markers}: {NUM_MARKERS} different tokens are "
+                "needed, for prefix, suffix and middle"
             )
 
     @property

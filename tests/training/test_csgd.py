@@ -274,6 +274,27 @@ class TestGlancing:
                     assert torch.equal(features[row, block], own)
         assert num_changed == num_blocks if share == 1 else 0.3 < num_changed / num_blocks < 0.7
 
+    @pytest.mark.parametrize("k", [1, 2])
+    def test_own_features_of_own_features(
+        self, model: PreTrainedModel, texts: list[Text], k: int
+    ) -> None:
+        """Every pass reads what the one before it predicted, at the same places."""
+        spy = self.fed(model, texts, replace(PLAIN, own_features=0.7, own_passes=3), k)
+        assert len(spy.fed) == 4
+        clean = spy.fed[0][1]
+        places = None
+        for (tokens, features, _), predicted in zip(spy.fed[1:], spy.outputs, strict=False):
+            assert torch.equal(tokens, spy.fed[0][0])
+            changed = (features != clean).any(dim=-1)
+            assert places is None or torch.equal(changed, places)
+            places = changed
+            earlier = torch.nn.functional.pad(predicted, (0, 0, k, 0))[:, : features.shape[1]]
+            assert torch.equal(features[changed], earlier.to(features.dtype)[changed])
+        assert places is not None
+        assert places.any()
+        # The deepest differs from the first, or more passes would teach nothing new.
+        assert not torch.equal(spy.fed[1][1], spy.fed[3][1])
+
     @pytest.mark.parametrize(("noise", "size"), [("paper", 0.1), ("released", 0.1 * 512 / 18)])
     def test_noise(self, model: PreTrainedModel, noise: str, size: float) -> None:
         """It is as large as the features' size says, and the truth stays clean."""

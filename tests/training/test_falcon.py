@@ -149,6 +149,11 @@ def test_starting_from_a_head(model: PreTrainedModel, texts: list[Text], tmp_pat
     fewer = replace(SETTINGS, vocabulary_size=20)
     narrow = train_falcon(model, texts, tmp_path / "narrow", fewer, still, start)
     assert len(narrow.tensors["vocabulary"]) == 20 < len(first.tensors["vocabulary"])
+    keeping = replace(fewer, keep_vocabulary=True)
+    kept = train_falcon(model, texts, tmp_path / "kept", keeping, still, start)
+    assert torch.equal(kept.tensors["vocabulary"], first.tensors["vocabulary"])
+    with pytest.raises(OptionError, match="no head to go on from"):
+        train_falcon(model, texts, tmp_path / "x", keeping, still)
     longer = replace(SETTINGS, shape=FalconShape(3))
     with pytest.raises(OptionError, match="to start from has the shape"):
         train_falcon(model, texts, tmp_path / "x", longer, RUN, start)

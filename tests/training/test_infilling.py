@@ -38,6 +38,23 @@ def test_a_tokenizer_without_them_is_refused() -> None:
         Infilling.of(letters())
 
 
+def test_markers_that_are_named() -> None:
+    tokenizer = letters(("<a>", "<b>", "<c>", *MARKERS[0]))
+    infilling = Infilling.of(tokenizer, ("<c>", "<a>", "<b>"))
+    assert (infilling.prefix, infilling.suffix, infilling.middle) == (28, 26, 27)
+    with pytest.raises(OptionError, match="the tokenizer does not know '<d>'"):
+        Infilling.of(tokenizer, ("<a>", "<b>", "<d>"))
+
+
+def test_the_end_token_stays_whole_and_last() -> None:
+    infilling = Infilling.of(letters((*MARKERS[0], "<end>")))
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        found = infilling.arrange([*range(10), 29], generator)
+        assert found[-1] == 29
+        assert sorted(found) == [*range(10), 26, 27, 28, 29]
+
+
 def test_both_orders_hold_the_whole_text() -> None:
     infilling = Infilling.of(letters(MARKERS[0]))
     text = list(range(10))

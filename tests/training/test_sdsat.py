@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from hf_spec import OptionError, SdsatConfig, UnsupportedError
 from hf_spec.models.adaptive_tokens import merge_lora
 from hf_spec.training.answers import Example
+from hf_spec.training.infilling import Infilling
 from hf_spec.training.sdsat import Student, train_sdsat
 from hf_spec.training.sdsat_chains import Text, agreement, draw_windows
 from hf_spec.training.settings import SdsatTrainSettings
@@ -237,6 +238,23 @@ class TestLoss:
                 for place in range(text.first - 1, len(text.tokens) - 1):
                     clean -= float(scores[place, text.tokens[place + 1]])
         assert totals[0] == pytest.approx(clean / 2, rel=0.02)
+
+    def test_code_between_named_markers(
+        self, model: PreTrainedModel, examples: list[Example], tokenizer: Any
+    ) -> None:
+        """Answers of the infilling task are put around, with markers that training keeps."""
+        settings = replace(SETTINGS, infilling=1.0, infilling_markers=("w0", "w1", "w2"))
+        infilling = Infilling.of(tokenizer, settings.infilling_markers)
+        student = Student(model, settings, infilling)
+        for example in examples[:6]:
+            text = student._text(example, torch.Generator().manual_seed(0))
+            if example.response.task == "code":
+                assert text.tokens[0] == 0
+                assert {1, 2} <= set(text.tokens)
+                assert text.fixed == {0, 1, 2}
+            else:
+                assert text == Text.of(example)
+        assert student.loss(self.batch(examples))[1] > 0
 
     def test_distilling_needs_the_teacher(
         self, model: PreTrainedModel, examples: list[Example]

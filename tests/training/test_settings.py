@@ -54,6 +54,8 @@ def test_each_choice_is_taken_and_no_other(
         (SdsatTrainSettings, {"rank": 1.5}),
         (SdsatTrainSettings, {"start_share": 2}),
         (SdsatTrainSettings, {"infilling": -0.5}),
+        (SdsatTrainSettings, {"infilling_markers": ("<a>", "<b>")}),
+        (SdsatTrainSettings, {"infilling_markers": ("<a>", "<b>", "<a>")}),
         (SdsatTrainSettings, {"evaluated_positions": 0}),
         (SdsatTrainSettings, {"layout": "branches", "mode": "lora"}),
         (SdsatTrainSettings, {"layout": "branches", "loss": "basic"}),

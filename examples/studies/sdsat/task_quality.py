@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,26 +120,30 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--code", type=Path, default=PROBLEMS / "code.jsonl", help="as MBPP's")
     parser.add_argument("--num-problems", type=int, help="the first so many of each; all otherwise")
     parser.add_argument("--new-tokens", type=int, default=256)
-    parser.add_argument("--out", type=Path, help="JSON file")
+    parser.add_argument("--out", type=Path, help="JSON file; models that it knows are left out")
     options = parser.parse_args(argv)
     math, code = (read(path)[: options.num_problems] for path in (options.math, options.code))
-    results = {}
-    for name, model in models(options.model, options.adapter, options.tuned):
+    record = {"environment": environment(), "new_tokens": options.new_tokens, "results": {}}
+    if options.out and options.out.exists():
+        record = json.loads(options.out.read_text())
+        if record["new_tokens"] != options.new_tokens:
+            raise SystemExit(f"{options.out} has answers of {record['new_tokens']} tokens")
+    results = record["results"]
+    for name, model in models(options.model, options.adapter, options.tuned, results):
         tokenizer = AutoTokenizer.from_pretrained(options.model)
         results[name] = list(judge(model, tokenizer, math, code, options.new_tokens))
+        if options.out:
+            write_json(options.out, record)
     print(table(results))
-    if options.out:
-        facts = {"environment": environment(), "new_tokens": options.new_tokens}
-        write_json(options.out, {**facts, "results": results})
 
 
 def models(
-    base: str, adapters: Sequence[str], tuned: Sequence[str]
+    base: str, adapters: Sequence[str], tuned: Sequence[str], known: Container[str] = ()
 ) -> Iterator[tuple[str, PreTrainedModel]]:
-    """The base, and what each training made of it, by name.
+    """The base, and what each training made of it, by the last part of its name.
 
-    Adapters of the modes "gated" and "embeddings" change nothing that is answered, so they are
-    refused.
+    Those that are `known` are left out. Adapters of the modes "gated" and "embeddings" change
+    nothing that is answered, so they are refused.
     """
 
     def load(name: str) -> PreTrainedModel:
@@ -150,13 +154,13 @@ def models(
         mode = adapter.options.get("mode")
         if mode != "lora":
             raise SystemExit(f"{name} is of mode {mode!r}: its answers are those of the base")
-    yield base, load(base)
-    for name, adapter in loaded.items():
-        model = load(base)
-        merge_lora(model, adapter)
-        yield name, model
-    for name in tuned:
-        yield name, load(name)
+    for name in (base, *adapters, *tuned):
+        if Path(name).name in known:
+            continue
+        model = load(base if name in loaded else name)
+        if name in loaded:
+            merge_lora(model, loaded[name])
+        yield Path(name).name, model
 
 
 if __name__ == "__main__":

@@ -59,12 +59,13 @@ def calibrate_disco_command(  # noqa: PLR0913 - one parameter an option
     best = {found["best"], found["best_static"]}
     show_table(
         f"speed relative to drafts of {found['reference']} tokens",
-        ("", "median", "p20 - p80", "tau"),
+        ("", "median", "p20 - p80", "at one price a forward", "tau"),
         (
             (
                 f"{name} <" if name in best else name,
                 f"{row['ratio']:.2f}",
                 f"{row['ratio_p20']:.2f} - {row['ratio_p80']:.2f}",
+                f"{row['ratio_at_one_price']:.2f}",
                 f"{row['tau']:.2f}",
             )
             for name, row in found["table"].items()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from hf_spec.adapters.folder import load_adapter
 from hf_spec.bench.calibrate.disco import (
     calibrate_disco,
     check_prompts,
+    count_forwards,
     fastest,
     tabulate,
     validation_prompts,
@@ -94,6 +96,42 @@ def test_the_table_is_a_median_of_medians() -> None:
     assert (table["a"]["identical"], table["b"]["identical"]) == (False, True)
     assert fastest(table, ["a", "b"]) == "b"
     assert fastest(table, ["a"]) == "a"
+
+
+def test_forwards_at_one_price_do_not_feel_a_slow_moment() -> None:
+    def run(name: str, prompt: str, forwards: int, levels: int, slow: float = 1.0) -> Record:
+        stats = SpecStats([], draft_forwards=levels)
+        stats.verify_seconds, stats.draft_seconds = slow * forwards, slow * 0.1 * levels
+        return record(name, prompt, 0, slow, target_forwards=forwards, stats=stats)
+
+    records = [
+        run("reference", "p", 10, 50),
+        run("a", "p", 10, 10, slow=3.0),
+        run("b", "p", 5, 100),
+        run("reference", "q", 20, 100),
+        run("a", "q", 20, 20),
+        run("b", "q", 20, 0),
+    ]
+    table = count_forwards(records, {"b": "disco"})
+    assert table["reference"]["ratio_at_one_price"] == 1
+    assert table["a"]["ratio_at_one_price"] == pytest.approx(15 / 11)
+    # Over prompts the median of 1 and 1.5.
+    assert table["b"]["ratio_at_one_price"] == pytest.approx((15 / 15 + 30 / 20) / 2)
+
+
+@pytest.mark.parametrize(
+    ("judge", "figure"), [("time", "ratio"), ("forwards", "ratio_at_one_price")]
+)
+def test_the_judge_is_the_one_that_was_asked_for(tmp_path: Path, judge: Any, figure: str) -> None:
+    model = build("llama")
+    save_disco_adapter(tmp_path, model)
+    settings = replace(SETTINGS, judge=judge)
+    options = calibrate_disco(model, words(), tmp_path, PROMPTS, settings).options
+    found = options["calibration"]
+    assert found["judge"] == judge
+    for best, kind in ((found["best"], "threshold"), (found["best_static"], "static")):
+        mine = [name for name in found["table"] if name.startswith(kind)]
+        assert best == max(mine, key=lambda name: found["table"][name][figure])
 
 
 def test_only_prompts_that_were_held_back(tmp_path: Path) -> None:

@@ -77,10 +77,18 @@ def test_command(folder: Path, tmp_path: Path, capsys: Any, monkeypatch: Any) ->
         lambda model, tokenizer, prompt, new: said["text" if "Python" in prompt else "question"],
     )
     out = tmp_path / "quality.json"
-    main(["--model", str(folder), "--tuned", str(folder), "--num-problems", "2", "--out", str(out)])
-    assert capsys.readouterr().out.splitlines()[2:] == [f"| {folder} | 1 of 2 | 1 of 2 |"]
+    command = ["--model", str(folder), "--num-problems", "2", "--out", str(out)]
+    main(command)
+    rows = [f"| {folder.name} | 1 of 2 | 1 of 2 |"]
+    assert capsys.readouterr().out.splitlines()[2:] == rows
     (records,) = json.loads(out.read_text())["results"].values()
     assert [one["right"] for one in records] == [True, False, True, False]
+    # What the file knows is not asked again; what is new is added.
+    said.clear()
+    main([*command, "--tuned", str(folder)])
+    assert capsys.readouterr().out.splitlines()[2:] == rows
+    with pytest.raises(SystemExit, match="has answers of 256 tokens"):
+        main([*command, "--new-tokens", "5"])
 
 
 def test_a_model_answers(folder: Path, capsys: Any) -> None:
