@@ -16,6 +16,9 @@ from hf_spec.execution.layer_programs import LayerCall, LayerProgram
 from hf_spec.execution.layer_source import AttentionPlan
 from hf_spec.execution.layer_values import TOKENS
 
+# Bytes that a program may keep for its next call; longer prompts run as they come.
+MAX_SCRATCH = 32 << 20
+
 
 class BoundProgram:
     """Runs a program as one layer of a model; threads may share it.
@@ -74,9 +77,11 @@ class BoundProgram:
         return self._program.result(found)
 
     def _table(self, tokens: int) -> tuple[Any, list[Any]] | None:
-        """What the products read; None where something else than our kernel serves one of them."""
-        served = []
-        for product, plan in zip(self._products, self._program.source.products, strict=True):
+        """What products read; None where not all are our kernel's, or there are too many tokens."""
+        source, served = self._program.source, []
+        if tokens * source.scratch > MAX_SCRATCH:
+            return None
+        for product, plan in zip(self._products, source.products, strict=True):
             weight = served_weight(product, tokens * plan.rows)
             if weight is None:
                 return None

@@ -77,12 +77,14 @@ class LayerSource:
         products: in the order of its table.
         attention: None in a layer without any.
         outputs: shapes with `TOKENS` for the number of tokens, and dtypes.
+        scratch: bytes of memory that it takes for every token, and keeps for the next call.
     """
 
     text: str
     products: tuple[ProductPlan, ...]
     attention: AttentionPlan | None
     outputs: tuple[tuple[torch.Size, torch.dtype], ...]
+    scratch: int
 
 
 def layer_source(graph: fx.Graph) -> LayerSource:
@@ -104,7 +106,8 @@ def layer_source(graph: fx.Graph) -> LayerSource:
         elif node.op == "output":
             outputs = [writer.give_back(*given) for given in enumerate(node.args[0])]
     described = tuple((value.shape, value.dtype) for value in outputs)
-    return LayerSource(writer.text(), tuple(writer.products), writer.attention, described)
+    products = tuple(writer.products)
+    return LayerSource(writer.text(), products, writer.attention, described, writer.scratch)
 
 
 class _Writer:
@@ -400,6 +403,12 @@ class _Writer:
     def _use(self, used: Sequence[Leaf]) -> None:
         for leaf in used:
             self._arrays[leaf.array].used.add(len(self._parts) - 1)
+
+    @property
+    def scratch(self) -> int:
+        """See `LayerSource`."""
+        mine = (a for a in self._arrays.values() if a.by_token and not a.given and not a.is_local)
+        return sum(array.size * array.dtype.itemsize for array in mine)
 
     def text(self) -> str:
         """The whole program."""

@@ -15,6 +15,8 @@ from torch import Tensor
 import hf_spec
 from hf_spec.execution import bound_program
 from hf_spec.execution.bound_program import BoundProgram
+from hf_spec.execution.compiled_layers import CompiledLayers
+from hf_spec.execution.layer_programs import LayerProgram
 from hf_spec.execution.packed_copies import clear_cpu_packing, set_cpu_packing
 from hf_spec.execution.packed_products import rounded_rows
 from hf_spec.execution.runner import ModelRunner
@@ -89,6 +91,20 @@ def test_products_without_a_kernel_are_left_to_the_layers(
     ran.clear()
     torch.testing.assert_close(logits(target), before)
     assert not any(ran)
+
+
+def test_more_tokens_than_there_is_memory_for_are_left_to_the_layers(
+    target: Any, ran: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [program] = CompiledLayers.of(target).programs.values()
+    assert isinstance(program, LayerProgram)
+    runner = ModelRunner(target, 1)
+    monkeypatch.setattr(bound_program, "MAX_SCRATCH", 4 * program.source.scratch)
+    with torch.no_grad(), runner.active():
+        for tokens in (4, 4, 5):
+            tree = DraftTree.from_rows([([5] * tokens, list(range(-1, tokens - 1)))])
+            runner.forward(tree, [[5]])
+    assert ran == [False] * 3 + [True] * 3 + [False] * 3
 
 
 def test_threads_run_one_layer_on_pools_of_their_own(target: Any) -> None:

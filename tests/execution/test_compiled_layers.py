@@ -15,7 +15,8 @@ from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_hook
 
 import hf_spec
-from hf_spec.execution import compiled_layers, layer_programs
+from hf_spec import LookupConfig
+from hf_spec.execution import bound_program, compiled_layers, layer_programs
 from hf_spec.execution.compiled_layers import CompiledLayer, CompiledLayers
 from hf_spec.execution.layer_source import LayerSource, layer_source
 from hf_spec.execution.runner import ModelRunner
@@ -364,3 +365,19 @@ def test_what_cannot_become_a_program_is_no_warning(
             generate(target, "gpt_oss", spec_strategy="lookup")
     assert CompiledLayers.of(target).refused
     assert not caplog.messages
+
+
+def test_a_prompt_that_is_too_long_says_nothing_of_steps(
+    runs: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bound_program, "MAX_SCRATCH", 1 << 16)
+    target = model("llama")
+    CompiledLayers.of(target).mode = "on"
+    prompt = torch.randint(5, 90, (1, 200))
+    given = {"max_new_tokens": 4, "do_sample": False}
+    plain = target.generate(prompt, **given)
+    for _ in range(2):
+        found = target.generate(prompt, **given, spec_strategy=LookupConfig(max_draft_tokens=3))
+        assert torch.equal(found, plain)
+    assert runs
+    assert not CompiledLayers.of(target).refused
