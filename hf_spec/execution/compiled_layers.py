@@ -73,6 +73,25 @@ def programs_at_once() -> Iterator[None]:
         _switch.at_once = before
 
 
+class _Here(threading.local):
+    """Whether layers that this thread runs shall be as they are."""
+
+    as_they_are: bool = False
+
+
+_here = _Here()
+
+
+@contextmanager
+def layers_as_they_are() -> Iterator[None]:
+    """No layer that this thread runs inside the block runs as a program: hooks act in it."""
+    before, _here.as_they_are = _here.as_they_are, True
+    try:
+        yield
+    finally:
+        _here.as_they_are = before
+
+
 # What may be raised where a layer cannot be traced or compiled.
 REASONS = (
     AssertionError,
@@ -255,7 +274,7 @@ class CompiledLayer:
         """Run the layer, as a program where there is one."""
         # Accelerate's mixed precision begins inside the model's forward.
         other = torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
-        if other or not isinstance(kwargs.get("spec_step"), PackedStep):
+        if other or _here.as_they_are or not isinstance(kwargs.get("spec_step"), PackedStep):
             return self._plain(*args, **kwargs)
         call = LayerCall(args, kwargs)
         looks = call.looks

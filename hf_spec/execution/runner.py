@@ -21,7 +21,7 @@ from hf_spec.devices import transfer
 from hf_spec.devices.placement import execution_device
 from hf_spec.execution.alibi import tree_alibi
 from hf_spec.execution.attention import PackedAttention, PackedStep, takes_packed
-from hf_spec.execution.compiled_layers import CompiledLayers
+from hf_spec.execution.compiled_layers import CompiledLayers, layers_as_they_are
 from hf_spec.execution.cpu_linear import fast_cpu_linears, fast_products
 from hf_spec.execution.cross_attention import CrossAttention, decoding_parts, num_layers
 from hf_spec.execution.forward_output import ForwardOutput
@@ -278,7 +278,8 @@ class ModelRunner(RowStorage):
         with self._acting(tokens[None]) as acts, self._by_row(work, tree, inputs):
             if acts:
                 # Python decides there what the layers compute.
-                logits, *hidden = self._compute(self._graphs.put(tensors, step), step)
+                with layers_as_they_are():
+                    logits, *hidden = self._compute(self._graphs.put(tensors, step), step)
             else:
                 logits, *hidden = self._graphs.run(self._compute, tensors, step)
         # After the results of a graph come those of its padding.

@@ -21,6 +21,7 @@ from hf_spec.execution.compiled_layers import CompiledLayer, CompiledLayers
 from hf_spec.execution.layer_source import LayerSource, layer_source
 from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.tree import DraftTree
+from hf_spec.models.adaptive_tokens import AdaptiveTokens
 from tests import tiny_models
 from tests.compiler import needs_compiler
 
@@ -342,6 +343,27 @@ def test_those_of_what_drafts_do_too(strategy: str, eager: None, runs: list[Any]
         assert torch.equal(found, generate(target, "llama", "ragged"))
     assert runs
     assert not {one.layer for one in runs} & set(target.model.layers)
+
+
+@torch.no_grad()
+def test_a_lora_that_acts_on_adaptive_tokens_goes_on_acting(runs: list[Any]) -> None:
+    """Its hooks come when the layers have their programs already."""
+    target = model("llama")
+    tokens = AdaptiveTokens.from_adapter(tiny_models.random_adaptive_tokens(target), target)
+    found = []
+    for mode in ("off", "on"):
+        hf_spec.compile(target, mode)
+        runner, text = ModelRunner(target, 1, virtual_tokens=tokens), [5]
+        with runner.active():
+            for nodes in ([7], [7], [7, -1, -1]):
+                runs.clear()
+                tree = DraftTree.from_rows([(nodes, list(range(-1, len(nodes) - 1)))])
+                logits = runner.forward(tree, [[*text, 7]]).logits
+                runner.keep([[]])
+                text.append(7)
+                assert bool(runs) == (mode == "on" and nodes == [7] and len(text) > 2)
+        found.append(logits)
+    torch.testing.assert_close(found[1], found[0])
 
 
 def test_the_option_says_otherwise(eager: None, runs: list[Any]) -> None:
