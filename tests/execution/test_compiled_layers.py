@@ -21,7 +21,7 @@ from hf_spec.execution.compiled_layers import CompiledLayer, CompiledLayers
 from hf_spec.execution.layer_source import LayerSource, layer_source
 from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.tree import DraftTree
-from hf_spec.models.adaptive_tokens import AdaptiveTokens
+from hf_spec.models.adaptive_tokens import from_adapter
 from tests import tiny_models
 from tests.compiler import needs_compiler
 
@@ -349,7 +349,7 @@ def test_those_of_what_drafts_do_too(strategy: str, eager: None, runs: list[Any]
 def test_a_lora_that_acts_on_adaptive_tokens_goes_on_acting(runs: list[Any]) -> None:
     """Its hooks come when the layers have their programs already."""
     target = model("llama")
-    tokens = AdaptiveTokens.from_adapter(tiny_models.random_adaptive_tokens(target), target)
+    tokens = from_adapter(target, tiny_models.random_adaptive_tokens(target))
     found = []
     for mode in ("off", "on"):
         hf_spec.compile(target, mode)
