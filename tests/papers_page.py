@@ -131,9 +131,9 @@ The same, with forwards at one price:
 {disco_grid_counted}
 
 Time has {disco_best} in front, forwards {disco_best_counted};
-an earlier calibration on {earlier_prompts} prompts and two threads had {disco_best_earlier}. Each has
-a pair a few per cent in front, and each another one: twenty pairs differ by less than their spread
-over prompts. The shipped adapter keeps its values.
+an earlier calibration on {earlier_prompts} prompts and two threads had {disco_best_earlier}. Each
+has a pair a few per cent in front, and each another one: twenty pairs differ by less than their
+spread over prompts. The shipped adapter keeps its values.
 
 Without one of its features, and with labels that are the probability of acceptance (soft, the
 paper's total variation distance) or whether the likeliest token is right (hard); F1 at the
