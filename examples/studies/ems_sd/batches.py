@@ -7,7 +7,8 @@ leave prompts out: what a call for a single token takes is measured beside each,
 `--prompt-tokens` cuts all prompts to one length, so that none is padded; with `--left-padding`
 plain `generate()` also runs the same rows after so many places of padding, as it pads short prompts
 to long ones. (The engine drops padding.) The record is written after every batch, repetition by
-repetition, and a command that is given again goes on where it was. Run as
+repetition, and a command that is given again goes on where it was. `--processor-time` counts what
+the processor worked, for machines that have other work, too. Run as
 `python -m examples.studies.ems_sd.batches --help` says.
 """
 
@@ -200,7 +201,7 @@ def _further_left(batch: dict[str, Tensor], places: int) -> dict[str, Tensor]:
     return {name: F.pad(tensor, (places, 0)) for name, tensor in batch.items()}
 
 
-def _run(  # noqa: PLR0913 - what is run, how, and by which clock
+def _run(
     model: Any,
     method: Method,
     contender: str,
@@ -344,6 +345,8 @@ def gone_on(out: Path | None, facts: dict[str, Any]) -> list[BatchRecord]:
     earlier = json.loads(out.read_text())
     if earlier.get("extent") != facts["extent"]:
         raise SystemExit(f"{out} is of other batches; choose another --out")
+    if earlier.get("processor_time", False) != facts["processor_time"]:
+        raise SystemExit(f"{out} was timed with another clock; choose another --out")
     return [BatchRecord(**record) for record in earlier["records"]]
 
 
