@@ -7,7 +7,8 @@ leave prompts out: what a call for a single token takes is measured beside each,
 `--prompt-tokens` cuts all prompts to one length, so that none is padded; with `--left-padding`
 plain `generate()` also runs the same rows after so many places of padding, as it pads short prompts
 to long ones. (The engine drops padding.) The record is written after every batch, repetition by
-repetition, and a command that is given again goes on where it was. Run as
+repetition, and a command that is given again goes on where it was. `--processor-time` counts what
+the processor worked, for machines that have other work, too. Run as
 `python -m examples.studies.ems_sd.batches --help` says.
 """
 
@@ -153,6 +154,7 @@ def time_batches(  # noqa: PLR0913 - what is timed, on what, and how
     extent: Extent,
     progress: Callable[[], None] = lambda: None,
     known: Sequence[BatchRecord] = (),
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[list[BatchRecord]]:
     """Time every contender on every batch, all batches once before any is repeated.
 
@@ -164,6 +166,7 @@ def time_batches(  # noqa: PLR0913 - what is timed, on what, and how
         extent: how much.
         progress: called after every generation.
         known: records of batches that need not be timed again.
+        clock: what is read before and after every generation.
 
     Yields:
         Batch by batch, one record per contender. Before the first one every contender of each
@@ -176,7 +179,7 @@ def time_batches(  # noqa: PLR0913 - what is timed, on what, and how
             raise SystemExit(f"no prompt has {length} tokens")
     done = {(one.method, one.batch_size, one.batch, one.repeat) for one in known}
     for method, contender in product(methods, CONTENDERS):
-        _run(model, method, contender, left_padded(texts[:2]), min(extent.new_tokens, 8))
+        _run(model, method, contender, left_padded(texts[:2]), min(extent.new_tokens, 8), clock)
     places = product(range(extent.repeats), range(extent.num_batches), extent.batch_sizes, methods)
     for repeat, number, size, method in places:
         if (method.name, size, number, repeat) in done:
@@ -187,8 +190,8 @@ def time_batches(  # noqa: PLR0913 - what is timed, on what, and how
         runs = {}
         for contender in (*extent.contenders[turn:], *extent.contenders[:turn]):
             given = _further_left(batch, extent.left_padding) if contender == LEFT else batch
-            whole = _run(model, method, contender, given, extent.new_tokens)
-            runs[contender] = whole, _run(model, method, contender, given, 1)
+            whole = _run(model, method, contender, given, extent.new_tokens, clock)
+            runs[contender] = whole, _run(model, method, contender, given, 1, clock)
             progress()
         yield _records(method.name, runs, size, number, repeat)
 
@@ -199,7 +202,12 @@ def _further_left(batch: dict[str, Tensor], places: int) -> dict[str, Tensor]:
 
 
 def _run(
-    model: Any, method: Method, contender: str, batch: dict[str, Tensor], new_tokens: int
+    model: Any,
+    method: Method,
+    contender: str,
+    batch: dict[str, Tensor],
+    new_tokens: int,
+    clock: Callable[[], float],
 ) -> _Run:
     counted = 0
 
@@ -216,7 +224,8 @@ def _run(
     # model may share the target's embedding, so this cannot count for the others.)
     handle = model.get_input_embeddings().register_forward_pre_hook(count)
     try:
-        output, seconds = timed(partial(model.generate, **call, return_dict_in_generate=True))
+        generate = partial(model.generate, **call, return_dict_in_generate=True)
+        output, seconds = timed(generate, clock)
     finally:
         handle.remove()
     stats = getattr(output, "spec_stats", None)
@@ -284,6 +293,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--cpu-packing", choices=MODES, default="auto")
     parser.add_argument("--out", type=Path, help="JSON file, gone on with if there")
     parser.add_argument("--seconds", type=float, help="begin no further batch after these")
+    parser.add_argument(
+        "--processor-time", action="store_true", help="count processor seconds, not those that pass"
+    )
     parser.add_argument("--plot", type=Path, help="image file")
     options = parser.parse_args(argv)
     set_cpu_packing(options.cpu_packing)
@@ -294,6 +306,7 @@ def main(argv: list[str] | None = None) -> None:
         "command": "python -m examples.studies.ems_sd.batches "
         + " ".join(argv if argv is not None else sys.argv[1:]),
         "environment": environment(),
+        "processor_time": options.processor_time,
         "caps": CAPS,
     }
     extent = Extent(
@@ -309,8 +322,9 @@ def main(argv: list[str] | None = None) -> None:
     records = gone_on(options.out, facts)
     end = time.monotonic() + (options.seconds or float("inf"))
     with tqdm(total=extent.num_runs(methods), initial=len(records), disable=None) as bar:
+        clock = time.process_time if options.processor_time else time.perf_counter
         timed_batches = time_batches(
-            model, tokenizer, methods, prompts, extent, bar.update, list(records)
+            model, tokenizer, methods, prompts, extent, bar.update, list(records), clock
         )
         for newest in timed_batches:
             records += newest
@@ -331,6 +345,8 @@ def gone_on(out: Path | None, facts: dict[str, Any]) -> list[BatchRecord]:
     earlier = json.loads(out.read_text())
     if earlier.get("extent") != facts["extent"]:
         raise SystemExit(f"{out} is of other batches; choose another --out")
+    if earlier.get("processor_time", False) != facts["processor_time"]:
+        raise SystemExit(f"{out} was timed with another clock; choose another --out")
     return [BatchRecord(**record) for record in earlier["records"]]
 
 

@@ -134,6 +134,15 @@ def test_the_judge_is_the_one_that_was_asked_for(tmp_path: Path, judge: Any, fig
         assert best == max(mine, key=lambda name: found["table"][name][figure])
 
 
+def test_no_further_prompt_is_begun_when_the_time_is_up(tmp_path: Path) -> None:
+    model = build("llama")
+    save_disco_adapter(tmp_path, model)
+    settings = replace(SETTINGS, seconds=1e-6)
+    found = calibrate_disco(model, words(), tmp_path, PROMPTS, settings).options["calibration"]
+    assert found["prompts"] == ["v0"]
+    assert len(found["table"]) == SETTINGS.num_ways
+
+
 def test_only_prompts_that_were_held_back(tmp_path: Path) -> None:
     save_disco_adapter(tmp_path, build("llama"), validation_prompts=["v1", "v7"])
     adapter = load_adapter(tmp_path)

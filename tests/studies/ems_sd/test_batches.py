@@ -171,3 +171,16 @@ def test_a_stopped_command_goes_on(
     assert [r["repeat"] for r in found] == sorted(r["repeat"] for r in found)
     with pytest.raises(SystemExit, match="is of other batches"):
         batches.main([*command.split(), "--prompt-tokens", "3"])
+    with pytest.raises(SystemExit, match="with another clock"):
+        batches.main([*command.split(), "--processor-time"])
+
+
+def test_the_clock_is_the_one_that_is_given(model: Any, tokenizer: Any) -> None:
+    prompts = [Prompt("a", "text", ("one two three one two",))]
+    ticks = iter(range(10_000))
+    method = Method("lookup", LOOKUP)
+    (records,) = time_batches(
+        model, tokenizer, [method], prompts, Extent((1,), 1, 6, 1), clock=lambda: next(ticks)
+    )
+    assert {record.seconds for record in records} == {1}
+    assert {record.prompt_seconds for record in records} == {1}
