@@ -136,10 +136,9 @@ class CompiledLayers:
     @property
     def wanted(self) -> bool:
         """Whether layers run as programs now, as far as they can."""
-        if _switch.at_once and self.mode == "auto":
-            self.calls = max(self.calls, WORTH)
         worth = WORTH_LATER if _has_traced.is_set() else WORTH
-        return self.mode == "on" or (self.mode == "auto" and self.calls >= worth)
+        often = _switch.at_once or self.calls >= worth
+        return self.mode == "on" or (self.mode == "auto" and often)
 
     @contextmanager
     def active(self, model: nn.Module) -> Iterator[Watch]:
@@ -224,8 +223,12 @@ class Watch:
             def make(fresh: list[nn.Module]) -> dict[nn.Module, CompiledLayer]:
                 return {layer: known[layer] for layer in fresh if known[layer].begin(configs)}
 
+            for layer in owner.layers:
+                self._stack.callback(layer.end)
             self._stack.enter_context(_forwards.lent(known, make))
             self._has_lent = True
+            # What has programs once goes on with them.
+            owner.calls = max(owner.calls, WORTH)
 
 
 class CompiledLayer:
@@ -253,7 +256,7 @@ class CompiledLayer:
         """Try the calls again that run as they are."""
         for kind in [kind for kind, same in self._tried.items() if not same]:
             del self._tried[kind]
-        self._bound.clear()
+        self._bound = {}
 
     def begin(self, configs: dict[int, object]) -> bool:
         """Take the layer as it is now; False if it cannot be compiled. `configs`: see `kind_of`."""
@@ -266,9 +269,13 @@ class CompiledLayer:
         if kind != self._kind:
             self._kind = kind
             self._tried.clear()
-        self._programs.clear()
-        self._bound.clear()
+        self.end()
         return True
+
+    def end(self) -> None:
+        """Forget the weights, which others may want to free; a block under way finds them again."""
+        # Other threads may be reading these: they are replaced, never cleared.
+        self._programs, self._bound = {}, {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer, as a program where there is one."""
@@ -277,15 +284,15 @@ class CompiledLayer:
         if other or _here.as_they_are or not isinstance(kwargs.get("spec_step"), PackedStep):
             return self._plain(*args, **kwargs)
         call = LayerCall(args, kwargs)
-        looks = call.looks
-        if looks not in self._bound:
+        looks, bound = call.looks, self._bound
+        if looks not in bound:
             if call.num_tokens > MAX_TOKENS:
                 return self._plain(*args, **kwargs)
             kind = call.kind(), call.num_tokens == 1
             if kind not in self._tried:
                 return self._try(kind, call)
-            self._bound[looks] = self._bind(call) if self._tried[kind] else None
-        program = self._bound[looks]
+            bound[looks] = self._bind(call) if self._tried[kind] else None
+        program = bound[looks]
         result = None if program is None else self._run(program, call, kwargs["spec_step"])
         return self._plain(*args, **kwargs) if result is None else result
 
@@ -319,12 +326,12 @@ class CompiledLayer:
 
     def _bind(self, call: LayerCall) -> BoundProgram:
         """The program of such calls with the weights of this layer."""
-        kind = call.kind()
-        if kind not in self._programs:
+        kind, programs = call.kind(), self._programs
+        if kind not in programs:
             program = self._owner.program(self.layer, self._kind, self._weights, call)
             linears = linears_of(self.layer)
-            self._programs[kind] = BoundProgram(program, self._weights, linears, self._attention)
-        return self._programs[kind]
+            programs[kind] = BoundProgram(program, self._weights, linears, self._attention)
+        return programs[kind]
 
 
 def _obstacle(layer: nn.Module) -> str | None:

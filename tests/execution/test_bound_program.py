@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +19,7 @@ from hf_spec.execution import bound_program
 from hf_spec.execution.bound_program import BoundProgram
 from hf_spec.execution.compiled_layers import CompiledLayers
 from hf_spec.execution.layer_programs import LayerProgram
-from hf_spec.execution.packed_copies import clear_cpu_packing, set_cpu_packing
+from hf_spec.execution.packed_copies import clear_cpu_packing, copies_of, set_cpu_packing
 from hf_spec.execution.packed_products import rounded_rows
 from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.tree import DraftTree
@@ -124,16 +126,31 @@ def test_threads_run_one_layer_on_pools_of_their_own(target: Any) -> None:
     assert all(map(torch.equal, found, plain))
 
 
+def wide_model() -> Any:
+    """One with weights that are worth packing."""
+    torch.manual_seed(0)
+    llama = tiny_models.build("llama")
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+    return type(llama)(type(llama.config)(**llama.config.to_dict() | sizes)).eval()
+
+
+def test_packed_weights_are_held_by_calls_alone() -> None:
+    model = wide_model()
+    hf_spec.compile(model)
+    given = {"input_ids": torch.tensor([[5, 6, 7]]), "max_new_tokens": 4, "do_sample": False}
+    model.generate(**given, spec_strategy="none")
+    copies = copies_of(model.model.layers[0].mlp.up_proj.weight)
+    assert copies is not None
+    held = weakref.ref(copies.exact)
+    del copies
+    clear_cpu_packing()
+    gc.collect()
+    assert held() is None
+
+
 def test_drafts_read_weights_that_were_rounded_for_them() -> None:
     """Tables are apart for those who may and those who may not."""
-    torch.manual_seed(0)
-    wide = tiny_models.build("llama").config.to_dict() | {
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "head_dim": 64,
-    }
-    model: Any = type(tiny_models.build("llama"))(type(tiny_models.build("llama").config)(**wide))
-    model.eval()
+    model = wide_model()
     hf_spec.compile(model)
     exact = ModelRunner(model, 1)
     drafting = ModelRunner(model, 1)
