@@ -2,6 +2,7 @@
 
 from hf_spec import strategies
 from hf_spec.adapters.folder import SpecAdapter
+from hf_spec.cpu.packed_copies import clear_cpu_packing, cpu_packing_bytes, set_cpu_packing
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.streaming import BatchStreamer, BatchTextStreamer
@@ -9,7 +10,6 @@ from hf_spec.drafting.config import StrategyConfig
 from hf_spec.drafting.lookup_store import LookupStore
 from hf_spec.errors import AssistantError, HubError, OptionError, SpecError, UnsupportedError
 from hf_spec.execution.forward_output import ForwardOutput
-from hf_spec.execution.packed_copies import clear_cpu_packing, cpu_packing_bytes, set_cpu_packing
 from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.step_graphs import set_cuda_graphs
 from hf_spec.execution.tree import DraftTree, Verdict

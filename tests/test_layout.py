@@ -27,6 +27,7 @@ ROOMS = (
     "adapters",
     "decoding",
     "execution",
+    "cpu",
     "devices",
     "data",
 )

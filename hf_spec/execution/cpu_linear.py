@@ -30,15 +30,15 @@ from hf_spec_kernels.packed_linear import PackedWeight
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_spec.execution.own_forwards import OwnForwards
-from hf_spec.execution.packed_copies import Copies, copies_of, make_copies
-from hf_spec.execution.packed_products import (
+from hf_spec.cpu.packed_copies import Copies, copies_of, make_copies
+from hf_spec.cpu.packed_products import (
     Packed,
     packed_product,
     padded_product,
     rounded_rows,
     rounding_pays,
 )
+from hf_spec.execution.own_forwards import OwnForwards
 
 # With fewer elements the packed call costs more than it saves (measured, break-even at 256 x 256).
 MIN_WEIGHT_ELEMENTS = 1 << 16

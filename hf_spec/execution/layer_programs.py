@@ -25,9 +25,9 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig
 
+from hf_spec.cpu.layer_source import LayerSource, layer_source
+from hf_spec.cpu.layer_values import SourceError
 from hf_spec.execution.attention import PackedStep, TracedStep
-from hf_spec.execution.layer_source import LayerSource, layer_source
-from hf_spec.execution.layer_values import SourceError
 
 PLAIN = (bool, int, float, str, type(None))
 # Of a step, and of a prompt that runs at once; more run as they come.

@@ -15,12 +15,12 @@ from hf_spec_kernels import using
 from torch import Tensor
 
 import hf_spec
+from hf_spec.cpu.packed_copies import clear_cpu_packing, copies_of, set_cpu_packing
+from hf_spec.cpu.packed_products import rounded_rows
 from hf_spec.execution import bound_program
 from hf_spec.execution.bound_program import BoundProgram
 from hf_spec.execution.compiled_layers import CompiledLayers
 from hf_spec.execution.layer_programs import LayerProgram
-from hf_spec.execution.packed_copies import clear_cpu_packing, copies_of, set_cpu_packing
-from hf_spec.execution.packed_products import rounded_rows
 from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.tree import DraftTree
 from tests import tiny_models

@@ -16,9 +16,13 @@ from torch.nn.modules.module import register_module_forward_hook
 
 import hf_spec
 from hf_spec import LookupConfig
+from hf_spec.cpu.layer_source import LayerSource, layer_source
 from hf_spec.execution import bound_program, compiled_layers, layer_programs
-from hf_spec.execution.compiled_layers import CompiledLayer, CompiledLayers
-from hf_spec.execution.layer_source import LayerSource, layer_source
+from hf_spec.execution.compiled_layers import (
+    CompiledLayer,
+    CompiledLayers,
+    programs_at_once,
+)
 from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.tree import DraftTree
 from hf_spec.models.adaptive_tokens import from_adapter
@@ -364,6 +368,16 @@ def test_a_lora_that_acts_on_adaptive_tokens_goes_on_acting(runs: list[Any]) -> 
                 assert bool(runs) == (mode == "on" and nodes == [7])
         found.append(logits)
     torch.testing.assert_close(found[1], found[0])
+
+
+def test_a_warm_up_makes_them_at_once(runs: list[Any]) -> None:
+    target = model("llama")
+    with programs_at_once():
+        generate(target, "llama", spec_strategy="none")
+    assert runs
+    runs.clear()
+    generate(target, "llama", spec_strategy="none")
+    assert len(runs) >= 3 * 9, "and they stay"
 
 
 def test_the_option_says_otherwise(eager: None, runs: list[Any]) -> None:

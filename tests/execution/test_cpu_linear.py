@@ -14,15 +14,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
 
-from hf_spec.execution import cpu_linear, packed_copies, packed_products
-from hf_spec.execution.cpu_linear import fast_cpu_linears, fast_products, served_weight
-from hf_spec.execution.packed_copies import (
+from hf_spec.cpu import packed_copies, packed_products
+from hf_spec.cpu.packed_copies import (
     Copies,
     clear_cpu_packing,
     cpu_packing_bytes,
     set_cpu_packing,
 )
-from hf_spec.execution.packed_products import EVERY_ROW, NO_LIMIT, Rows, form_of, pack
+from hf_spec.cpu.packed_products import EVERY_ROW, NO_LIMIT, Rows, form_of, pack
+from hf_spec.execution import cpu_linear
+from hf_spec.execution.cpu_linear import fast_cpu_linears, fast_products, served_weight
 from tests import tiny_models
 from tests.compiler import needs_compiler
 from tests.tied_linears import WIDTH, Tied, assert_same, run, run_fast

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from hf_spec.cpu.layer_values import SourceError
 from hf_spec.execution.layer_programs import LayerCall, compile_layer, kind_of, tensors_of
-from hf_spec.execution.layer_values import SourceError
 from tests import tiny_models
 from tests.compiler import needs_compiler
 

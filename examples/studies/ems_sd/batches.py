@@ -33,10 +33,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.studies.ems_sd.batch_report import markdown, plot, summary
 from hf_spec.bench.timing import timed
+from hf_spec.cpu.packed_copies import MODES, set_cpu_packing
 from hf_spec.data.machine import environment
 from hf_spec.data.prompts import Prompt, left_padded, load_prompts
 from hf_spec.drafting.config import StrategyConfig
-from hf_spec.execution.packed_copies import MODES, set_cpu_packing
 from hf_spec.files import write_json
 from hf_spec.outputs import SpecStats
 from hf_spec.strategies import DraftConfig, LookupConfig

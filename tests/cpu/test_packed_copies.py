@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_spec.errors import OptionError
-from hf_spec.execution import packed_copies, packed_products
-from hf_spec.execution.cpu_linear import fast_cpu_linears
-from hf_spec.execution.packed_copies import (
+from hf_spec.cpu import packed_copies, packed_products
+from hf_spec.cpu.packed_copies import (
     clear_cpu_packing,
     copies_of,
     cpu_packing_bytes,
     set_cpu_packing,
 )
-from hf_spec.execution.packed_products import served
+from hf_spec.cpu.packed_products import served
+from hf_spec.errors import OptionError
+from hf_spec.execution.cpu_linear import fast_cpu_linears
 from tests.tied_linears import WIDTH, Tied, assert_same, run, run_fast
 
 

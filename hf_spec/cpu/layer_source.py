@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from hf_spec.execution.layer_values import (
+from hf_spec.cpu.layer_values import (
     ELEMENTWISE,
     TOKENS,
     TYPES,

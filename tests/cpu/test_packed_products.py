@@ -11,10 +11,9 @@ from hf_spec_kernels.packed_linear import BuildError, PackedWeight
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_spec.execution import packed_products
-from hf_spec.execution.cpu_linear import fast_cpu_linears, fast_products
-from hf_spec.execution.packed_copies import clear_cpu_packing, cpu_packing_bytes
-from hf_spec.execution.packed_products import (
+from hf_spec.cpu import packed_products
+from hf_spec.cpu.packed_copies import clear_cpu_packing, cpu_packing_bytes
+from hf_spec.cpu.packed_products import (
     NO_LIMIT,
     ONEDNN,
     OWN,
@@ -26,6 +25,7 @@ from hf_spec.execution.packed_products import (
     padded_product,
     served_rows,
 )
+from hf_spec.execution.cpu_linear import fast_cpu_linears, fast_products
 from tests.compiler import needs_compiler
 
 WIDTH = 256

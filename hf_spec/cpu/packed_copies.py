@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hf_spec.errors import OptionError
-from hf_spec.execution.packed_products import (
+from hf_spec.cpu.packed_products import (
     EVERY_ROW,
     Packed,
     Rows,
@@ -27,6 +26,7 @@ from hf_spec.execution.packed_products import (
     pack_rounded,
     served_rows,
 )
+from hf_spec.errors import OptionError
 
 logger = logging.getLogger(__name__)
 
