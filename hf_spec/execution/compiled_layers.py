@@ -15,8 +15,8 @@ import logging
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -55,41 +55,34 @@ WORTH, WORTH_LATER = 10_000, 2_000
 STEP_TOKENS = 64
 
 
-@dataclass
-class _Switch:
-    at_once: bool = False
-
-
-_switch = _Switch()
-
-
-@contextmanager
-def programs_at_once() -> Iterator[None]:
-    """What runs inside the block is taken to run often: a warm-up of what will be timed."""
-    before, _switch.at_once = _switch.at_once, True
-    try:
-        yield
-    finally:
-        _switch.at_once = before
-
-
 class _Here(threading.local):
-    """Whether layers that this thread runs shall be as they are."""
+    """What holds for the layers that this thread runs, see the functions of these names."""
 
-    as_they_are: bool = False
+    programs_at_once: bool = False
+    layers_as_they_are: bool = False
 
 
 _here = _Here()
 
 
 @contextmanager
-def layers_as_they_are() -> Iterator[None]:
-    """No layer that this thread runs inside the block runs as a program: hooks act in it."""
-    before, _here.as_they_are = _here.as_they_are, True
+def _holding(name: str) -> Iterator[None]:
+    before = getattr(_here, name)
+    setattr(_here, name, True)
     try:
         yield
     finally:
-        _here.as_they_are = before
+        setattr(_here, name, before)
+
+
+def programs_at_once() -> AbstractContextManager[None]:
+    """What this thread runs inside the block is taken to run often: a warm-up before timing."""
+    return _holding("programs_at_once")
+
+
+def layers_as_they_are() -> AbstractContextManager[None]:
+    """No layer that this thread runs inside the block runs as a program: hooks act in it."""
+    return _holding("layers_as_they_are")
 
 
 # What may be raised where a layer cannot be traced or compiled.
@@ -137,7 +130,7 @@ class CompiledLayers:
     def wanted(self) -> bool:
         """Whether layers run as programs now, as far as they can."""
         worth = WORTH_LATER if _has_traced.is_set() else WORTH
-        often = _switch.at_once or self.calls >= worth
+        often = _here.programs_at_once or self.calls >= worth
         return self.mode == "on" or (self.mode == "auto" and often)
 
     @contextmanager
@@ -281,7 +274,7 @@ class CompiledLayer:
         """Run the layer, as a program where there is one."""
         # Accelerate's mixed precision begins inside the model's forward.
         other = torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
-        if other or _here.as_they_are or not isinstance(kwargs.get("spec_step"), PackedStep):
+        if other or _here.layers_as_they_are or not isinstance(kwargs.get("spec_step"), PackedStep):
             return self._plain(*args, **kwargs)
         call = LayerCall(args, kwargs)
         looks, bound = call.looks, self._bound

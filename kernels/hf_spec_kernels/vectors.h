@@ -125,7 +125,18 @@ inline Floats sums_of(Floats* vectors) {
     return vectors[0];
 }
 
-// e to the power of numbers that are not positive, by Cephes' polynomial; NaN stays NaN.
+// e to the power of small numbers, one or a vector of them, by Cephes' polynomial.
+template <typename Number>
+inline Number small_exp_of(Number x) {
+    Number y = x * 1.9875691500e-4f + 1.3981999507e-3f;
+    y = y * x + 8.3334519073e-3f;
+    y = y * x + 4.1665795894e-2f;
+    y = y * x + 1.6666665459e-1f;
+    y = y * x + 5.0000001201e-1f;
+    return y * x * x + x + 1.0f;
+}
+
+// e to the power of numbers that are not positive; NaN stays NaN.
 inline Floats exp_of(Floats x) {
     constexpr float LEAST = -87.0f, MAGIC = 12582912.0f;  // 1.5 * 2^23: adding it rounds
     const Ints too_small = x < LEAST;
@@ -133,12 +144,7 @@ inline Floats exp_of(Floats x) {
     const Floats shifted = x * 1.44269504088896341f + MAGIC;
     const Floats power = shifted - MAGIC;
     x = x - power * 0.693359375f + power * 2.12194440e-4f;
-    Floats y = x * 1.9875691500e-4f + 1.3981999507e-3f;
-    y = y * x + 8.3334519073e-3f;
-    y = y * x + 4.1665795894e-2f;
-    y = y * x + 1.6666665459e-1f;
-    y = y * x + 5.0000001201e-1f;
-    y = y * x * x + x + 1.0f;
+    const Floats y = small_exp_of(x);
     const Ints exponent = (reinterpret_cast<Ints>(shifted) - 0x4b400000 + 127) << 23;
     return too_small ? Floats{} : y * reinterpret_cast<Floats>(exponent);
 }

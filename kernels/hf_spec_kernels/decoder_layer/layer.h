@@ -54,25 +54,19 @@ inline float square(float x) { return x * x; }
 
 inline float cube(float x) { return x * x * x; }
 
-// e to the power of x, by Cephes' polynomial, without a branch.
+// e to the power of x, without a branch.
 inline float exp_of(float x) {
     constexpr float MAGIC = 12582912.0f;  // 1.5 * 2^23: adding it rounds
     const float limited = x < -87.0f ? -87.0f : (x > 88.0f ? 88.0f : x);
     const float shifted = limited * 1.44269504088896341f + MAGIC;
     const float power = shifted - MAGIC;
     const float r = limited - power * 0.693359375f + power * 2.12194440e-4f;
-    float y = r * 1.9875691500e-4f + 1.3981999507e-3f;
-    y = y * r + 8.3334519073e-3f;
-    y = y * r + 4.1665795894e-2f;
-    y = y * r + 1.6666665459e-1f;
-    y = y * r + 5.0000001201e-1f;
-    y = y * r * r + r + 1.0f;
     int32_t bits;
     std::memcpy(&bits, &shifted, sizeof bits);
     const int32_t exponent = (bits - 0x4b400000 + 127) << 23;
     float scale;
     std::memcpy(&scale, &exponent, sizeof scale);
-    const float found = x < -87.0f ? 0.0f : (x > 88.0f ? INFINITY : y * scale);
+    const float found = x < -87.0f ? 0.0f : (x > 88.0f ? INFINITY : small_exp_of(r) * scale);
     return x != x ? x : found;
 }
 
