@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hf_spec.cpu import packed_products
+from hf_spec.cpu.packed_copies import clear_cpu_packing, set_cpu_packing
 from hf_spec.execution.cpu_linear import fast_cpu_linears, fast_products
 
 WIDTH = 256
+
+
+@contextmanager
+def nothing_packed() -> Iterator[None]:
+    """Before and after the block nothing is packed, and nothing timed after it."""
+    set_cpu_packing("auto")
+    clear_cpu_packing()
+    yield
+    set_cpu_packing("auto")
+    clear_cpu_packing()
+    packed_products.served.clear()
+    packed_products._most_rows.cache_clear()
 
 
 class Tied(nn.Module):

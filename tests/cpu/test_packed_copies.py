@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_spec.cpu import packed_copies, packed_products
+from hf_spec.cpu import packed_copies
 from hf_spec.cpu.packed_copies import (
     clear_cpu_packing,
     copies_of,
@@ -21,17 +21,13 @@ from hf_spec.cpu.packed_copies import (
 from hf_spec.cpu.packed_products import served
 from hf_spec.errors import OptionError
 from hf_spec.execution.cpu_linear import fast_cpu_linears
-from tests.tied_linears import WIDTH, Tied, assert_same, run, run_fast
+from tests.tied_linears import WIDTH, Tied, assert_same, nothing_packed, run, run_fast
 
 
 @pytest.fixture(autouse=True)
 def clean_store() -> Iterator[None]:
-    clear_cpu_packing()
-    yield
-    set_cpu_packing("auto")
-    clear_cpu_packing()
-    packed_products.served.clear()
-    packed_products._most_rows.cache_clear()
+    with nothing_packed():
+        yield
 
 
 @pytest.fixture

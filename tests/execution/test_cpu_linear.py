@@ -26,7 +26,7 @@ from hf_spec.execution import cpu_linear
 from hf_spec.execution.cpu_linear import fast_cpu_linears, fast_products, served_weight
 from tests import tiny_models
 from tests.compiler import needs_compiler
-from tests.tied_linears import WIDTH, Tied, assert_same, run, run_fast
+from tests.tied_linears import WIDTH, Tied, assert_same, nothing_packed, run, run_fast
 
 # Few rows, the edges of the transposed form, a prompt.
 ROWS = (0, 1, 2, 3, 4, 16, 48, 49, 64, 300)
@@ -40,13 +40,8 @@ def patched(model: nn.Module) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def clean_store() -> Iterator[None]:
-    set_cpu_packing("auto")
-    clear_cpu_packing()
-    yield
-    set_cpu_packing("auto")
-    clear_cpu_packing()
-    packed_products.served.clear()
-    packed_products._most_rows.cache_clear()
+    with nothing_packed():
+        yield
     assert not cpu_linear._forwards._given
 
 
