@@ -29,6 +29,9 @@ class NoDrafter(Drafter):
 
 
 def _make_drafter(config: NoneConfig, target: PreTrainedModel, assistant: object) -> NoDrafter:
+    # One that watches a generation, say to keep its hidden states.
+    if isinstance(assistant, NoDrafter):
+        return assistant
     if assistant is not None:
         raise AssistantError("spec_strategy='none' drafts nothing; leave assistant= away")
     return NoDrafter()

@@ -124,17 +124,34 @@ def stored(
     for index, start in enumerate(tqdm(starts, desc=name, disable=None)):
         shard = responses[start : start + SHARD_RESPONSES]
         digests = [_digest(response) for response in shard]
-        path = folder / f"{name.replace(' ', '-')}-{index:05d}.safetensors"
+        path = _shard(folder, name, index)
         known = _check(path, facts, digests) if path.exists() else 0
         if known < len(shard):
             with torch.inference_mode():
                 tensors = compute(shard)
-            with written_whole(path) as part:
-                save_file(tensors, part, metadata={**facts, "answers": json.dumps(digests)})
+            write_shard(folder, name, index, shard, facts, tensors)
         lengths = [length(response) for response in shard]
         columns = {key: tensor.split(lengths) for key, tensor in load_file(path).items()}
         for place, response in enumerate(shard):
             yield response, {key: column[place] for key, column in columns.items()}
+
+
+def write_shard(
+    folder: Path,
+    name: str,
+    index: int,
+    responses: Sequence[Response],
+    facts: dict[str, str],
+    tensors: dict[str, Tensor],
+) -> None:
+    """Write one file of `stored`: what was computed of up to 256 answers, from 256 * `index` on."""
+    digests = json.dumps([_digest(response) for response in responses])
+    with written_whole(_shard(folder, name, index)) as part:
+        save_file(tensors, part, metadata={**facts, "answers": digests})
+
+
+def _shard(folder: Path, name: str, index: int) -> Path:
+    return folder / f"{name.replace(' ', '-')}-{index:05d}.safetensors"
 
 
 def _check(path: Path, facts: dict[str, str], digests: Sequence[str]) -> int:

@@ -26,6 +26,8 @@ from hf_spec.training.responses import Response
 BYTES = 2  # of a bfloat16
 # The hidden state after the final norm.
 LAST = (-1,)
+# Of the files of features, and of the tensor in each.
+FEATURES = "features"
 
 
 @dataclass(frozen=True)
@@ -106,11 +108,16 @@ def stored_texts(
             for batch in batches
             for states in text_features(model, batch, layers)
         ]
-        return {"features": torch.cat(parts)}
+        return {FEATURES: torch.cat(parts)}
 
-    facts = {**known_target(model), "layers": " ".join(map(str, layers))}
-    passes = stored(folder, "features", responses, facts, compute, num_features)
-    return [Text(response, found["features"]) for response, found in passes]
+    facts = feature_facts(model, layers)
+    passes = stored(folder, FEATURES, responses, facts, compute, num_features)
+    return [Text(response, found[FEATURES]) for response, found in passes]
+
+
+def feature_facts(model: PreTrainedModel, layers: Sequence[int]) -> dict[str, str]:
+    """What features depend on beside the answers."""
+    return {**known_target(model), "layers": " ".join(map(str, layers))}
 
 
 def in_words(size: int) -> str:

@@ -11,6 +11,7 @@ stopped.
 from __future__ import annotations
 
 import json
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -27,7 +28,7 @@ from hf_spec.data.prompts import Prompt
 from hf_spec.errors import OptionError
 from hf_spec.files import resume_lines
 from hf_spec.models.draft_head import frequent_tokens
-from hf_spec.strategies import NoneConfig
+from hf_spec.strategies.none import NoDrafter, NoneConfig
 from hf_spec.training.settings import BATCH_SIZE, ResponseSettings
 
 FORMAT = "hf_spec.responses"
@@ -52,6 +53,17 @@ class Response:
         return len(self.prompt) + len(self.response)
 
 
+class Recorder(NoDrafter):
+    """Watches generations without drafts."""
+
+    @abstractmethod
+    def keep(self, answers: Sequence[Response], first: int) -> None:
+        """Keep what was seen of the newest generation, whose rows became these `answers`.
+
+        `first` is the place of the first one in its file of answers.
+        """
+
+
 def generate_responses(  # noqa: PLR0913 - what is answered, where, how, and who is told
     model: PreTrainedModel,
     tokenizer: Any,
@@ -60,12 +72,13 @@ def generate_responses(  # noqa: PLR0913 - what is answered, where, how, and who
     settings: ResponseSettings,
     batch_size: int = BATCH_SIZE,
     progress: Callable[[int, int], None] = lambda done, tokens: None,
+    recorder: Recorder | None = None,
 ) -> int:
     """Write the answers of `model` to JSON lines in `path`, going on from what it holds already.
 
     The tokenizer may have a chat template, or be plain. On a CPU about 128 prompts a batch give the
     most tokens per second; `progress` is called after each with the prompts and the new tokens in
-    it.
+    it. `recorder` keeps what a generation computes beside its answers.
 
     Returns:
         How many prompts were left out because they are too long.
@@ -88,11 +101,15 @@ def generate_responses(  # noqa: PLR0913 - what is answered, where, how, and who
             batch = fitting[start : start + batch_size]
             # Seeded by the place in the file, so that a run that goes on equals an unbroken one.
             torch.manual_seed(settings.seed * 1_000_003 + len(known) + start)
-            answers = _answer(model, [ids for _, ids in batch], settings, ends)
-            for (prompt, ids), answer in zip(batch, answers, strict=True):
-                response = Response(prompt.id, prompt.task, ids.tolist(), answer)
-                file.write(json.dumps(asdict(response)) + "\n")
+            answers = _answer(model, [ids for _, ids in batch], settings, ends, recorder)
+            responses = [
+                Response(prompt.id, prompt.task, ids.tolist(), answer)
+                for (prompt, ids), answer in zip(batch, answers, strict=True)
+            ]
+            file.writelines(json.dumps(asdict(response)) + "\n" for response in responses)
             file.flush()
+            if recorder is not None:
+                recorder.keep(responses, len(known) + start)
             progress(len(batch), sum(map(len, answers)))
     return len(todo) - len(fitting)
 
@@ -158,7 +175,11 @@ def answer_vocabulary(
 
 
 def _answer(
-    model: PreTrainedModel, prompts: Sequence[Tensor], settings: ResponseSettings, ends: set[int]
+    model: PreTrainedModel,
+    prompts: Sequence[Tensor],
+    settings: ResponseSettings,
+    ends: set[int],
+    recorder: Recorder | None,
 ) -> list[list[int]]:
     """Answers to prompts of any lengths, cut after their end-of-sequence token."""
     padded = partial(pad_sequence, batch_first=True, padding_side="left")
@@ -174,6 +195,7 @@ def _answer(
             max_new_tokens=settings.max_new_tokens,
             **sampling,
             spec_strategy=NoneConfig(),
+            assistant=recorder,
         )
     answers = []
     for row in output[:, rows.shape[1] :].tolist():

@@ -19,7 +19,7 @@ train = typer.Typer(no_args_is_help=True, help="Train the parts that strategies 
 
 @train.command("responses")
 @options.from_settings
-def train_responses_command(
+def train_responses_command(  # noqa: PLR0913 - one parameter an option
     *,
     model: options.ModelOption,
     prompts: Annotated[
@@ -28,12 +28,16 @@ def train_responses_command(
     out: Annotated[Path, typer.Option(help="JSON lines; an interrupted run goes on here.")],
     settings: kinds.ResponseSettings,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts per batch.")] = kinds.BATCH_SIZE,
+    features: Annotated[
+        bool, typer.Option(help="Keep the target's features beside the answers, for train falcon.")
+    ] = False,
     placement: options.Placement,
 ) -> None:
     """Write the target's own answers, from which every other training learns.
 
     On a CPU batches of about 128 give the most tokens per second, and --dtype bfloat16 is
     faster than float32 where the processor computes in it. An interrupted run goes on where it was.
+    With --features a later train falcon is spared a pass of the target over all texts.
 
         hf-spec train responses --model MODEL --prompts prompts.jsonl --out answers.jsonl
     """
@@ -41,6 +45,8 @@ def train_responses_command(
 
     from hf_spec.cli.loading import load_target, load_tokenizer
     from hf_spec.data.prompts import load_prompts
+    from hf_spec.training.features import FEATURES
+    from hf_spec.training.recorded import FeatureRecorder
     from hf_spec.training.responses import generate_responses
 
     options.check_out(out, prompts)
@@ -51,7 +57,10 @@ def train_responses_command(
         def progress(done: int, _: int) -> None:
             bar.update(done)
 
-        left_out = generate_responses(target, tokenizer, known, out, settings, batch_size, progress)
+        recorder = FeatureRecorder(target, common.beside(out, FEATURES)) if features else None
+        left_out = generate_responses(
+            target, tokenizer, known, out, settings, batch_size, progress, recorder
+        )
     typer.echo(f"{out} is complete; {left_out} prompts were too long")
     where = ("--model", model, "--responses", out, "--out", out.with_name(f"{out.stem}-head"))
     typer.echo(f"next: {common.next_command('train', 'falcon', *where, placement=placement)}")

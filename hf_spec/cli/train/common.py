@@ -63,6 +63,11 @@ class RecordedCommand(TyperCommand):
             return super().invoke(ctx)
 
 
+def beside(responses: Path, kind: str) -> Path:
+    """The folder for what is computed of a file of answers, where no other is named."""
+    return responses.with_suffix(f".{kind}")
+
+
 def known_answers(
     files: Sequence[Path],
     folder: Path | None,
@@ -79,7 +84,7 @@ def known_answers(
 
     known: list[Item] = []
     for file in files:
-        own = file.with_suffix(f".{kind}") if folder is None else folder / file.stem
+        own = beside(file, kind) if folder is None else folder / file.stem
         with processes().main_process_first():
             known += compute(list(read_responses(file)), own)
     return known
@@ -96,7 +101,7 @@ def known_texts(
 
     Unless they are to be stored, they come without, to be computed in every step.
     """
-    from hf_spec.training.features import Text, disk_need, in_words, stored_texts
+    from hf_spec.training.features import FEATURES, Text, disk_need, in_words, stored_texts
 
     def texts(answers: list[Response], own: Path) -> list[Text]:
         if not store:
@@ -105,7 +110,7 @@ def known_texts(
         typer.echo(f"the features of {len(answers)} texts take {need} in {own}")
         return stored_texts(target, answers, own, layers)
 
-    kind = "features" if len(layers) == 1 else f"features-of-{len(layers)}"
+    kind = FEATURES if len(layers) == 1 else f"{FEATURES}-of-{len(layers)}"
     return known_answers(files, folder, kind, texts)
 
 
