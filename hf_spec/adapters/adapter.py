@@ -20,8 +20,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_spec.adapters.base_name import base_name
+from hf_spec.adapters.few_bits import BITS, packed
 from hf_spec.devices.placement import weight_rows
-from hf_spec.errors import AssistantError
+from hf_spec.errors import AssistantError, OptionError
 from hf_spec.execution.cross_attention import num_layers
 from hf_spec.files import written_whole
 from hf_spec.installing import how_to_install
@@ -174,6 +175,7 @@ class Adapter:
     tensors: dict[str, Tensor]
     folder: Path | None = None
     repo_id: str | None = None
+    bits: int = BITS[0]
 
     @property
     def record(self) -> AdapterMethod:
@@ -206,11 +208,17 @@ class Adapter:
 def save_adapter(folder: str | os.PathLike[str], adapter: Adapter) -> None:
     """Write `adapter` to `folder`, each file in one rename, the config last.
 
-    The folder is created if need be, and a model card in it stays; tensors keep their dtypes.
+    The folder is created if need be, and a model card in it stays. Tensors keep their dtypes, or
+    matrices are stored in as many bits as the adapter says.
     """
+    if adapter.bits not in BITS:
+        raise OptionError(f"bits={adapter.bits!r}: weights are stored in 16, 8 or 4 bits")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in adapter.tensors.items()}
+    tensors = {
+        name: tensor.detach().cpu().contiguous()
+        for name, tensor in packed(adapter.tensors, adapter.bits).items()
+    }
     config = {
         "peft_type": PEFT_TYPE,
         "base_model_name_or_path": adapter.base.name,

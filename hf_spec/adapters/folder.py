@@ -23,6 +23,7 @@ from hf_spec.adapters.adapter import (
     save_adapter,
 )
 from hf_spec.adapters.card import CARD_NAME, write_card
+from hf_spec.adapters.few_bits import unpacked
 from hf_spec.adapters.hub import Place, push_adapter
 from hf_spec.adapters.reading import read_json, read_tensors, regular_file
 from hf_spec.errors import AssistantError
@@ -41,6 +42,7 @@ class SpecAdapter(Adapter):
         options: JSON values; what the method needs to rebuild its module, and measured numbers.
         tensors: the weights.
         folder, repo_id: where it was loaded from, and its name if that is the Hub.
+        bits: 16, or the 8 or 4 in which its matrices are stored.
     """
 
     @classmethod
@@ -118,7 +120,8 @@ def load_adapter(
         key.removeprefix("base_model.model."): tensor
         for key, tensor in read_tensors(folder, WEIGHTS_NAME).items()
     }
-    return SpecAdapter(config["method"], base, config["options"], tensors, folder, repo_id)
+    tensors, bits = unpacked(tensors, folder / WEIGHTS_NAME)
+    return SpecAdapter(config["method"], base, config["options"], tensors, folder, repo_id, bits)
 
 
 def is_adapter(name: object, revision: str | None = None, token: str | bool | None = None) -> bool:

@@ -1,6 +1,7 @@
 """Reading the files of an adapter as what they may be: written by somebody else, or damaged.
 
-Nothing here executes, follows a link out of the folder, or takes more memory than the files do.
+Nothing here executes, follows a link out of the folder, or takes more memory than the files do,
+but for weights in few bits: eight times as much at most.
 Whatever is wrong is an `AssistantError` that names the file, or the option or weight.
 """
 
@@ -16,6 +17,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from hf_spec.adapters.few_bits import KINDS
 from hf_spec.errors import AssistantError
 
 # More than the config of any adapter that was ever made here, by a factor of a hundred.
@@ -70,7 +72,7 @@ def read_tensors(folder: Path, name: str) -> dict[str, Tensor]:
         pickles = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLES)
         hint = f"; {pickles[0]} is a pickle file, which is never loaded" if pickles else ""
         raise AssistantError(f"adapter {str(folder)!r} has no {name}{hint}")
-    return tensors_of(regular_file(folder, name))
+    return tensors_of(regular_file(folder, name), kinds=KINDS)
 
 
 def tensors_of(

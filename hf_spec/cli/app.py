@@ -60,6 +60,7 @@ COMMANDS = {
         "hf_spec.cli.export:export",
         "Write an EAGLE-3 head in the layout that vLLM or SGLang reads.",
     ),
+    "shrink": ("hf_spec.cli.shrink:shrink", "Store an adapter in 8 or 4 bits."),
     "card": ("hf_spec.cli.card:card", "Write the model card of an adapter."),
     "push": ("hf_spec.cli.push:push", "Put an adapter on the Hugging Face Hub."),
     "ui": (

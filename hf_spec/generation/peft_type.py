@@ -22,6 +22,7 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils import register_peft_method
 from torch import Tensor, nn
 
+from hf_spec.adapters.few_bits import packed, unpacked
 from hf_spec.adapters.folder import LAYER_NAME, PEFT_TYPE, SpecAdapter, load_adapter
 from hf_spec.errors import AssistantError, SpecError
 from hf_spec.strategies.assistants import build
@@ -154,7 +155,8 @@ class SpecTuner(BaseTuner):
     def _get_adapter_state_dict(
         cls, model: nn.Module, config: PeftConfig, *args: Any, **kwargs: Any
     ) -> dict[str, Tensor]:
-        return dict(_usable(config).tensors)
+        adapter = _usable(config)
+        return packed(adapter.tensors, adapter.bits)
 
     @classmethod
     def _remove_adapter_name_from_key(cls, key: str, adapter_name: str) -> str:
@@ -166,8 +168,9 @@ class SpecTuner(BaseTuner):
     ) -> dict[str, Tensor]:
         """Nothing: the weights came with the config. Others cannot take their place."""
         known = _usable(config).tensors
-        same = known.keys() == state_dict.keys() and all(
-            known[name].equal(tensor.to(known[name])) for name, tensor in state_dict.items()
+        given, _ = unpacked(state_dict, f"the adapter {adapter_name!r}")
+        same = known.keys() == given.keys() and all(
+            known[name].equal(tensor.to(known[name])) for name, tensor in given.items()
         )
         if not same:
             raise AssistantError(

@@ -26,7 +26,7 @@ def test_every_command_that_loads_a_model_has_both_options(name: str) -> None:
     parameters = {one.name: one for one in LEAVES[name].params}
     # `export` reads no more than the target's config.
     if "model" not in parameters or name == "export":
-        assert name in {"push", "demo", "import-head", "export"}
+        assert name in {"push", "demo", "import-head", "export", "shrink"}
         return
     assert parameters["dtype"].default == "auto"
     assert parameters["device"].default is None
