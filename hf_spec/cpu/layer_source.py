@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from hf_spec.cpu.layer_text import ProgramText
 from hf_spec.cpu.layer_values import (
     ELEMENTWISE,
     TOKENS,
     TYPES,
     VIEWS,
-    Array,
     Leaf,
     SourceError,
     Value,
@@ -44,12 +44,6 @@ SIZES: dict[Any, Callable[..., int]] = {
     operator.mul: operator.mul,
     operator.floordiv: operator.floordiv,
 }
-# Fewer tokens are not divided among threads.
-MIN_TOKENS = 8
-HEAD = """#include "decoder_layer/layer.h"
-
-extern "C" void run(const void* const* inputs, void* const* outputs, const Weight* weights,
-                    const Attention* attention, int64_t tokens, int threads) {"""
 
 
 @dataclass(frozen=True)
@@ -96,7 +90,8 @@ def layer_source(graph: fx.Graph) -> LayerSource:
     Raises:
         SourceError: if there is no C++ for some of it.
     """
-    writer = _Writer()
+    text = ProgramText()
+    writer = _Writer(text)
     outputs: Sequence[Value] = ()
     for index, node in enumerate(graph.find_nodes(op="placeholder")):
         writer.give(index, node)
@@ -107,7 +102,7 @@ def layer_source(graph: fx.Graph) -> LayerSource:
             outputs = [writer.give_back(*given) for given in enumerate(node.args[0])]
     described = tuple((value.shape, value.dtype) for value in outputs)
     products = tuple(writer.products)
-    return LayerSource(writer.text(), products, writer.attention, described, writer.scratch)
+    return LayerSource(text.whole(), products, writer.attention, described, text.scratch)
 
 
 class _Writer:
@@ -117,15 +112,11 @@ class _Writer:
         products, attention: see `LayerSource`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, text: ProgramText) -> None:
         self.products: list[ProductPlan] = []
         self.attention: AttentionPlan | None = None
         self._values: dict[fx.Node, Any] = {}
-        self._arrays: dict[str, Array] = {}
-        # Statements on what no token changes; then loops over tokens, each a list of statements,
-        # and statements between them.
-        self._before: list[str] = []
-        self._parts: list[list[str] | str] = []
+        self._text = text
 
     def give(self, index: int, node: fx.Node) -> None:
         """Take an input: what no token changes, or numbers of all tokens, one after the other."""
@@ -140,7 +131,7 @@ class _Writer:
         form = torch.empty(shape, device="meta")
         if axis is None:
             form = form.as_strided(shape, tensor.stride())
-        leaf = self._new(form, tensor.dtype, f"in{index}", f"inputs[{index}]")
+        leaf = self._text.array(form, tensor.dtype, f"in{index}", f"inputs[{index}]")
         self._values[node] = Value.of(leaf, tensor.dtype)
 
     def give_back(self, index: int, node: fx.Node) -> Value:
@@ -150,14 +141,16 @@ class _Writer:
         if axis is None or value.shape[:axis].numel() > 1:
             raise SourceError("it returns something else than states of tokens")
         form = torch.empty(value.shape, device="meta")
-        self._assign(self._new(form, value.dtype, f"out{index}", f"outputs[{index}]"), value)
+        self._text.assign(
+            self._text.array(form, value.dtype, f"out{index}", f"outputs[{index}]"), value
+        )
         return value
 
     def compute(self, node: fx.Node) -> None:
         """Write an operation; what is used more than once is kept in memory."""
         value = self._called(node)
         if isinstance(value, Value) and value.leaf is None and len(node.users) > 1:
-            value = self._stored(value)
+            value = self._text.stored(value)
         self._values[node] = value
 
     def _called(self, node: fx.Node) -> Any:
@@ -193,7 +186,7 @@ class _Writer:
             forms = [target(leaf.form, *rest) for leaf in value.leaves]
         except RuntimeError:
             # Numbers that lie otherwise have to be put in order.
-            value = self._stored(value)
+            value = self._text.stored(value)
             forms = [target(leaf.form, *rest) for leaf in value.leaves]
         if isinstance(forms[0], Tensor):
             return self._with_forms(value, forms)
@@ -234,7 +227,7 @@ class _Writer:
         if token_axis(shape) in gone:
             raise SourceError("it sums over tokens")
         small = torch.Size(1 if axis in gone else size for axis, size in enumerate(shape))
-        to = self._memory(small, value.dtype)
+        to = self._text.memory(small, value.dtype)
         number = math.prod(shape[axis] for axis in gone)
         mine = inner_axes(shape)
         lines = [
@@ -244,7 +237,7 @@ class _Writer:
             f"sum += {value.expression};",
             f"narrow(sum / {number}.0f, {to.at}); }}" if is_mean else f"narrow(sum, {to.at}); }}",
         ]
-        self._state("\n".join(lines), [to, *value.leaves])
+        self._text.for_each("\n".join(lines), [to, *value.leaves])
         form = to.form
         for axis in () if keep else sorted(gone, reverse=True):
             form = form.squeeze(axis)
@@ -255,9 +248,9 @@ class _Writer:
     ) -> tuple[Value, None, None]:
         """Layer norm, which PyTorch computes in float32."""
         value, axes = self._get(arg), range(-len(sizes), 0)
-        states = self._stored(value).cast(torch.float32)
+        states = self._text.stored(value).cast(torch.float32)
         mean = self._reduced(states, axes, keep=True, is_mean=True)
-        centred = self._stored(combined("({} - {})".format, [states, mean]))
+        centred = self._text.stored(combined("({} - {})".format, [states, mean]))
         squares = combined("square({})".format, [centred])
         variance = self._reduced(squares, axes, keep=True, is_mean=True)
         found = combined(f"({{}} / std::sqrt({{}} + {constant(eps)}))".format, [centred, variance])
@@ -273,10 +266,10 @@ class _Writer:
         if shape[axis] == TOKENS:
             raise SourceError("it adds tokens")
         shape[axis] = sum(value.shape[axis] for value in values)
-        to, begin = self._memory(torch.Size(shape), values[0].dtype), 0
+        to, begin = self._text.memory(torch.Size(shape), values[0].dtype), 0
         for value in values:
             size = value.shape[axis]
-            self._assign(Leaf(to.array, to.form.narrow(axis, begin, size)), value)
+            self._text.assign(Leaf(to.array, to.form.narrow(axis, begin, size)), value)
             begin += size
         return Value.of(to, values[0].dtype)
 
@@ -284,9 +277,11 @@ class _Writer:
         values = [self._get(arg) for arg in args]
         shape = list(values[0].shape)
         axis %= len(shape) + 1
-        to = self._memory(torch.Size([*shape[:axis], len(values), *shape[axis:]]), values[0].dtype)
+        to = self._text.memory(
+            torch.Size([*shape[:axis], len(values), *shape[axis:]]), values[0].dtype
+        )
         for index, value in enumerate(values):
-            self._assign(Leaf(to.array, to.form.select(axis, index)), value)
+            self._text.assign(Leaf(to.array, to.form.select(axis, index)), value)
         return Value.of(to, values[0].dtype)
 
     def _multiplied(self, arg: fx.Node, weight: fx.Node, bias: fx.Node | None) -> Value:
@@ -294,12 +289,12 @@ class _Writer:
         tokens, numbers = token_axis(states.shape), [self._input(one) for one in (weight, bias)]
         if tokens is None or numbers[0] is None or (bias is not None and numbers[1] is None):
             raise SourceError("it multiplies something else than states with weights")
-        leaf = self._in_memory(states, lambda form: form.movedim(tokens, 0).is_contiguous())
+        leaf = self._text.in_memory(states, lambda form: form.movedim(tokens, 0).is_contiguous())
         shape = torch.Size([*states.shape[:-1], outputs])
-        to, index = self._memory(shape, states.dtype), len(self.products)
+        to, index = self._text.memory(shape, states.dtype), len(self.products)
         self.products.append(ProductPlan(numbers[0], shape.numel() // outputs // TOKENS))
         added = "nullptr" if bias is None else f"inputs[{numbers[1]}]"
-        self._between(
+        self._text.for_all(
             f"multiply(weights[{index}], {leaf.address}, {added}, {to.address}, "
             f"{self.products[-1].rows} * tokens, {inputs}, {outputs}, threads);",
             [leaf, to],
@@ -319,20 +314,20 @@ class _Writer:
         values = [self._get(one) for one in (query, key, value)]
         if self.attention is not None or any(token_axis(one.shape) != 2 for one in values):
             raise SourceError("it attends twice, or to something else than tokens")
-        leaves = [self._in_memory(one, lambda form: form.stride(-1) == 1) for one in values]
+        leaves = [self._text.in_memory(one, lambda form: form.stride(-1) == 1) for one in values]
         (_, heads, _, width), (_, kv_heads, _, _), (_, _, _, value_width) = (
             one.shape for one in values
         )
         dtype = values[0].dtype
         self.attention = AttentionPlan(window, dtype)
-        to = self._memory(torch.Size([1, TOKENS, heads, value_width]), dtype)
+        to = self._text.memory(torch.Size([1, TOKENS, heads, value_width]), dtype)
         added = []
         if sinks is not None:
             logits = self._get(sinks).cast(torch.float32)
-            added = [self._in_memory(logits, lambda form: form.is_contiguous())]
+            added = [self._text.in_memory(logits, lambda form: form.is_contiguous())]
         places = [f"{leaf.address}, {_steps(leaf)}" for leaf in leaves]
         scale = constant(width**-0.5 if scaling is None else scaling)
-        self._between(
+        self._text.for_all(
             f"store(*attention, attention->keys, {places[1]}, tokens, {kv_heads}, {width});\n"
             f"store(*attention, attention->values, {places[2]}, tokens, {kv_heads}, "
             f"{value_width});\n"
@@ -348,114 +343,6 @@ class _Writer:
         leaf = None if node is None else self._get(node).leaf
         whole = leaf is not None and leaf.array.startswith("in") and leaf.form.is_contiguous()
         return int(leaf.array.removeprefix("in")) if leaf is not None and whole else None
-
-    def _stored(self, value: Value) -> Value:
-        """The same numbers in memory of their own."""
-        to = self._memory(value.shape, value.dtype)
-        self._assign(to, value)
-        return Value.of(to, value.dtype)
-
-    def _in_memory(self, value: Value, fits: Callable[[Tensor], bool]) -> Leaf:
-        """Where a kernel can read a value."""
-        leaf = value.leaf
-        if leaf is None or self._arrays[leaf.array].dtype != value.dtype or not fits(leaf.form):
-            return self._stored(value).leaves[0]
-        return leaf
-
-    def _memory(self, shape: torch.Size, dtype: torch.dtype) -> Leaf:
-        """New memory, in which the numbers of each token lie together."""
-        axis = token_axis(shape)
-        others = [size for place, size in enumerate(shape) if place != axis]
-        form = torch.empty(others if axis is None else [TOKENS, *others], device="meta")
-        return self._new(form if axis is None else form.movedim(0, axis), dtype)
-
-    def _new(self, form: Tensor, dtype: torch.dtype, name: str = "", given: str = "") -> Leaf:
-        name = name or f"b{len(self._arrays)}"
-        by_token = TOKENS in form.shape
-        size = form.numel() // (TOKENS if by_token else 1)
-        self._arrays[name] = Array(dtype, size, by_token, given)
-        return Leaf(name, form)
-
-    def _assign(self, to: Leaf, value: Value) -> None:
-        shape = to.form.shape
-        if shape.numel():
-            wide = value.expand(shape)
-            lines = loops(shape, inner_axes(shape), "")
-            self._state(
-                "\n".join([*lines, f"narrow({wide.expression}, {to.at});"]), [to, *wide.leaves]
-            )
-
-    def _state(self, line: str, used: Sequence[Leaf]) -> None:
-        """Put a statement into the newest loop over tokens, or before all where it needs none."""
-        if not any(self._arrays[leaf.array].by_token for leaf in used):
-            self._before.append(line)
-            return
-        if not self._parts or isinstance(self._parts[-1], str):
-            self._parts.append([])
-        self._parts[-1].append(line)  # type: ignore[union-attr]
-        self._use(used)
-
-    def _between(self, line: str, used: Sequence[Leaf]) -> None:
-        """Put a statement on all tokens after the newest loop."""
-        self._parts.append(line)
-        self._use(used)
-
-    def _use(self, used: Sequence[Leaf]) -> None:
-        for leaf in used:
-            self._arrays[leaf.array].used.add(len(self._parts) - 1)
-
-    @property
-    def scratch(self) -> int:
-        """See `LayerSource`."""
-        mine = (a for a in self._arrays.values() if a.by_token and not a.given and not a.is_local)
-        return sum(array.size * array.dtype.itemsize for array in mine)
-
-    def text(self) -> str:
-        """The whole program."""
-        lines = [HEAD, *self._given(), *self._scratch()]
-        lines += [f"auto* const {n} = all_{n};" for n, a in self._arrays.items() if not a.by_token]
-        lines += self._before
-        for index, part in enumerate(self._parts):
-            lines += [part] if isinstance(part, str) else self._loop(index, part)
-        return "\n".join([*lines, "}", ""])
-
-    def _given(self) -> list[str]:
-        """Memory of the caller's."""
-        lines = []
-        for name, array in self._arrays.items():
-            if array.given:
-                kept = "const " if array.given.startswith("inputs") else ""
-                kind = f"{kept}{array.kind}*"
-                lines.append(f"{kind} const all_{name} = static_cast<{kind}>({array.given});")
-        return lines
-
-    def _scratch(self) -> list[str]:
-        """Memory of the program's own, in one piece."""
-        lines, arrays, end = [], [], "0"
-        for name, array in self._arrays.items():
-            if array.given or array.is_local:
-                continue
-            count = f"{array.size} * tokens" if array.by_token else str(array.size)
-            lines.append(f"const int64_t at_{name} = {end};")
-            arrays.append(
-                f"auto* const all_{name} = reinterpret_cast<{array.kind}*>(memory + at_{name});"
-            )
-            end = f"at_{name} + aligned({count} * sizeof({array.kind}))"
-        return [*lines, f"char* const memory = scratch({end});", *arrays]
-
-    def _loop(self, index: int, statements: Sequence[str]) -> list[str]:
-        """A loop over tokens."""
-        lines = [
-            "#pragma omp parallel for num_threads(threads) schedule(static) "
-            f"if (threads > 1 && tokens >= {MIN_TOKENS})",
-            "for (int64_t token = 0; token < tokens; ++token) {",
-        ]
-        for name, array in self._arrays.items():
-            if array.by_token and index in array.used:
-                own = f"alignas(64) {array.kind} {name}[{array.size}];"
-                shared = f"auto* const {name} = all_{name} + token * {array.size};"
-                lines.append(own if array.is_local else shared)
-        return [*lines, *statements, "}"]
 
 
 _METHODS: dict[str, Callable[..., Any]] = {
