@@ -56,10 +56,18 @@ class ProductPlan:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """How a layer attends: its `window` as `TracedStep` says it, and the dtype."""
+    """How a layer attends.
+
+    Attributes:
+        window: as `TracedStep` says it.
+        dtype: of queries, keys and values.
+        keys, values: heads, and numbers in each.
+    """
 
     window: int | None
     dtype: torch.dtype
+    keys: tuple[int, int]
+    values: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -319,7 +327,7 @@ class _Writer:
             one.shape for one in values
         )
         dtype = values[0].dtype
-        self.attention = AttentionPlan(window, dtype)
+        self.attention = AttentionPlan(window, dtype, (kv_heads, width), (kv_heads, value_width))
         to = self._text.memory(torch.Size([1, TOKENS, heads, value_width]), dtype)
         added = []
         if sinks is not None:

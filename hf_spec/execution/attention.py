@@ -76,7 +76,7 @@ class PackedStep:
         writes: per row (slot, start, end, places): packed tokens [start, end) go to `places`.
         segments: what each stretch of tokens attends to; none where the step is told by its layout
             alone (see `of_layout`).
-        traits: what earlier steps of the same model have found its layers to be, by index.
+        traits: what steps of the same model have found its layers to be, by index.
         sees: (T, bytes) uint8 on the device, the bits of the layout where only that knows them.
         written: layers that have stored their keys and values in this step, and their attention.
     """
@@ -95,6 +95,13 @@ class PackedStep:
     ) -> PackedStep:
         """A step that is on its device already, and in no other form than the kernels'."""
         return cls(pool, (), (), _layouts={device: (layout, places)})
+
+    def traits_of(self, module: nn.Module) -> LayerTraits:
+        """Those of an attention module, asked for once."""
+        index: Any = module.layer_idx
+        if index not in self.traits:
+            self.traits[index] = LayerTraits.of(module)
+        return self.traits[index]
 
     @cached_property
     def on_host(self) -> tuple[RaggedLayout, Tensor]:
@@ -203,9 +210,7 @@ def tree_attention(  # noqa: PLR0913 - the signature that transformers calls
             "overwrite its own keys and values; generate without spec_strategy"
         )
     spec_step.written[layer_index] = module
-    traits = spec_step.traits.get(layer_index)
-    if traits is None:
-        traits = spec_step.traits[layer_index] = LayerTraits.of(module)
+    traits = spec_step.traits_of(module)
     keys, values = spec_step.pool.layer(traits.storage, key, value)
     form = _form(spec_step, query, values)
     if traits.storage == layer_index:

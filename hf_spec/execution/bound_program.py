@@ -92,9 +92,14 @@ class BoundProgram:
         """What attention is told in a step; None where the kernel cannot serve it."""
         module: Any = self._attention
         index = module.layer_idx
-        traits, pool = step.traits.get(index), step.pool
-        if traits is None or traits.storage not in pool.keys or index in step.written:
+        if index in step.written:
             return None
+        traits, pool = step.traits_of(module), step.pool
+        if traits.storage not in pool.keys:
+            if traits.storage != index:
+                return None
+            # The first tokens of a generation.
+            pool.layer(index, *(_like(shape, plan.dtype) for shape in (plan.keys, plan.values)))
         keys = pool.keys[traits.storage]
         if keys.dtype != plan.dtype or (addresses := step.addresses) is None:
             return None
@@ -117,6 +122,12 @@ def _attention(plan: AttentionPlan, traits: LayerTraits, keys: Tensor, values: T
     window = traits.window if plan.window == NOT_SAID else plan.window
     told.window, told.chunk = window or 0, traits.chunk or 0
     return told
+
+
+def _like(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """(1, H, 0, D): keys or values of no token."""
+    heads, width = shape
+    return torch.empty(1, heads, 0, width, dtype=dtype)
 
 
 def _addresses(addresses: list[int]) -> Any:

@@ -61,14 +61,18 @@ def logits(model: Any, tokens: int = 3, slots: int = 1) -> Tensor:
         return runner.forward(DraftTree.from_rows(rows), [[5]] * slots).logits
 
 
-def test_a_new_pool_is_made_by_the_layers_themselves(target: Any, ran: list[bool]) -> None:
-    """Which then know its sizes; all later steps are programs."""
-    runner = ModelRunner(target, 1)
-    with torch.no_grad(), runner.active():
-        for text in ([5], [5, 5], [5, 5, 5]):
-            runner.forward(DraftTree.from_rows([([5], [-1])]), [text])
-            runner.keep([[]])
-    assert ran == [False] * 3 + [True] * 6
+def test_a_prompt_is_run_by_programs_in_a_new_pool(target: Any, ran: list[bool]) -> None:
+    expected = logits(target)
+    hf_spec.compile(target, "off")
+    assert all(ran)
+    torch.testing.assert_close(logits(target), expected)
+    hf_spec.compile(target)
+    ran.clear()
+    for _ in range(2):
+        runner = ModelRunner(target, 1)
+        with torch.no_grad(), runner.active():
+            runner.forward(DraftTree.from_rows([([5], [-1])]), [[5]])
+    assert ran == [True] * 6
 
 
 def test_a_pool_that_grows_is_found(target: Any, ran: list[bool]) -> None:
@@ -106,7 +110,7 @@ def test_more_tokens_than_there_is_memory_for_are_left_to_the_layers(
         for tokens in (4, 4, 5):
             tree = DraftTree.from_rows([([5] * tokens, list(range(-1, tokens - 1)))])
             runner.forward(tree, [[5]])
-    assert ran == [False] * 3 + [True] * 3 + [False] * 3
+    assert ran == [True] * 6 + [False] * 3
 
 
 def test_threads_run_one_layer_on_pools_of_their_own(target: Any) -> None:
