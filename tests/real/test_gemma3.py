@@ -35,6 +35,7 @@ SHIPPED = {
     "tree": "gemma-3-270m-draft",
     "gsd": "gemma-3-270m-draft",
     "disco": "gemma-3-270m-disco",
+    "falcon": "gemma-3-270m-falcon",
     "sdsat": "gemma-3-270m-sdsat",
     "auto": "gemma-3-270m-draft",
 }
