@@ -286,11 +286,8 @@ class CompiledLayer:
                 return self._try(kind, call)
             bound[looks] = self._bind(call) if self._tried[kind] else None
         program = bound[looks]
-        result = None if program is None else self._run(program, call, kwargs["spec_step"])
+        result = None if program is None else program(call, kwargs["spec_step"])
         return self._plain(*args, **kwargs) if result is None else result
-
-    def _run(self, program: BoundProgram, call: LayerCall, step: PackedStep) -> Any:
-        return program(call, step)
 
     def _try(self, kind: object, call: LayerCall) -> Any:
         """Run a call of a new kind as it is, and see whether its program comes to the same."""
@@ -298,7 +295,7 @@ class CompiledLayer:
         start, reason = time.perf_counter(), None
         try:
             step = replace(call.kwargs["spec_step"], written={})
-            found = self._run(self._bind(call), call, step)
+            found = self._bind(call)(call, step)
         # What a layer raises that is traced, and a machine without a compiler, or without a folder
         # for what is compiled.
         except REASONS as error:

@@ -18,8 +18,8 @@ import hf_spec
 from hf_spec import LookupConfig
 from hf_spec.cpu.layer_source import LayerSource, layer_source
 from hf_spec.execution import bound_program, compiled_layers, layer_programs
+from hf_spec.execution.bound_program import BoundProgram
 from hf_spec.execution.compiled_layers import (
-    CompiledLayer,
     CompiledLayers,
     programs_at_once,
 )
@@ -37,15 +37,15 @@ pytestmark = needs_compiler
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The layers that ran as programs."""
+    """The attention of the layers that ran as programs."""
     found: list[Any] = []
-    run = CompiledLayer._run
+    run = BoundProgram.__call__
 
-    def note(self: CompiledLayer, *rest: Any) -> Any:
-        found.append(self)
+    def note(self: BoundProgram, *rest: Any) -> Any:
+        found.append(self._attention)
         return run(self, *rest)
 
-    monkeypatch.setattr(CompiledLayer, "_run", note)
+    monkeypatch.setattr(BoundProgram, "__call__", note)
     return found
 
 
@@ -84,7 +84,7 @@ def test_a_draft_model_is_compiled_likewise(runs: list[Any]) -> None:
     draft = options["assistant"] = copy.deepcopy(options["assistant"])
     hf_spec.compile(draft)
     assert torch.equal(generate(target, "llama", **options), generate(target, "llama"))
-    assert {one.layer for one in runs} == set(draft.model.layers)
+    assert set(runs) == {layer.self_attn for layer in draft.model.layers}
     assert not forwards(draft)
 
 
@@ -303,7 +303,7 @@ def test_an_error_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) ->
         raise KeyboardInterrupt
 
     with monkeypatch.context() as broken:
-        broken.setattr(compiled_layers.CompiledLayer, "_run", fail)
+        broken.setattr(BoundProgram, "__call__", fail)
         with pytest.raises(KeyboardInterrupt):
             generate(target, "llama", spec_strategy="lookup")
     assert not forwards(target)
