@@ -6,11 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from hf_spec.adapters.folder import load_adapter
 from hf_spec.cli.app import build_app
+from hf_spec.training import falcon, features
 from tests.cli.train.cli_files import (
     next_step,
     run,
@@ -68,6 +70,26 @@ def test_help_teaches() -> None:
         assert name in text
     assert "--model" in run("train", "disco", "--help").output
     assert "spec_strategy" in " ".join(run("train", "disco", "--help").output.split())
+
+
+def test_features_that_were_kept_serve_the_next_training(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, answers = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    rows = [{"id": f"p{n}", "task": "qa", "turns": ["ba" * (n % 4 + 1)]} for n in range(40)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = ("--prompts", prompts, "--out", answers, "--max-new-tokens", 6, "--features")
+    result = run("train", "responses", "--model", model_folder, *given)
+    assert result.exit_code == 0, result.output
+
+    def refuse(model: object, batch: list[object], layers: object) -> None:
+        raise AssertionError(f"features of {len(batch)} texts are computed again")
+
+    # That of a few texts tells how large features are.
+    monkeypatch.setattr(falcon, "hidden_sizes", lambda model, texts, layer=-1: torch.ones(32))
+    monkeypatch.setattr(features, "text_features", refuse)
+    result = run(*next_step(result), "--epochs", 1, "--vocabulary", 0)
+    assert result.exit_code == 0, result.output
 
 
 def test_from_prompts_to_a_trained_draft(model_folder: Path, tmp_path: Path) -> None:
