@@ -75,9 +75,10 @@ counted from the newest pair; sampling is lossless, and any batch size works. `-
 the share of glanced inputs fall to nothing within any number of epochs, and `--no-learn-replaced`
 leaves places that were given their own answers out of the loss; both are ours.
 
-**The shipped head has blocks of one token and was trained without CSGD, which is EAGLE's case,
-not Falcon's.** A head with k = 2, a recurrent LSTM and CSGD is among those of the last table; on
-budgets that two cores allow it is behind k = 1, so it is not shipped.
+**The head that the examples use, `smollm2-135m-falcon`, has blocks of one token and was trained
+without CSGD, which is EAGLE's case, not Falcon's.** `smollm2-135m-falcon-k2` beside it is Falcon's:
+k = 2, a recurrent LSTM, CSGD with a share that falls. On budgets that two cores allow it is behind
+k = 1, as in the last table.
 
 {falcon_methods}
 

@@ -29,6 +29,7 @@ SHORTEST = min(PROMPTS, key=lambda prompt: len(prompt.turns[0]))
 # Four tasks, and so four lengths.
 BATCH = load_prompts(per_task=2)[::3]
 ADAPTERS = Path(__file__).parents[2] / "examples" / "adapters"
+# By the strategy, or the strategy and which of its assistants.
 ASSISTANTS = {
     "lookup": None,
     "draft": ADAPTERS / "smollm2-135m-draft",
@@ -37,6 +38,7 @@ ASSISTANTS = {
     "disco": ADAPTERS / "smollm2-135m-disco",
     "eagle": ADAPTERS / "smollm2-135m-eagle3",
     "falcon": ADAPTERS / "smollm2-135m-falcon",
+    "falcon-k2": ADAPTERS / "smollm2-135m-falcon-k2",
     "sdsat": ADAPTERS / "smollm2-135m-sdsat",
 }
 
@@ -66,7 +68,7 @@ def speculate(model: Any, strategy: str, **options: Any) -> Any:
     return model.generate(
         **options,
         do_sample=False,
-        spec_strategy=strategy,
+        spec_strategy=strategy.partition("-")[0],
         assistant=ASSISTANTS[strategy],
         return_dict_in_generate=True,
     )
@@ -116,7 +118,14 @@ def test_ragged_batch(strategy: str, smollm2: Any, batch: tuple[dict[str, Tensor
 
 @pytest.mark.parametrize(
     ("strategy", "tau"),
-    [("draft", 0.4), ("tree", 0.6), ("disco", 0.3), ("falcon", 0.6), ("sdsat", 0.25)],
+    [
+        ("draft", 0.4),
+        ("tree", 0.6),
+        ("disco", 0.3),
+        ("falcon", 0.6),
+        ("falcon-k2", 0.2),
+        ("sdsat", 0.25),
+    ],
 )
 def test_the_trained_adapters_are_accepted(strategy: str, tau: float, answer: Any) -> None:
     """Half of what was measured; an untrained draft of these layers has 0.05."""
