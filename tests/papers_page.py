@@ -26,7 +26,7 @@ PAGE = TESTS.parent / "docs" / "papers.md"
 STUDIES = TESTS.parent / "examples" / "studies"
 CLAIMS = json.loads((TESTS / "paper_claims.json").read_text("utf-8"))
 
-TREES = "falcon/smollm2_falcon_trees.json"
+TREES = "falcon/smollm2_falcon_60_epyc.json"
 ABLATION = "falcon/smollm2_falcon_ablation.json"
 GLANCING = "falcon/smollm2_falcon_glancing.json"
 DRAFTS = "disco/smollm2_draft_methods.json"
