@@ -32,7 +32,7 @@ BASES = {
 
 def base_of(folder: Path) -> tuple[str, str]:
     """Hub id and licence of a shipped adapter's base."""
-    return BASES[folder.name.rpartition("-")[0]]
+    return next(base for begin, base in BASES.items() if folder.name.startswith(begin))
 
 
 def result(contender: str, task: str = "all", **more: Any) -> dict[str, Any]:
