@@ -115,6 +115,11 @@ def stored_texts(
     return [Text(response, found[FEATURES]) for response, found in passes]
 
 
+def features_of(layers: Sequence[int]) -> str:
+    """The ending of folders with the features of `layers`."""
+    return FEATURES if len(layers) == 1 else f"{FEATURES}-of-{len(layers)}"
+
+
 def feature_facts(model: PreTrainedModel, layers: Sequence[int]) -> dict[str, str]:
     """What features depend on beside the answers."""
     return {**known_target(model), "layers": " ".join(map(str, layers))}

@@ -25,14 +25,13 @@ from hf_spec.training.responses import Recorder, Response
 class FeatureRecorder(Recorder):
     """Drafts nothing, and keeps the features of the newest generation of `target` in `folder`.
 
-    They are those that `stored_texts` would compute there, in the same files; it computes what is
-    missing, such as the rest of a file that an interrupted run had begun.
+    They are those that `stored_texts` would compute there of `layers`, in the same files; it
+    computes what is missing, such as the rest of a file that an interrupted run had begun.
     """
 
-    hidden_layers = LAST
-
-    def __init__(self, target: PreTrainedModel, folder: Path):
-        self._facts = feature_facts(target, LAST)
+    def __init__(self, target: PreTrainedModel, folder: Path, layers: Sequence[int] = LAST):
+        self.hidden_layers = tuple(layers)
+        self._facts = feature_facts(target, layers)
         self._folder = folder
         # Of the file that is being filled.
         self._answers: list[Response] = []
@@ -47,8 +46,8 @@ class FeatureRecorder(Recorder):
         """Take the features of all tokens that were run."""
         kept = output.kept_places(verdict)
         places = [place for mine in kept.values() for place in mine]
-        (layer,) = self.hidden_layers
-        self._states.append(output.hidden[layer][places].to(torch.bfloat16).cpu())
+        states = [output.hidden[layer][places] for layer in self.hidden_layers]
+        self._states.append(torch.cat(states, dim=-1).to(torch.bfloat16).cpu())
         self._rows += [row for row, mine in kept.items() for _ in mine]
 
     def keep(self, answers: Sequence[Response], first: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -29,15 +29,17 @@ def train_responses_command(  # noqa: PLR0913 - one parameter an option
     settings: kinds.ResponseSettings,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts per batch.")] = kinds.BATCH_SIZE,
     features: Annotated[
-        bool, typer.Option(help="Keep the target's features beside the answers, for train falcon.")
-    ] = False,
+        Literal["falcon", "eagle"] | None,
+        typer.Option(help="Keep the target's features beside the answers, for this training."),
+    ] = None,
     placement: options.Placement,
 ) -> None:
     """Write the target's own answers, from which every other training learns.
 
     On a CPU batches of about 128 give the most tokens per second, and --dtype bfloat16 is
     faster than float32 where the processor computes in it. An interrupted run goes on where it was.
-    With --features a later train falcon is spared a pass of the target over all texts.
+    With --features a later train falcon, or train eagle, is spared a pass of the target over all
+    texts.
 
         hf-spec train responses --model MODEL --prompts prompts.jsonl --out answers.jsonl
     """
@@ -45,7 +47,8 @@ def train_responses_command(  # noqa: PLR0913 - one parameter an option
 
     from hf_spec.cli.loading import load_target, load_tokenizer
     from hf_spec.data.prompts import load_prompts
-    from hf_spec.training.features import FEATURES
+    from hf_spec.training.eagle import text_layers
+    from hf_spec.training.features import LAST, features_of
     from hf_spec.training.recorded import FeatureRecorder
     from hf_spec.training.responses import generate_responses
 
@@ -57,13 +60,18 @@ def train_responses_command(  # noqa: PLR0913 - one parameter an option
         def progress(done: int, _: int) -> None:
             bar.update(done)
 
-        recorder = FeatureRecorder(target, common.beside(out, FEATURES)) if features else None
+        recorder = None
+        if features is not None:
+            layers = text_layers(target) if features == "eagle" else LAST
+            recorder = FeatureRecorder(target, common.beside(out, features_of(layers)), layers)
         left_out = generate_responses(
             target, tokenizer, known, out, settings, batch_size, progress, recorder
         )
     typer.echo(f"{out} is complete; {left_out} prompts were too long")
     where = ("--model", model, "--responses", out, "--out", out.with_name(f"{out.stem}-head"))
-    typer.echo(f"next: {common.next_command('train', 'falcon', *where, placement=placement)}")
+    typer.echo(
+        f"next: {common.next_command('train', features or 'falcon', *where, placement=placement)}"
+    )
 
 
 @train.command("draft", cls=common.RecordedCommand)

@@ -101,7 +101,7 @@ def known_texts(
 
     Unless they are to be stored, they come without, to be computed in every step.
     """
-    from hf_spec.training.features import FEATURES, Text, disk_need, in_words, stored_texts
+    from hf_spec.training.features import Text, disk_need, features_of, in_words, stored_texts
 
     def texts(answers: list[Response], own: Path) -> list[Text]:
         if not store:
@@ -110,8 +110,7 @@ def known_texts(
         typer.echo(f"the features of {len(answers)} texts take {need} in {own}")
         return stored_texts(target, answers, own, layers)
 
-    kind = FEATURES if len(layers) == 1 else f"{FEATURES}-of-{len(layers)}"
-    return known_answers(files, folder, kind, texts)
+    return known_answers(files, folder, features_of(layers), texts)
 
 
 def conclude(figures: Mapping[str, float], next_step: str) -> None:
