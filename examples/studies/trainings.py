@@ -10,6 +10,7 @@ import argparse
 import json
 from collections import defaultdict
 from collections.abc import Mapping
+from itertools import accumulate
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -20,16 +21,23 @@ from hf_spec.training.trainer import METRICS
 
 # What every step says; an evaluation says more.
 OF_EVERY_STEP = {"step", "loss", "seconds", "tokens", "rate"}
+# Answer tokens that were learned from until then, of all steps together.
+SEEN = "answer_tokens"
 
 
-def read(folder: Path) -> dict[str, Any]:
-    """One training: settings, packages, minutes of all its steps, and its evaluations."""
+def read(folder: Path, before: int = 0) -> dict[str, Any]:
+    """One training: settings, packages, minutes of all its steps, and its evaluations.
+
+    They say how many answer tokens had been learned from, with those `before` it.
+    """
     trained = folder / "training"
     last = json.loads((trained / RUN).read_text())["starts"][-1]
     steps = [json.loads(line) for line in (trained / METRICS).read_text().splitlines()]
+    seen = accumulate((step["tokens"] for step in steps), initial=before)
+    next(seen)
     evaluations = [
-        {name: value for name, value in step.items() if name not in OF_EVERY_STEP - {"step"}}
-        for step in steps
+        {SEEN: tokens, **{n: step[n] for n in step if n not in OF_EVERY_STEP - {"step"}}}
+        for step, tokens in zip(steps, seen, strict=True)
         if set(step) > OF_EVERY_STEP
     ]
     return {
@@ -54,10 +62,11 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folders", nargs="+", type=Path, help="what trainings wrote")
     parser.add_argument("--about", default="", help="a sentence for the record")
+    parser.add_argument("--before", type=int, default=0, help="answer tokens seen in earlier runs")
     parser.add_argument("--figure", default="tau", help="what is printed")
     parser.add_argument("--out", type=Path, required=True, help="JSON file")
     options = parser.parse_args(argv)
-    trainings = {folder.name: read(folder) for folder in options.folders}
+    trainings = {folder.name: read(folder, options.before) for folder in options.folders}
     for kind, ends in by_kind(trainings, options.figure).items():
         print(f"{kind}: {mean(ends):.3f} ({min(ends):.3f} - {max(ends):.3f})")
     write_json(options.out, {"about": options.about, "trainings": trainings})

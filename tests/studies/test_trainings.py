@@ -24,11 +24,15 @@ def trained(folder: Path, *ends: float) -> Path:
 
 def test_a_record_has_what_was_asked_how_long_it_took_and_how_it_went(tmp_path: Path) -> None:
     out = tmp_path / "record.json"
-    trainings.main([str(trained(tmp_path / "head-0", 0.2, 0.4)), "--out", str(out)])
+    trainings.main(
+        [str(trained(tmp_path / "head-0", 0.2, 0.4)), "--before", "100", "--out", str(out)]
+    )
     [(name, one)] = json.loads(out.read_text())["trainings"].items()
     assert (name, one["settings"]) == ("head-0", {"epochs": 1})
     assert (one["steps"], one["minutes"]) == (3, 1.5)
-    assert one["evaluations"] == [{"step": 1, "tau": 0.2}, {"step": 2, "tau": 0.4}]
+    expected = [(1, 116, 0.2), (2, 124, 0.4)]
+    names = "step", "answer_tokens", "tau"
+    assert one["evaluations"] == [dict(zip(names, end, strict=True)) for end in expected]
     assert "private" not in out.read_text()
 
 

@@ -43,4 +43,29 @@ def test_records_without_a_training(tmp_path: Path, capsys: pytest.CaptureFixtur
     records.write_text(json.dumps({"about": "nothing"}))
     with pytest.raises(SystemExit):
         main([str(records), "--out", str(tmp_path / "plot.svg")])
-    assert "has no training with 'tau'" in capsys.readouterr().err
+    assert "there is no training with 'tau'" in capsys.readouterr().err
+
+
+def test_some_trainings_of_several_records(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    later = {"k = 1, further": {"evaluations": [{"step": 3, "answer_tokens": 9, "tau": 0.6}]}}
+    paths = [tmp_path / "first.json", tmp_path / "second.json"]
+    for path, record in zip(paths, (RECORDS, {"trainings": later}), strict=True):
+        path.write_text(json.dumps(record))
+    given = [*map(str, paths), "--out", str(tmp_path / "plot.svg"), "--only"]
+    main([*given, "k = 2", "k = 1, further"])
+    drawn = (tmp_path / "plot.svg").read_text()
+    shown = [f"<!-- {name} -->" in drawn for name in ("k = 1", "k = 2", "k = 1, further")]
+    assert shown == [False, True, True]
+    with pytest.raises(SystemExit):
+        main([*given, "k = 3"])
+    said = capsys.readouterr().err
+    assert "no record has a training 'k = 3', but k = 1, k = 2, k = 1, further" in said
+    with pytest.raises(SystemExit):
+        main([str(paths[0]), *given, "k = 1"])
+    assert "first.json: an earlier record has a training 'k = 1', too" in capsys.readouterr().err
+
+
+def test_evaluations_that_do_not_say_what_was_seen_are_left_out() -> None:
+    assert training_curves({"old": {"evaluations": [{"step": 1, "tau": 0.2}]}}, "tau") == {}
