@@ -16,23 +16,37 @@ from tests.tiny_models import build
 
 @cache
 def random_head(
-    name: str, block_size: int = 2, num_layers: int = 2, recurrent: bool = False
+    name: str,
+    block_size: int = 2,
+    num_layers: int = 2,
+    recurrent: bool = False,
+    fused: bool = False,
 ) -> FalconHead:
     """A head of random weights for the named model, made once per session; do not change it."""
     torch.manual_seed(5)
-    head = FalconHead(build(name), FalconShape(block_size, num_layers, recurrent), None)
+    head = FalconHead(build(name), FalconShape(block_size, num_layers, recurrent, fused), None)
     # Otherwise what the LSTM gives hardly depends on its inputs, which would hide mistakes.
     with torch.no_grad():
         for parameter in head.mixer.parameters():
             parameter.mul_(4)
+        if head.earlier is not None:
+            head.earlier.up.weight.normal_()
     return head.requires_grad_(False).eval()
 
 
 @torch.no_grad()
-def features_of(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
-    """(T, H) the target's last hidden states."""
+def features_of(
+    model: PreTrainedModel, tokens: Sequence[int], head: FalconHead | None = None
+) -> Tensor:
+    """(T, H) the target's last hidden states, or what `head` makes of several."""
     ids = torch.tensor([list(tokens)])
-    return model(ids, output_hidden_states=True).hidden_states[-1][0]
+    states = model(ids, output_hidden_states=True).hidden_states
+    if head is None or head.earlier is None:
+        return states[-1][0]
+    part, count = head.earlier, model.config.get_text_config().num_hidden_layers
+    joined = torch.cat([states[layer][0] for layer in (2, count // 2, count - 3)], dim=-1)
+    added = joined * part.enter @ part.down.weight.T @ part.up.weight.T * part.leave
+    return states[-1][0] + added
 
 
 def block_ends(count: int, block_size: int, before: Sequence[int] = ()) -> list[int]:

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from hf_spec.errors import AssistantError
 from hf_spec.execution.last_layer import BEFORE_NORM
-from hf_spec.heads.eagle_spec import EagleSpec, default_aux_layers, layer_config
+from hf_spec.heads.eagle_spec import EagleSpec, layer_config
 from hf_spec.heads.published_weights import known_tokens
+from hf_spec.models.shapes import default_aux_layers
 
 logger = logging.getLogger(__name__)
 

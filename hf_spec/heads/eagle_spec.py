@@ -18,6 +18,7 @@ from torch import Tensor
 from hf_spec.adapters.published import PublishedHead
 from hf_spec.errors import AssistantError
 from hf_spec.execution.last_layer import BEFORE_NORM
+from hf_spec.models.shapes import default_aux_layers
 
 logger = logging.getLogger(__name__)
 
@@ -155,11 +156,6 @@ def layer_config(spec: EagleSpec, tensors: Mapping[str, Tensor]) -> dict[str, An
         "max_position_embeddings": spec.layer.get("max_position_embeddings", 2048),
         "attention_bias": any(f"{attention}{name}.bias" in tensors for name in BIASES),
     }
-
-
-def default_aux_layers(num_layers: int) -> tuple[int, ...]:
-    """Indices into `hidden_states` that heads read where nothing is said: low, middle, high."""
-    return (2, num_layers // 2, num_layers - 3)
 
 
 def _heads(

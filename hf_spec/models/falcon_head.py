@@ -10,11 +10,15 @@ Pairs come in blocks of k that see each other whole, and every block before thei
 relaxed causal mask). No output sees its own answer, which lies k pairs on, in the next block. Any
 grid of blocks will do as long as the newest pairs fill one; training moves it about at random, so
 that a head knows every alignment that a generation may bring.
+
+A *fused* head, ours, adds to the feature what it learned to make of three earlier states, as
+EAGLE-3 reads them (Li et al. 2025, arXiv 2503.01840). Features that it predicts itself stand alone.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from typing import Any, Literal
 
 import torch
@@ -29,10 +33,12 @@ from hf_spec.errors import AssistantError, OptionError, UnsupportedError
 from hf_spec.execution.mixers import mixers_of
 from hf_spec.models.draft_head import FewTokensHead
 from hf_spec.models.pair_rows import State
-from hf_spec.models.shapes import FalconShape
+from hf_spec.models.shapes import FalconShape, default_aux_layers
 from hf_spec.models.truncated import last_layers
 
 METHOD = "falcon"
+# What a head's own part for earlier states is called among its weights.
+EARLIER = "earlier."
 
 
 class FalconHead(nn.Module):
@@ -44,6 +50,7 @@ class FalconHead(nn.Module):
         head: reads tokens off features; frozen.
         options: of the adapter it was loaded from: `tree`, `max_depth`, ...
         attention: the layers, as a model that takes `inputs_embeds`; its weights are copies.
+        hidden_layers: indices into the target's `hidden_states`, of which each feature is made.
         enter, leave: (2H,) and (H,), factors of the LSTM's inputs and outputs; ours, not the
             paper's.
     """
@@ -64,6 +71,13 @@ class FalconHead(nn.Module):
                 f"{type(target).__name__} has recurrent layers, and those of a Falcon head attend; "
                 "use spec_strategy='draft' or 'tree'"
             )
+        aux = default_aux_layers(depth) if shape.fused else ()
+        if any(not 0 <= layer < depth for layer in aux):
+            raise OptionError(
+                f"fused={shape.fused}: the {depth} layers of {type(target).__name__} are too few "
+                "to read some before the last; leave it out"
+            )
+        self.hidden_layers: tuple[int, ...] = (*aux, -1)
         self.shape = shape
         self.options: dict[str, Any] = {}
         self.hidden_size: int = config.hidden_size
@@ -77,6 +91,7 @@ class FalconHead(nn.Module):
         self.mixer = mixer(self.hidden_size, shape.dropout).to(**own)
         self.enter = nn.Parameter(torch.ones(2 * self.hidden_size, **own))
         self.leave = nn.Parameter(torch.ones(self.hidden_size, **own))
+        self.earlier = _Earlier(len(aux), self.hidden_size).to(**own) if aux else None
         self.requires_grad_(False)
         for parameter in self.trained().values():
             parameter.requires_grad_(True)
@@ -104,6 +119,23 @@ class FalconHead(nn.Module):
         self.enter[self.hidden_size :] = 1 / sizes
         self.leave.copy_(sizes * residual_size / sizes.square().mean().sqrt())
         self.mixer.start_plain()
+
+    @torch.no_grad()
+    def start_fusing(self, sizes: Tensor) -> None:
+        """Make it begin with the last state alone; (n * H,) root mean squares of the n states."""
+        if self.earlier is not None:
+            *_, last = parts = sizes.float().split(self.hidden_size)
+            self.earlier.enter.copy_(1 / torch.cat(parts[:-1]))
+            self.earlier.leave.copy_(last)
+
+    def fuse(self, states: Sequence[Tensor]) -> Tensor:
+        """Features (..., H) of the target's states (..., H) of `hidden_layers`."""
+        *earlier, last = states
+        if self.earlier is None:
+            return last
+        weight = self.earlier.up.weight
+        joined = torch.cat([state.to(weight.device, weight.dtype) for state in earlier], dim=-1)
+        return last.to(weight.device) + self.earlier(joined).to(last.dtype)
 
     def mix(
         self, tokens: Tensor, features: Tensor, state: State | None = None
@@ -170,11 +202,12 @@ class FalconHead(nn.Module):
         adapter: SpecAdapter,
         target: PreTrainedModel,
         vocabulary: Tensor | Literal["stored"] | None = "stored",
+        fused: bool = False,
     ) -> FalconHead:
         """The head that `to_adapter` described, in the dtype and on the device of `target`.
 
         It can propose the (R,) int64 tokens of `vocabulary`, None for all; by default the adapter's
-        own.
+        own. With `fused` one that was not gets a part for earlier states, to be trained.
 
         Raises:
             AssistantError: if the adapter belongs to another base or is damaged.
@@ -187,9 +220,13 @@ class FalconHead(nn.Module):
         what, tensors = "the Falcon adapter", dict(adapter.tensors)
         stored = read_vocabulary(what, tensors, adapter.base.vocab_size)
         tensors.pop(VOCABULARY, None)
+        begins = fused and not shape.fused
+        shape = replace(shape, fused=shape.fused or fused)
         head = cls(target, shape, stored if isinstance(vocabulary, str) else vocabulary)
         head.options = adapter.options
         trained = head.trained()
+        if begins:
+            trained = {n: p for n, p in trained.items() if not n.startswith(EARLIER)}
         check_tensors(what, tensors, {name: p.shape for name, p in trained.items()})
         with torch.no_grad():
             for name, parameter in trained.items():
@@ -245,6 +282,27 @@ class _Recurrent(nn.Module):
             other.zero_()
             # The forget gate is the second: earlier pairs fade.
             bias.view(4, -1)[1].fill_(-2.0)
+
+
+class _Earlier(nn.Module):
+    """What (..., n * H) earlier states add to a feature, through a third of its width.
+
+    Attributes:
+        enter, leave: (n * H,) and (H,), factors that bring states to a size of one, and back to
+            that of a feature.
+    """
+
+    def __init__(self, count: int, size: int):
+        super().__init__()
+        self.enter = nn.Parameter(torch.ones(count * size))
+        self.down = nn.Linear(count * size, max(1, size // 3), bias=False)
+        self.up = nn.Linear(max(1, size // 3), size, bias=False)
+        self.leave = nn.Parameter(torch.ones(size))
+        # Nothing before training.
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, states: Tensor) -> Tensor:
+        return self.up(self.down(states * self.enter)) * self.leave
 
 
 def _open(weight: Tensor, bias: Tensor, num_inputs: int, cell: int) -> None:

@@ -25,21 +25,12 @@ from hf_spec.drafting.level_drafter import Graphs, LevelConfig, LevelDrafter, Ow
 from hf_spec.execution.forward_output import ForwardOutput
 from hf_spec.execution.given import Given
 from hf_spec.execution.tree import DraftTree, Verdict
-from hf_spec.models.pair_rows import PairRows
+from hf_spec.models.pair_rows import PairRows, StateReader
 from hf_spec.models.pair_runner import Ahead, Blocks, HeadRunner, PairHead
 
 
-class FeatureHead(PairHead, Protocol):
-    """A head that says which states of the target its features are made of.
-
-    Attributes:
-        hidden_layers: indices into the target's `hidden_states`.
-    """
-
-    hidden_layers: tuple[int, ...]
-
-    def fuse(self, states: Sequence[Tensor]) -> Tensor:
-        """Features (T, H) of the (T, ...) states of `hidden_layers`."""
+class FeatureHead(PairHead, StateReader, Protocol):
+    """A head that drafts token by token, or all of them in one pass."""
 
     def ahead(self, count: int) -> Ahead | None:
         """What stands for so many tokens to come in one pass; None where steps draft them."""
@@ -102,12 +93,7 @@ class PairDrafter(LevelDrafter):
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
         """Take the features of the root and of what was accepted; tell the policy."""
         super().observe(verdict, output)
-        layers = self.head.hidden_layers
-        self._pairs.learn(
-            verdict,
-            output,
-            lambda choose: self.head.fuse([choose(output.hidden[layer]) for layer in layers]),
-        )
+        self._pairs.learn(verdict, output, self.head)
 
     def probabilities(self, state: GenerationState, graphs: Graphs, owners: Owners) -> Tensor:
         """(nodes, R) float32: what the head says of each (row, node)."""

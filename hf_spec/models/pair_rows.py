@@ -6,8 +6,9 @@ A round adds those of the root and of every accepted node.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +19,19 @@ from hf_spec.execution.tree import Verdict
 
 # Hidden and cell state of both layers of a Falcon head's LSTM, (2, S, H) each.
 State = tuple[Tensor, Tensor]
-Choose = Callable[[Tensor], Tensor]
+
+
+class StateReader(Protocol):
+    """A head that says which states of the target its features are made of.
+
+    Attributes:
+        hidden_layers: indices into the target's `hidden_states`.
+    """
+
+    hidden_layers: tuple[int, ...]
+
+    def fuse(self, states: Sequence[Tensor]) -> Tensor:
+        """Features (T, H) of the (T, ...) states of `hidden_layers`."""
 
 
 @dataclass
@@ -83,14 +96,8 @@ class PairRows:
         """A new sequence, without pairs."""
         self.rows[row] = self._none(row)
 
-    def learn(
-        self, verdict: Verdict, output: ForwardOutput, read: Callable[[Choose], Tensor]
-    ) -> None:
-        """Add the features of every root and of what was accepted.
-
-        They are what `read` makes, (n, H), of a function that chooses their states among (T, ...)
-        states of all tokens that were run.
-        """
+    def learn(self, verdict: Verdict, output: ForwardOutput, head: StateReader) -> None:
+        """Add the features of every root and of what was accepted, as `head` makes them."""
         kept = output.kept_places(verdict)
         for row in kept:
             if self.rows[row].first < 0:
@@ -104,7 +111,8 @@ class PairRows:
                 (sent[states.device],) = send([places], states.device)
             return states[sent[states.device]]
 
-        features = read(choose).to(self._empty.device)
+        features = head.fuse([choose(output.hidden[layer]) for layer in head.hidden_layers])
+        features = features.to(self._empty.device)
         parts = features.split([len(mine) for mine in kept.values()])
         extend_all([self.rows[row] for row in kept], parts)
 

@@ -133,7 +133,6 @@ class FalconDrafter(Drafter):
     _pairs: PairRows
     _placed: list[list[Tensor]]
 
-    hidden_layers = (-1,)
     no_candidates = (
         "a Falcon head needs the target's features, which assisted decoding does not hand on; use "
         "spec_strategy='falcon'"
@@ -148,6 +147,7 @@ class FalconDrafter(Drafter):
         max_nodes: int | None = None,
     ):
         self.head = head
+        self.hidden_layers = tuple(dict.fromkeys(head.hidden_layers))
         self.tree = tree
         self.plan: DraftPlan = draft_plan(tree, head.shape.block_size)
         self.policy = policy or LengthPolicy(tree.height)
@@ -211,7 +211,7 @@ class FalconDrafter(Drafter):
 
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
         """Take the features of the root and of what was accepted; tell the policy."""
-        self._pairs.learn(verdict, output, lambda choose: choose(output.hidden[-1]))
+        self._pairs.learn(verdict, output, self.head)
         for row, accepted in enumerate(verdict.accepted):
             if verdict.tree.nodes(row):
                 self.policy.observe(row, verdict.tree.height(row), len(accepted))

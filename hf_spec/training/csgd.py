@@ -38,7 +38,7 @@ replaced.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -152,8 +152,12 @@ class GlancingLoss:
         torch.manual_seed(batch.seed)
         k = self.head.shape.block_size
         grid = int(torch.randint(k, ()))
-        pairs = read_pairs(self.target, batch.items, k, self.max_context)
-        truth = pairs.features[pairs.rows, pairs.places + k]
+        layers = self.head.hidden_layers
+        pairs = read_pairs(self.target, batch.items, k, self.max_context, layers)
+        states = pairs.features.split(self.head.hidden_size, dim=-1)
+        truth = states[-1][pairs.rows, pairs.places + k]
+        with self._autocast():
+            pairs = replace(pairs, features=self.head.fuse(states))
         with torch.no_grad(), self._autocast():
             scores = self.head.head.known(truth.to(self.target.dtype)).float()
         tokens, features = pairs.tokens, self._noisy(pairs)

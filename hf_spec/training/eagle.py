@@ -26,12 +26,12 @@ from hf_spec.errors import OptionError
 from hf_spec.execution.vocabulary import num_embeddings
 from hf_spec.heads.eagle_head import EagleHead, build
 from hf_spec.heads.eagle_layouts import Layout, Verifier, for_vllm
-from hf_spec.heads.eagle_spec import default_aux_layers, normal_names, read_spec
+from hf_spec.heads.eagle_spec import normal_names, read_spec
 from hf_spec.models.draft_head import FewTokensHead, check_plain_head
 from hf_spec.models.truncated import last_layers
 from hf_spec.training.answers import learned_from
 from hf_spec.training.csgd import Pairs, cut_prompt, read_pairs
-from hf_spec.training.features import LAST, Text, num_features
+from hf_spec.training.features import Text, fused_layers, num_features
 from hf_spec.training.held_back import acceptance, learned_and_held
 from hf_spec.training.responses import answer_vocabulary
 from hf_spec.training.settings import EAGLE_RUN, EagleTrainSettings, TrainSettings
@@ -41,11 +41,6 @@ from hf_spec.training.trainer import MicroBatch, micro_batches, processes, train
 EVALUATED = 8
 # Of weights that have no like in the target, as transformers starts its own.
 DEVIATION = 0.02
-
-
-def text_layers(model: PreTrainedModel) -> tuple[int, ...]:
-    """Whose states a head reads, and last the one that the target's own head reads."""
-    return (*default_aux_layers(model.config.get_text_config().num_hidden_layers), *LAST)
 
 
 def train_eagle(
@@ -59,7 +54,7 @@ def train_eagle(
     """Train a head on a frozen target's answers and write it to `folder`.
 
     Several answers to one prompt share an id; features, where texts have them, are those of
-    `text_layers`. Checkpoint and metrics go into the `training` folder. `start` is a head to go on
+    `fused_layers`. Checkpoint and metrics go into the `training` folder. `start` is a head to go on
     from, in any layout, by default the target's last layer; it keeps the tokens that it knows.
 
     Returns:
@@ -129,7 +124,7 @@ def new_head(
         "rms_norm_eps": getattr(config, "rms_norm_eps", 1e-6),
         "rope_theta": (getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10000.0),
         "max_position_embeddings": config.max_position_embeddings,
-        "eagle_aux_hidden_state_layer_ids": list(text_layers(model)[:-1]),
+        "eagle_aux_hidden_state_layer_ids": list(fused_layers(model)[:-1]),
     }
     scores = FewTokensHead(model.get_output_embeddings(), vocabulary).scores
     tensors = {**_first_weights(model, described), "lm_head.weight": scores.weight.detach().clone()}
@@ -159,7 +154,7 @@ def check_start(start: PublishedHead, model: PreTrainedModel, settings: EagleTra
         raise OptionError(f"{what} is of the family {start.family!r}, not 'eagle3'")
     tensors = normal_names(start.tensors)
     spec = read_spec(start, tensors, model.config.get_text_config())
-    layers = text_layers(model)[:-1]
+    layers = fused_layers(model)[:-1]
     if spec.hidden_layers != layers:
         raise OptionError(f"{what} reads the layers {spec.hidden_layers}; training reads {layers}")
     full, asked = num_embeddings(model), settings.vocabulary_size
@@ -190,7 +185,7 @@ class StepsLoss:
         self.head, self.target, self.settings = head, target, settings
         vocabulary = head.head.vocabulary
         self.teacher = FewTokensHead(target.get_output_embeddings(), vocabulary)
-        self.layers = text_layers(target)
+        self.layers = fused_layers(target)
 
     def __call__(self, batch: MicroBatch[Text]) -> tuple[Tensor, int]:
         """The cross-entropy with the target's distribution over the tokens that the head knows.

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from hf_spec.adapters.folder import SpecAdapter
 from hf_spec.errors import OptionError
 from hf_spec.models.draft_head import check_plain_head
 from hf_spec.models.falcon_head import FalconHead
+from hf_spec.models.shapes import FalconShape
 from hf_spec.training.answers import learned_from
 from hf_spec.training.csgd import GlancingLoss, cut_prompt, read_pairs
 from hf_spec.training.features import Text, num_features, text_features
@@ -46,7 +48,8 @@ def train_falcon(
 
     Several answers to one prompt share an id. Checkpoint and metrics go into the `training` folder.
     `start` is a head to go on from, by default the target's last layers; its vocabulary, which is
-    not learned, is chosen again, or kept where the settings say so.
+    not learned, is chosen again, or kept where the settings say so. One that is not fused may
+    become so.
 
     Raises:
         UnsupportedError: if the target changes its logits after the head.
@@ -93,13 +96,15 @@ def _new_head(
     responses = (text.response for text in learned)
     vocabulary = answer_vocabulary(model, responses, settings.vocabulary_size)
     if start is not None:
-        known = {} if settings.keep_vocabulary else {"vocabulary": vocabulary}
-        head = FalconHead.from_adapter(start, model, **known)
+        known: dict[str, Any] = {} if settings.keep_vocabulary else {"vocabulary": vocabulary}
+        head = FalconHead.from_adapter(start, model, fused=settings.shape.fused, **known)
         if head.shape != settings.shape:
             raise OptionError(
                 f"the head to start from has the shape {asdict(head.shape)}, not "
                 f"{asdict(settings.shape)}"
             )
+        if not FalconShape(**start.options["shape"]).fused:
+            head.start_fusing(state_sizes(model, learned, head))
         for parameter in head.trained().values():
             parameter.requires_grad_(True)
         return head
@@ -107,7 +112,13 @@ def _new_head(
     depth = model.config.get_text_config().num_hidden_layers
     entering = hidden_sizes(model, learned[:SAMPLE], depth - settings.shape.num_layers)
     head.start_plain(sizes, float(entering.square().mean().sqrt()))
+    head.start_fusing(state_sizes(model, learned, head))
     return head
+
+
+def state_sizes(model: PreTrainedModel, texts: Sequence[Text], head: FalconHead) -> Tensor:
+    """(n * H,) root mean squares of the n states that `head` reads, one after the other."""
+    return torch.cat([hidden_sizes(model, texts[:SAMPLE], one) for one in head.hidden_layers])
 
 
 def hidden_sizes(model: PreTrainedModel, texts: Sequence[Text], layer: int = -1) -> Tensor:
@@ -125,14 +136,16 @@ def first_choices(head: FalconHead, model: PreTrainedModel, texts: Sequence[Text
     so k forwards under the target's own features and tokens tell all of it exactly.
     """
     k = head.shape.block_size
-    pairs = read_pairs(model, texts, k)
+    pairs = read_pairs(model, texts, k, layers=head.hidden_layers)
+    with mixed_precision(model):
+        features = head.fuse(pairs.features.split(head.hidden_size, dim=-1))
     length = pairs.tokens.shape[1]
     right = torch.zeros(len(texts), length + 1, k, dtype=torch.bool, device=model.device)
     place_of = head.head.places().to(model.device)
     answers = place_of[pairs.tokens[pairs.rows, pairs.places + k]]
     for grid in range(k):
         with mixed_precision(model):
-            predicted = head(pairs.tokens, pairs.features, grid)[pairs.rows, pairs.places]
+            predicted = head(pairs.tokens, features, grid)[pairs.rows, pairs.places]
             choice = head.head.known(predicted).argmax(dim=-1)
         slot = (pairs.places - grid) % k
         # Pair i in slot j belongs to the block that ends k - 1 - j pairs on.

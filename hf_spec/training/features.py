@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from hf_spec.errors import OptionError
 from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.tree import DraftTree
+from hf_spec.models.shapes import default_aux_layers
 from hf_spec.training.answers import answer_batches, known_target, stored
 from hf_spec.training.responses import Response
 
@@ -42,6 +43,11 @@ class Text:
 
     response: Response
     features: Tensor | None = None
+
+
+def fused_layers(model: PreTrainedModel) -> tuple[int, ...]:
+    """Whose states a head that fuses them reads, and last the one that the target's own reads."""
+    return (*default_aux_layers(model.config.get_text_config().num_hidden_layers), *LAST)
 
 
 def num_features(response: Response) -> int:

@@ -12,7 +12,7 @@ import pytest
 from hf_spec import AssistantError
 from hf_spec.adapters.published import PublishedHead
 from hf_spec.execution.last_layer import BEFORE_NORM
-from hf_spec.heads.eagle_spec import EagleSpec, default_aux_layers, normal_names, read_spec
+from hf_spec.heads.eagle_spec import EagleSpec, normal_names, read_spec
 from tests import published_heads as heads
 
 KEY = "eagle_aux_hidden_state_layer_ids"
@@ -120,7 +120,3 @@ def test_scaling_is_kept() -> None:
 def test_configs_that_lie(config: dict[str, Any]) -> None:
     with pytest.raises(AssistantError, match="'a head' is damaged"):
         spec(config)
-
-
-def test_default_layers() -> None:
-    assert default_aux_layers(32) == (2, 16, 29)

@@ -154,12 +154,17 @@ class TestMixers:
 
 
 class TestAdapter:
+    @pytest.mark.parametrize("fused", [False, True])
     @pytest.mark.parametrize("recurrent", [False, True])
     @pytest.mark.parametrize("vocabulary", [None, torch.tensor([2, 5, 11, 40])])
-    def test_save_and_load(self, tmp_path: Path, recurrent: bool, vocabulary: Any) -> None:
+    def test_save_and_load(
+        self, tmp_path: Path, fused: bool, recurrent: bool, vocabulary: Any
+    ) -> None:
         model = build("llama")
-        head = FalconHead(model, FalconShape(3, 1, recurrent), vocabulary).eval()
+        head = FalconHead(model, FalconShape(3, 1, recurrent, fused), vocabulary).eval()
         with torch.no_grad():
+            if head.earlier is not None:
+                head.earlier.up.weight.normal_()
             for parameter in head.trained().values():
                 parameter.copy_(parameter.bfloat16())
         save_adapter(tmp_path, head.to_adapter({"max_depth": 6}))
@@ -171,6 +176,9 @@ class TestAdapter:
         torch.testing.assert_close(loaded(tokens, features), head(tokens, features))
         hidden = head(tokens, features)
         torch.testing.assert_close(loaded.head(hidden), head.head(hidden))
+        states = torch.randn(len(head.hidden_layers), 5, head.hidden_size).unbind()
+        torch.testing.assert_close(loaded.fuse(states), head.fuse(states))
+        assert torch.equal(loaded.fuse(states), states[-1]) != fused
 
     def test_only_its_own_weights_are_stored(self) -> None:
         head = random_head("llama")
@@ -213,6 +221,13 @@ class TestAdapter:
     def test_more_layers_than_the_target(self) -> None:
         with pytest.raises(OptionError, match="has only 3 layers"):
             FalconHead(build("llama"), FalconShape(2, 4), None)
+
+    def test_fewer_layers_than_are_fused(self) -> None:
+        model = build("llama")
+        config = copy.deepcopy(model.config)
+        config.num_hidden_layers = 2
+        with pytest.raises(OptionError, match="fused=True: the 2 layers of LlamaForCausalLM"):
+            FalconHead(type(model)(config), FalconShape(1, fused=True), None)
 
     def test_the_target_is_left_as_it_was(self) -> None:
         model = copy.deepcopy(build("gemma3"))

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+from torch import Tensor
 
 from hf_spec.execution.forward_output import ForwardOutput
 from hf_spec.execution.tree import DraftTree, Verdict
 from hf_spec.models.pair_rows import PairRows
+
+
+class LastState:
+    hidden_layers = (-1,)
+
+    def fuse(self, states: Sequence[Tensor]) -> Tensor:
+        return states[0]
 
 
 def test_the_root_and_what_was_accepted() -> None:
@@ -16,7 +26,7 @@ def test_the_root_and_what_was_accepted() -> None:
     output = ForwardOutput(torch.empty(0), {-1: states}, {0: [0, 1]}, [2, 3, 4, 5, 6])
     rows.roots = [2, 0, 4]
     verdict = Verdict(tree, [[2], [], []], [1, None, 1])
-    rows.learn(verdict, output, lambda choose: choose(output.hidden[-1]))
+    rows.learn(verdict, output, LastState())
     assert [row.num_pairs for row in rows.rows] == [4, 0, 1]
     assert rows.rows[0].features.flatten().tolist() == [0, 1, 2, 4]
     assert rows.rows[2].features.flatten().tolist() == [5]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hf_spec import OptionError
-from hf_spec.models.shapes import FEATURES, MODES, TOP, FalconShape
+from hf_spec.models.shapes import FEATURES, MODES, TOP, FalconShape, default_aux_layers
 from hf_spec.training.settings import SdsatTrainSettings
 
 
@@ -41,3 +41,7 @@ def test_features_cover_what_the_classifier_sees() -> None:
 def test_a_head_that_cannot_be_built(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         FalconShape(**wrong)
+
+
+def test_default_layers() -> None:
+    assert default_aux_layers(32) == (2, 16, 29)

@@ -91,6 +91,11 @@ def generate(name: str, kind: str, head: Any, new_tokens: int = 16, **options: A
     )
 
 
+def generate_plainly(name: str, kind: str, new_tokens: int = 16) -> torch.Tensor:
+    options = {"max_new_tokens": new_tokens, "do_sample": False}
+    return build(name).generate(**prompts(name, kind), **options)
+
+
 def reaches(tree: DraftTree, row: int) -> dict[tuple[int, ...], float]:
     """The tokens that lead to each node of a row below the root -> how likely all of them are."""
     assert tree.node_probs is not None
@@ -110,7 +115,7 @@ def check_against_reference(
     compared, size = 0, head.shape.block_size
     # A feature knows nothing of what follows, so those of the whole text serve every draft of it.
     texts = {row: tokens[row] for _, tokens, unfinished, _ in seen for row in unfinished}
-    known = {row: features_of(build(name), text) for row, text in texts.items()}
+    known = {row: features_of(build(name), text, head) for row, text in texts.items()}
     for draft, tokens, unfinished, _ in seen:
         for row in unfinished:
             root, *nodes = draft.nodes(row)
@@ -143,6 +148,21 @@ class TestDrafts:
         assert check_against_reference(name, head, seen, BUSHY) > 500
         # Rounds of several lengths, or re-feeding would never be seen.
         assert output.spec_stats.accepted_tokens > 0
+
+    @pytest.mark.parametrize("size", [1, 2])
+    @pytest.mark.parametrize("name", ["llama", "gemma3"])
+    def test_features_of_several_states(
+        self, name: str, size: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        head = random_head(name, size, 2, fused=True)
+        with watch_drafts() as seen:
+            output = generate(name, "ragged", head, tree=BUSHY.paths)
+        assert check_against_reference(name, head, seen, BUSHY) > 500
+        assert torch.equal(output.sequences, generate_plainly(name, "ragged"))
+        # Drafts differ from those of the last state alone.
+        monkeypatch.setattr(head, "earlier", None)
+        with pytest.raises(AssertionError):
+            check_against_reference(name, head, seen, BUSHY)
 
     @pytest.mark.parametrize("size", [2, 3])
     def test_after_long_accepts(self, size: int) -> None:

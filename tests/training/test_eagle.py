@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from hf_spec import AssistantError, OptionError
 from hf_spec.adapters.published import PublishedHead, known_head, read_published
 from hf_spec.heads.eagle_head import EagleHead, build
-from hf_spec.training.eagle import StepsLoss, draft_steps, new_head, text_layers, train_eagle
-from hf_spec.training.features import Text, stored_texts
+from hf_spec.training.eagle import StepsLoss, draft_steps, new_head, train_eagle
+from hf_spec.training.features import Text, fused_layers, stored_texts
 from hf_spec.training.held_back import acceptance, split_by_hash
 from hf_spec.training.responses import Response
 from hf_spec.training.settings import EagleTrainSettings, TrainSettings
@@ -28,7 +28,7 @@ RUN = TrainSettings(epochs=30, batch_tokens=100, learning_rate=0.01, evaluate_ev
 
 @pytest.fixture
 def texts(model: PreTrainedModel, responses: list[Response], tmp_path: Path) -> list[Text]:
-    return stored_texts(model, responses, tmp_path / "features", text_layers(model))
+    return stored_texts(model, responses, tmp_path / "features", fused_layers(model))
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from hf_spec.training.falcon import (
     first_choices,
     train_falcon,
 )
-from hf_spec.training.features import Text, stored_texts
+from hf_spec.training.features import Text, fused_layers, stored_texts, text_features
 from hf_spec.training.held_back import acceptance, split_by_hash
 from hf_spec.training.responses import Response
 from hf_spec.training.trainer import CHECKPOINT, METRICS, TrainSettings
@@ -48,6 +48,7 @@ def rows(folder: Path) -> list[dict[str, float]]:
         (FalconShape(2), 60),
         (FalconShape(3, num_layers=2), None),
         (FalconShape(1), None),
+        (FalconShape(1, fused=True), None),
         (FalconShape(2, recurrent=True), None),
     ],
 )
@@ -62,6 +63,9 @@ def test_it_learns_and_drafts(
     twice = texts + [
         replace(t, response=replace(t.response, id=f"again {i}")) for i, t in enumerate(texts)
     ]
+    if shape.fused:
+        # Those that are stored are of the last state.
+        twice = [Text(text.response) for text in twice]
     settings = replace(SETTINGS, shape=shape, vocabulary_size=vocabulary_size, held_back=0.4)
     folder = tmp_path / "adapter"
     adapter = train_falcon(model, twice, folder, settings, replace(RUN, evaluate_every=10))
@@ -159,6 +163,30 @@ def test_starting_from_a_head(model: PreTrainedModel, texts: list[Text], tmp_pat
         train_falcon(model, texts, tmp_path / "x", longer, RUN, start)
     with pytest.raises(AssistantError, match="trained for"):
         train_falcon(build("qwen2"), texts, tmp_path / "x", SETTINGS, RUN, start)
+
+
+def test_a_head_that_becomes_fused(
+    model: PreTrainedModel, texts: list[Text], tmp_path: Path
+) -> None:
+    first = train_falcon(model, texts, tmp_path / "first", SETTINGS, replace(RUN, epochs=3))
+    fresh = [Text(text.response) for text in texts]
+    fused = replace(SETTINGS, shape=FalconShape(fused=True))
+    still = replace(RUN, epochs=1, learning_rate=0.0)
+    same = train_falcon(model, fresh, tmp_path / "same", fused, still, first)
+    # It begins as it was.
+    assert not same.tensors["earlier.up.weight"].any()
+    for name, tensor in first.tensors.items():
+        assert torch.equal(same.tensors[name], tensor)
+    for name, value in first.options["held_back"].items():
+        assert same.options["held_back"][name] == pytest.approx(value, abs=0.02)
+    # States of any size come to one of about one.
+    states = text_features(model, [texts[0].response], fused_layers(model))[0]
+    entered = states[:, : -model.config.hidden_size].float() * same.tensors["earlier.enter"]
+    assert 0.5 < float(entered.square().mean().sqrt()) < 2
+    more = train_falcon(model, fresh, tmp_path / "more", fused, replace(RUN, epochs=2), same)
+    assert more.tensors["earlier.up.weight"].any()
+    with pytest.raises(OptionError, match="to start from has the shape"):
+        train_falcon(model, texts, tmp_path / "x", SETTINGS, RUN, more)
 
 
 def test_the_target_is_left_alone(

@@ -142,7 +142,8 @@ def true_ranks(
         first = max(len(response.prompt), head.shape.block_size)
         starts = range(first, len(tokens) - settings.depth)
         if starts:
-            features = text_features(model, [response])[0]
+            states = text_features(model, [response], head.hidden_layers)[0]
+            features = head.fuse(states.split(head.hidden_size, dim=-1))
             found.append(ranks_along(head, tokens, features, starts, settings.depth))
         progress()
     if not found:

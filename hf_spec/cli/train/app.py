@@ -29,8 +29,8 @@ def train_responses_command(  # noqa: PLR0913 - one parameter an option
     settings: kinds.ResponseSettings,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts per batch.")] = kinds.BATCH_SIZE,
     features: Annotated[
-        Literal["falcon", "eagle"] | None,
-        typer.Option(help="Keep the target's features beside the answers, for this training."),
+        Literal["last", "fused"] | None,
+        typer.Option(help="Keep states of the target beside the answers: its last ones, or more."),
     ] = None,
     placement: options.Placement,
 ) -> None:
@@ -38,8 +38,8 @@ def train_responses_command(  # noqa: PLR0913 - one parameter an option
 
     On a CPU batches of about 128 give the most tokens per second, and --dtype bfloat16 is
     faster than float32 where the processor computes in it. An interrupted run goes on where it was.
-    With --features a later train falcon, or train eagle, is spared a pass of the target over all
-    texts.
+    With --features last a later train falcon, with fused train falcon --fused or train eagle, is
+    spared a pass of the target over all texts.
 
         hf-spec train responses --model MODEL --prompts prompts.jsonl --out answers.jsonl
     """
@@ -47,8 +47,7 @@ def train_responses_command(  # noqa: PLR0913 - one parameter an option
 
     from hf_spec.cli.loading import load_target, load_tokenizer
     from hf_spec.data.prompts import load_prompts
-    from hf_spec.training.eagle import text_layers
-    from hf_spec.training.features import LAST, features_of
+    from hf_spec.training.features import LAST, features_of, fused_layers
     from hf_spec.training.recorded import FeatureRecorder
     from hf_spec.training.responses import generate_responses
 
@@ -62,16 +61,15 @@ def train_responses_command(  # noqa: PLR0913 - one parameter an option
 
         recorder = None
         if features is not None:
-            layers = text_layers(target) if features == "eagle" else LAST
+            layers = fused_layers(target) if features == "fused" else LAST
             recorder = FeatureRecorder(target, common.beside(out, features_of(layers)), layers)
         left_out = generate_responses(
             target, tokenizer, known, out, settings, batch_size, progress, recorder
         )
     typer.echo(f"{out} is complete; {left_out} prompts were too long")
     where = ("--model", model, "--responses", out, "--out", out.with_name(f"{out.stem}-head"))
-    typer.echo(
-        f"next: {common.next_command('train', features or 'falcon', *where, placement=placement)}"
-    )
+    kind = "eagle" if features == "fused" else "falcon"
+    typer.echo(f"next: {common.next_command('train', kind, *where, placement=placement)}")
 
 
 @train.command("draft", cls=common.RecordedCommand)
@@ -135,10 +133,11 @@ def train_falcon_command(  # noqa: PLR0913 - one parameter an option
     from hf_spec.cli.loading import load_target
     from hf_spec.models.falcon_head import METHOD
     from hf_spec.training.falcon import train_falcon
-    from hf_spec.training.features import LAST
+    from hf_spec.training.features import LAST, fused_layers
 
     target = load_target(model, placement)
-    known = common.known_texts(target, responses, LAST, features, store)
+    layers = fused_layers(target) if settings.shape.fused else LAST
+    known = common.known_texts(target, responses, layers, features, store)
     start = None if init is None else load_adapter(init, METHOD)
     adapter = train_falcon(target, known, out, settings, run, start)
     common.conclude(
@@ -170,14 +169,15 @@ def train_eagle_command(  # noqa: PLR0913 - one parameter an option
     """
     from hf_spec.adapters.published import known_head
     from hf_spec.cli.loading import load_target
-    from hf_spec.training.eagle import check_start, text_layers, train_eagle
+    from hf_spec.training.eagle import check_start, train_eagle
+    from hf_spec.training.features import fused_layers
 
     start = None if init is None else known_head(init)
     target = load_target(model, placement)
     if start is not None:
         # Before the features, which take a while.
         check_start(start, target, settings)
-    known = common.known_texts(target, responses, text_layers(target), features, store)
+    known = common.known_texts(target, responses, fused_layers(target), features, store)
     figures = train_eagle(target, known, out, settings, run, start)
     common.conclude(figures, common.bench_command(model, f"eagle@{out}", placement))
 

@@ -72,15 +72,15 @@ def test_help_teaches() -> None:
     assert "spec_strategy" in " ".join(run("train", "disco", "--help").output.split())
 
 
-@pytest.mark.parametrize("part", ["falcon", "eagle"])
+@pytest.mark.parametrize(("kept", "part"), [("last", "falcon"), ("fused", "eagle")])
 def test_features_that_were_kept_serve_the_next_training(
-    part: str, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kept: str, part: str, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts, answers = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
     rows = [{"id": f"p{n}", "task": "qa", "turns": ["ba" * (n % 4 + 1)]} for n in range(40)]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = ("--prompts", prompts, "--out", answers, "--max-new-tokens", 6)
-    result = run("train", "responses", "--model", model_folder, *given, "--features", part)
+    result = run("train", "responses", "--model", model_folder, *given, "--features", kept)
     assert result.exit_code == 0, result.output
     assert next_step(result)[:2] == ["train", part]
 
