@@ -38,6 +38,7 @@ def train_responses_command(  # noqa: PLR0913 - one parameter an option
 
     On a CPU batches of about 128 give the most tokens per second, and --dtype bfloat16 is
     faster than float32 where the processor computes in it. An interrupted run goes on where it was.
+    Prompts that share thirteen words in a row with those of hf-spec bench are left out.
     With --features last a later train falcon, with fused train falcon --fused or train eagle, is
     spared a pass of the target over all texts.
 
@@ -46,13 +47,20 @@ def train_responses_command(  # noqa: PLR0913 - one parameter an option
     from tqdm import tqdm
 
     from hf_spec.cli.loading import load_target, load_tokenizer
+    from hf_spec.data.overlap import apart_from_reported
     from hf_spec.data.prompts import load_prompts
     from hf_spec.training.features import LAST, features_of, fused_layers
     from hf_spec.training.recorded import FeatureRecorder
     from hf_spec.training.responses import generate_responses
 
     options.check_out(out, prompts)
-    known = load_prompts(prompts)
+    given = load_prompts(prompts)
+    known = apart_from_reported(given)
+    if len(known) < len(given):
+        typer.echo(
+            f"{len(given) - len(known)} of {len(given)} prompts share text with those that "
+            "hf-spec bench reports on, and are left out"
+        )
     target, tokenizer = load_target(model, placement), load_tokenizer(model)
     with tqdm(total=len(known), desc="prompts", disable=None) as bar:
 

@@ -12,7 +12,9 @@ from typer.testing import CliRunner
 
 from hf_spec.adapters.folder import load_adapter
 from hf_spec.cli.app import build_app
+from hf_spec.data.prompts import load_prompts
 from hf_spec.training import falcon, features
+from hf_spec.training.responses import read_responses
 from tests.cli.train.cli_files import (
     next_step,
     run,
@@ -70,6 +72,21 @@ def test_help_teaches() -> None:
         assert name in text
     assert "--model" in run("train", "disco", "--help").output
     assert "spec_strategy" in " ".join(run("train", "disco", "--help").output.split())
+
+
+def test_prompts_of_the_benchmarks_are_not_learned_from(model_folder: Path, tmp_path: Path) -> None:
+    prompts, answers = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    reported = load_prompts(per_task=1, tasks=["qa"])[0]
+    rows = [
+        {"id": name, "task": "qa", "turns": [text]}
+        for name, text in (("a", "ba"), ("b", reported.turns[0]))
+    ]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = ("--prompts", prompts, "--out", answers, "--max-new-tokens", 2)
+    result = run("train", "responses", "--model", model_folder, *given)
+    assert result.exit_code == 0, result.output
+    assert "1 of 2 prompts share text" in " ".join(result.output.split())
+    assert [answer.id for answer in read_responses(answers)] == ["a"]
 
 
 @pytest.mark.parametrize(("kept", "part"), [("last", "falcon"), ("fused", "eagle")])
