@@ -103,7 +103,7 @@ def _new_head(
                 f"the head to start from has the shape {asdict(head.shape)}, not "
                 f"{asdict(settings.shape)}"
             )
-        if not FalconShape(**start.options["shape"]).fused:
+        if settings.shape.fused and not FalconShape(**start.options["shape"]).fused:
             head.start_fusing(state_sizes(model, learned, head))
         for parameter in head.trained().values():
             parameter.requires_grad_(True)
@@ -112,7 +112,8 @@ def _new_head(
     depth = model.config.get_text_config().num_hidden_layers
     entering = hidden_sizes(model, learned[:SAMPLE], depth - settings.shape.num_layers)
     head.start_plain(sizes, float(entering.square().mean().sqrt()))
-    head.start_fusing(state_sizes(model, learned, head))
+    if settings.shape.fused:
+        head.start_fusing(state_sizes(model, learned, head))
     return head
 
 
