@@ -10,6 +10,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_spec.bench.timing import timed
+from hf_spec.compat import cache_argument
 from hf_spec.cpu.packed_copies import set_cpu_packing
 from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.tree import DraftTree
@@ -61,5 +62,6 @@ def _tree_step(model: PreTrainedModel, context: list[int], count: int) -> float:
 def _plain_step(model: PreTrainedModel, context: list[int], count: int) -> float:
     cache = DynamicCache(config=model.config)
     prompt = torch.tensor([context], device=model.device)
-    model(prompt, past_key_values=cache, use_cache=True)
-    return timed(partial(model, prompt[:, :count], past_key_values=cache, use_cache=True))[1]
+    forward = partial(model, use_cache=True, **cache_argument(model.forward, cache))
+    forward(prompt)
+    return timed(partial(forward, prompt[:, :count]))[1]

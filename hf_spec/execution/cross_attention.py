@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
+from hf_spec.compat import CACHE_NAME
 from hf_spec.devices.placement import execution_device
 
 # Encoder-decoders that are served. Others tell where a token stands by how many are stored, so that
@@ -86,7 +87,7 @@ class CrossAttention:
     def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments for a decoder-only model's forward, as this one calls them."""
         named = {self._names.get(name, name): value for name, value in given.items()}
-        return {**named, "encoder_outputs": self._output, "past_key_values": self._cache}
+        return {**named, "encoder_outputs": self._output, CACHE_NAME: self._cache}
 
 
 def _device(model: PreTrainedModel) -> torch.device:

@@ -26,6 +26,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from hf_spec.compat import CACHE_NAME
 from hf_spec.devices.transfer import send
 from hf_spec.errors import UnsupportedError
 
@@ -147,14 +148,14 @@ def _on_device(moves: Sequence[tuple[int, Sequence[int], int]], device: torch.de
 
 
 def check_reusable(cache: object) -> None:
-    """Refuse a user's `past_key_values` that cannot be moved into a `KVPool` and back."""
+    """Refuse a user's cache that cannot be moved into a `KVPool` and back."""
     layers = getattr(cache, "layers", None)
     if type(cache) is not DynamicCache or any(
         type(layer) not in REUSABLE_LAYERS for layer in layers or []
     ):
         kinds = sorted({type(layer).__name__ for layer in layers or []})
         raise UnsupportedError(
-            f"past_key_values of type {type(cache).__name__} with layers {kinds} cannot be used "
+            f"{CACHE_NAME} of type {type(cache).__name__} with layers {kinds} cannot be used "
             "with spec_strategy; pass a DynamicCache, or leave it out"
         )
 
@@ -169,7 +170,7 @@ class _Placement:
 
 
 class PoolCache(Cache):
-    """A `KVPool` seen as `past_key_values`, for models that cannot take an attention function.
+    """A `KVPool` as a cache of transformers, for models that take no attention function.
 
     Before each forward `place` says where the tokens of the rectangle go; padding is written to the
     last place of the slot, which no mask ever shows.

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
+from hf_spec.compat import cache_parameter
 from hf_spec.devices.placement import execution_device
 from hf_spec.devices.transfer import send
 from hf_spec.execution.per_model import made_once
@@ -33,9 +34,6 @@ COMMITTED = -1
 # Kinds of layers by what they keep: a state (in the last one beside keys and values), or nothing.
 RECURRENT_LAYERS = ("linear_attention", "conv", "hybrid")
 PASTLESS_LAYERS = ("moe", "mlp")
-
-# Names under which a mixer takes its cache.
-CACHE_NAMES = ("cache_params", "past_key_values")
 
 
 def _writes_state(module: nn.Module) -> bool:
@@ -54,10 +52,10 @@ def _class_writes_state(kind: Any) -> bool:
 
 def _cache_name(module: nn.Module) -> str | None:
     """The name under which a module takes the cache, if it is called as mixers are."""
-    parameters = inspect.signature(type(module).forward).parameters
-    if not {"hidden_states", "attention_mask"} <= set(parameters):
+    forward: Any = type(module).forward
+    if not {"hidden_states", "attention_mask"} <= set(inspect.signature(forward).parameters):
         return None
-    return next((name for name in CACHE_NAMES if name in parameters), None)
+    return cache_parameter(forward)
 
 
 def stateful_modules(model: nn.Module) -> list[nn.Module]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import output_capturing
 
+from hf_spec.compat import cache_argument
 from hf_spec.execution import own_positions
 from hf_spec.execution.cross_attention import CrossAttention, takes_positions
 from hf_spec.execution.last_layer import BEFORE_NORM, LastLayer
@@ -69,6 +70,7 @@ class ModelCall:
         positions: Tensor,
         mask: Tensor,
         logits_to_keep: Tensor | int,
+        cache: Any = None,
         **kwargs: Any,
     ) -> Any:
         """The result for (B, T) tokens, or their embeddings, at (B, T) positions.
@@ -80,6 +82,8 @@ class ModelCall:
         if self._keeps_logits:
             kwargs["logits_to_keep"] = logits_to_keep
         kwargs["attention_mask"] = mask
+        if cache is not None:
+            kwargs |= cache_argument(self._model.forward, cache)
         if embeddings is None:
             small = self._own_size < self.vocab_size
             kwargs["input_ids"] = fit_tokens(tokens, self._own_size) if small else tokens

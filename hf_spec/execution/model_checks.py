@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
-
 import transformers
 from packaging.version import Version
 from transformers import PreTrainedModel
 
+from hf_spec.compat import cache_parameter, unknown_cache_parameter, version_message
 from hf_spec.devices.distributed_checks import check_sharding, tensor_parallel_size
 from hf_spec.errors import UnsupportedError
 from hf_spec.execution.alibi import uses_alibi
@@ -112,14 +111,13 @@ def _has_known_states(model: PreTrainedModel) -> bool:
 def _check_attention(model: PreTrainedModel, name: str) -> None:
     """Refuse models that cannot be shown a tree: where its tokens stand, what they look back on."""
     config = model.config.get_text_config()
-    arguments = inspect.signature(model.forward).parameters
     reason = UNSERVED.get(config.model_type)
     # Encoders that can be made decoders know cross attention; GPT-NeoX has the same unused field.
     encoder = getattr(config, "is_decoder", True) is False
     if encoder and hasattr(config, "add_cross_attention"):
         reason = "config.is_decoder is False, so that tokens also look ahead"
-    elif not {"past_key_values", "cache_params"} & set(arguments):
-        reason = "it keeps no keys and values"
+    elif cache_parameter(model.forward) is None:
+        reason = _without_cache(model)
     elif not _takes_positions(model) and num_attention_layers(config):
         reason = "it takes no position_ids, so the branches of a draft tree cannot be placed"
     elif "local" in (getattr(config, "attention_layers", None) or ()):
@@ -128,6 +126,16 @@ def _check_attention(model: PreTrainedModel, name: str) -> None:
         reason = "transformers before 5.23 widens its mask; install a newer one"
     if reason is not None:
         raise UnsupportedError(f"{name} cannot decode draft trees: {reason}")
+
+
+def _without_cache(model: PreTrainedModel) -> str:
+    """Return why a model without a known cache parameter cannot be decoded."""
+    unknown = unknown_cache_parameter(model.forward)
+    if unknown is None:
+        return "it keeps no keys and values"
+    return f"its forward takes the cache as {unknown}=, which hf_spec does not know: " + (
+        version_message()
+    )
 
 
 def _takes_positions(model: PreTrainedModel) -> bool:

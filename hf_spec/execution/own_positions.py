@@ -11,17 +11,15 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hf_spec.compat import CACHE_LENGTH_NAMES
 from hf_spec.execution.own_forwards import OwnForwards
-
-# What the tables are told: how many tokens came before, or the positions themselves.
-ARGUMENTS = {"past_key_values_length", "position_ids"}
 
 
 def tables_of(model: PreTrainedModel) -> list[nn.Module]:
@@ -33,8 +31,13 @@ def tables_of(model: PreTrainedModel) -> list[nn.Module]:
         for module in model.modules()
         if isinstance(module, nn.Embedding)
         # Of the class: while a generation runs, the module has another one.
-        and set(inspect.signature(type(module).forward).parameters) >= ARGUMENTS
+        and _counts_or_takes_positions(inspect.signature(type(module).forward).parameters)
     ]
+
+
+def _counts_or_takes_positions(parameters: Collection[str]) -> bool:
+    """Return True for a table that counts cached tokens unless it is given positions."""
+    return "position_ids" in parameters and not set(CACHE_LENGTH_NAMES).isdisjoint(parameters)
 
 
 def padding_of(model: PreTrainedModel, attention_mask: Tensor) -> list[int]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
+from hf_spec.compat import output_cache
 from hf_spec.devices import transfer
 from hf_spec.devices.placement import execution_device
 from hf_spec.execution.alibi import tree_alibi
@@ -145,7 +146,7 @@ class ModelRunner(RowStorage):
         """
         num_rows, length = inputs["input_ids"].shape
         result = self._call.plainly(inputs)
-        self.load(result.past_key_values, frame_masks)
+        self.load(output_cache(result), frame_masks)
         self.position_offsets = list(position_offsets)
         ran = [
             (mask[-length:].nonzero()[:, 0] + row * length).tolist()
@@ -291,7 +292,6 @@ class ModelRunner(RowStorage):
         tokens, positions, kept, *places = tensors
         # A 4D mask of one element is passed through as it is: no model builds a mask of its own.
         mask = tokens.new_ones(1, 1, 1, 1, dtype=torch.bool)
-        options = {"past_key_values": TokenPlaces(places[0])} if places else {}
         result = self._call(
             tokens[None],
             self._embedded(tokens[None]),
@@ -300,7 +300,7 @@ class ModelRunner(RowStorage):
             kept,
             spec_step=step,
             use_cache=False,
-            **options,
+            cache=TokenPlaces(places[0]) if places else None,
         )
         step.check(self.model, self._attending)
         self._watch.ran(step.written)
@@ -329,7 +329,7 @@ class ModelRunner(RowStorage):
                 inputs.positions.to(self.device),
                 mask,
                 last,
-                past_key_values=self._cache,
+                cache=self._cache,
                 use_cache=True,
             )
         # The nodes of a row are its last columns, with or without `logits_to_keep`.

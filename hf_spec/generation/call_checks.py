@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import Cache, GenerationConfig, PreTrainedModel
 
+from hf_spec.compat import CACHE_NAME, CACHE_NAMES, find_cache, stored_tokens, version_message
 from hf_spec.decoding.streaming import BatchStreamer
 from hf_spec.errors import OptionError, UnsupportedError
 from hf_spec.execution.kv_cache import check_reusable
@@ -75,9 +76,7 @@ SERVED["output_hidden_states"] = SERVED["output_attentions"]
 UNDERSTOOD = {
     "attention_mask",
     "position_ids",
-    "past_key_values",
-    # What generate() makes for models without attention.
-    "cache_params",
+    *CACHE_NAMES,
     "use_cache",
     "logits_to_keep",
     "return_dict",
@@ -174,9 +173,9 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
             raise UnsupportedError(
                 f"{name} ({what}) does not match the input_ids "
                 f"{tuple(shape) if shape is not None else '(none)'}; pass the whole sequence, also "
-                "with a reused past_key_values"
+                "with a reused cache"
             )
-    cache = arguments.get("past_key_values")
+    cache = find_cache(arguments)
     if cache is not None:
         check_reusable(cache)
 
@@ -275,7 +274,7 @@ def check_inputs(
         raise UnsupportedError(
             f"a length of {max_length} tokens: max_new_tokens and max_length must be whole numbers"
         )
-    _check_cache(model, model_kwargs.get("past_key_values"), input_ids)
+    _check_cache(model, find_cache(model_kwargs), input_ids)
     if not is_past_rope(model, attention_mask):
         check_rope(model, max_length)
     check_index(model, max_length)
@@ -292,9 +291,10 @@ def _check_names(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> Non
     # Image-text classes get an empty dictionary of what their towers saw.
     empty = [name for name, value in model_kwargs.items() if value is None or value == {}]
     if extra := sorted(model_kwargs.keys() - known - {*empty}):
+        caches = [name for name in extra if isinstance(model_kwargs[name], Cache)]
+        reason = f"; {version_message()}" if caches else "; text given as input_ids can"
         raise UnsupportedError(
-            f"model inputs {', '.join(extra)} cannot be used with spec_strategy; "
-            "text given as input_ids can"
+            f"model inputs {', '.join(extra)} cannot be used with spec_strategy{reason}"
         )
 
 
@@ -340,16 +340,16 @@ def _holds_keys(layer: Any) -> bool:
 def _check_cache(model: PreTrainedModel, cache: Any, input_ids: Tensor) -> None:
     if getattr(cache, "_is_user_defined", False) and caches_latents(model):
         raise UnsupportedError(
-            f"past_key_values: {type(model).__name__} caches latents, where draft trees store keys "
+            f"{CACHE_NAME}: {type(model).__name__} caches latents, where draft trees store keys "
             "and values of all heads; leave them out"
         )
-    stored = cache.get_seq_length() if cache is not None else 0
+    stored = stored_tokens(cache)
     if not stored:
         return
     num_rows, length = input_ids.shape
     if stored >= length:
         raise UnsupportedError(
-            f"past_key_values hold {stored} tokens and input_ids {length}; "
+            f"{CACHE_NAME} holds {stored} tokens and input_ids {length}; "
             "input_ids must hold the whole sequence, with at least one token that is not cached"
         )
     config = model.config.get_text_config()
@@ -360,6 +360,6 @@ def _check_cache(model: PreTrainedModel, cache: Any, input_ids: Tensor) -> None:
     sharing = getattr(config, "num_kv_shared_layers", None) or 0
     if rows != num_rows or len(cache.layers) not in {layers, layers - sharing}:
         raise UnsupportedError(
-            f"past_key_values hold {rows} rows of {len(cache.layers)} layers, where the call has "
+            f"{CACHE_NAME} holds {rows} rows of {len(cache.layers)} layers, where the call has "
             f"{num_rows} rows and the model {layers} layers; pass the cache of the same batch"
         )

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from hf_spec.compat import find_cache
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.devices.placement import execution_device
 from hf_spec.errors import AssistantError
@@ -50,7 +51,7 @@ def hand_out(
             prompt with the output of that encoder.
     """
     states = prompt.model_kwargs["encoder_outputs"][0]
-    cache = prompt.model_kwargs.get("past_key_values")
+    cache = find_cache(prompt.model_kwargs)
     target.attend_to(states, getattr(cache, "cross_attention_cache", None))
     drafter.prefill(partial(_attend, target=target.model, prompt=prompt, read=read))
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from hf_spec.compat import CACHE_NAMES
 from hf_spec.decoding.continuous_batching import ContinuousBatch, Prepared, Request
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.processors import check_processors
@@ -44,7 +45,7 @@ REFUSED_ARGUMENTS = {
     "input_ids": "pass the prompts as the first argument",
     "attention_mask": "pass prompts without padding",
     "position_ids": "the positions are those of the tokens in their prompt",
-    "past_key_values": "every prompt is run from its first token",
+    **dict.fromkeys(CACHE_NAMES, "every prompt is run from its first token"),
     "return_dict_in_generate": "the outputs are objects in any case",
     "output_scores": "generate() returns scores",
     "output_logits": "generate() returns logits",

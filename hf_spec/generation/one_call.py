@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
 
+from hf_spec.compat import CACHE_NAME, find_cache
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.loop import count_models, speculative_decode
 from hf_spec.decoding.processors import check_processors
@@ -51,7 +52,7 @@ def generate_with(  # noqa: PLR0913 - the signature that generate() calls
         batching: what is padded, a key of `BATCHING`.
         read: called with a draft model that takes images or has an encoder, and the target's
             prompt; gives its own.
-        **model_kwargs: `attention_mask`, `past_key_values` and what else `generate()` prepared.
+        **model_kwargs: `attention_mask`, the cache and what else `generate()` prepared.
 
     Returns:
         What `generate()` returns: (B, L + new) int64, or an output object if the config wants it.
@@ -89,7 +90,7 @@ def generate_with(  # noqa: PLR0913 - the signature that generate() calls
     target.expected_length = state.expected_length
     target.paddings = (~state.frame_mask).sum(dim=1).tolist()
     target.position_offsets = padding_of(model, attention_mask)
-    cache = model_kwargs.get("past_key_values")
+    cache = find_cache(model_kwargs)
     prompt = Prompt(input_ids, attention_mask, model_kwargs)
     if cache is not None and (stored := prompt.stored) and not alone:
         target.load(cache, [mask[:stored] for mask in state.frame_mask.cpu()])
@@ -106,7 +107,7 @@ def generate_with(  # noqa: PLR0913 - the signature that generate() calls
             _run_to_the_end(target, state)
             count_models(state.stats, target, drafter)
             # Afterwards the storage may be that of another call.
-            output.past_key_values = _export(target, state, cache)
+            output[CACHE_NAME] = _export(target, state, cache)
     hand_in(state.stats)
     if as_dict and model.config.is_encoder_decoder:
         return SpecEncoderDecoderOutput.of(output)

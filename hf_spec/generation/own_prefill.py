@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
+from hf_spec.compat import cache_argument, find_cache, stored_tokens, without_cache
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.loop import finish_step
 from hf_spec.decoding.state import GenerationState
@@ -105,18 +106,19 @@ class Prompt:
     @property
     def stored(self) -> int:
         """How many tokens of each row a reused cache holds."""
-        cache = self.model_kwargs.get("past_key_values")
-        return cache.get_seq_length() if cache is not None else 0
+        return stored_tokens(find_cache(self.model_kwargs))
 
     def run(self, runner: ModelRunner) -> ForwardOutput:
         """Run it; its keys and values are in the pool afterwards, a reused cache is as it was."""
-        cache = copy.deepcopy(self.model_kwargs.get("past_key_values"))
+        cache = copy.deepcopy(find_cache(self.model_kwargs))
         model: Any = runner.model
-        inputs = model.prepare_inputs_for_generation(
+        prepare = model.prepare_inputs_for_generation
+        inputs = prepare(
             self.input_ids,
             next_sequence_length=self.input_ids.shape[1] - self.stored,
             is_first_iteration=True,
-            **{**self.model_kwargs, "past_key_values": cache},
+            **without_cache(self.model_kwargs),
+            **cache_argument(prepare, cache),
         )
         masks = list(self.attention_mask.bool().cpu())
         return runner.prefill(inputs, masks, _offsets(inputs.get("position_ids"), masks))

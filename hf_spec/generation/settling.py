@@ -14,7 +14,7 @@ from hf_spec.errors import AssistantError, OptionError, UnsupportedError
 from hf_spec.execution.model_checks import check_model
 from hf_spec.generation.call_checks import Settings, check_called, check_settings
 from hf_spec.generation.compiling import compile_once
-from hf_spec.generation.target_checks import check_evaluation, check_rows_apart
+from hf_spec.generation.target_checks import check_cache_length, check_evaluation, check_rows_apart
 from hf_spec.models.trained_draft import METHOD as DRAFT
 from hf_spec.strategies.assistants import find_assistant
 from hf_spec.strategies.known_drafters import known_drafters
@@ -29,7 +29,6 @@ REFUSED_ARGUMENTS = {
     "negative_prompt_ids": "classifier-free guidance is not available with it; leave it out",
     "synced_gpus": "FSDP and ZeRO-3 are not served; generate without spec_strategy",
     "inputs_embeds": "give the prompt as input_ids",
-    "cache_params": "it does not say how many tokens it holds; give the whole text as input_ids",
 }
 
 
@@ -44,6 +43,7 @@ def settle(
     _check_misplaced(config, given)
     check_called(given)
     check_model(model)
+    check_cache_length(model, given)
     check_rows_apart(model)
     check_evaluation(model)
     settings = Settings(model, given)

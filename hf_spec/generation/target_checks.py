@@ -5,14 +5,18 @@ What no call could change is the matter of `hf_spec.execution.model_checks`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import nn
 from torch.ao.nn.quantized import dynamic
 from transformers import PreTrainedModel
 
+from hf_spec.compat import CACHE_NAME, CACHE_NAMES, find_cache
 from hf_spec.errors import UnsupportedError
 from hf_spec.execution.attention import takes_packed
-from hf_spec.execution.mixers import resumes
+from hf_spec.execution.mixers import num_attention_layers, resumes
 from hf_spec.execution.row_work import BATCHING
 
 
@@ -63,9 +67,20 @@ def check_resumable(model: PreTrainedModel) -> None:
     """Refuse a reused cache where transformers itself goes wrong on several tokens after it."""
     if not resumes(model):
         raise UnsupportedError(
-            f"past_key_values: the scan of {type(model).__name__} in transformers forgets its "
+            f"{CACHE_NAME}: the scan of {type(model).__name__} in transformers forgets its "
             "state wherever it is given several tokens at once; leave them out"
         )
+
+
+def check_cache_length(model: PreTrainedModel, arguments: Mapping[str, Any]) -> None:
+    """Reject a cache of states alone, which does not record how many tokens it holds."""
+    if find_cache(arguments) is None or num_attention_layers(model.config.get_text_config()):
+        return
+    name = next(name for name in CACHE_NAMES if arguments.get(name) is not None)
+    raise UnsupportedError(
+        f"{name}= of {type(model).__name__} does not record how many tokens it holds; leave it out "
+        "and give the whole text as input_ids"
+    )
 
 
 def check_peft_hooks(model: PreTrainedModel, num_rows: int) -> None:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_spec.compat import CACHE_NAME
 from hf_spec.decoding.token_sampling import distribution
 from hf_spec.errors import UnsupportedError
 from hf_spec.execution.attention import PackedAttention, PackedStep, takes_packed
@@ -247,7 +248,7 @@ class HeadRunner:
     def _attend(self, mixed: Tensor, positions: Tensor, step: PackedStep) -> Tensor:
         where: dict[str, Any] = {"attention_mask": self._mask, "position_ids": positions[None]}
         if scales_by_place(self.head.attention):
-            where["past_key_values"] = TokenPlaces(positions)
+            where[CACHE_NAME] = TokenPlaces(positions)
         with self._attention.chosen():
             outputs = self.head.attend(mixed[None], spec_step=step, **where)
         step.check(self.head.attention, self.head.shape.num_layers)

@@ -22,6 +22,7 @@ from transformers import DynamicCache, PreTrainedModel
 from hf_spec.adapters.base_name import base_name, is_hub_id
 from hf_spec.adapters.card import GENERATED
 from hf_spec.adapters.published import PublishedHead, write_published
+from hf_spec.compat import CACHE_NAME
 from hf_spec.errors import OptionError
 from hf_spec.execution.vocabulary import num_embeddings
 from hf_spec.heads.eagle_head import EagleHead, build
@@ -276,7 +277,7 @@ def draft_steps(
             mixed,
             attention_mask=torch.cat(seen, dim=-1)[None, None],
             position_ids=places[None],
-            past_key_values=cache,
+            **{CACHE_NAME: cache},
         )
         yield outputs
         features = torch.cat([features[:, :1], outputs[:, :-1].to(features.dtype)], dim=1)

@@ -1,0 +1,93 @@
+"""The cache argument of transformers, whose name depends on the release.
+
+Models and `generate()` take their cache as `cache` from transformers 5.24 on. Earlier releases, and
+remote code written for them, call it `past_key_values`, or `cache_params` in models without
+attention. Everything here works with all three names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import transformers
+from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin
+from transformers.generation import GenerateDecoderOnlyOutput
+
+# Names of the parameter, newest first.
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+# What a table of positions calls the number of cached tokens, newest first.
+CACHE_LENGTH_NAMES = ("cache_length", "past_key_values_length")
+# First and last release that the test suite runs with.
+TESTED_VERSIONS = ("5.17", "5.24")
+
+_FIELDS = {field.name for field in dataclasses.fields(GenerateDecoderOnlyOutput)}
+# Name of the cache in `generate()`, in its arguments and in its outputs.
+CACHE_NAME = next(name for name in CACHE_NAMES if name in _FIELDS)
+
+
+def cache_parameter(function: Callable[..., Any]) -> str | None:
+    """Return the name under which a function takes a cache; None if it takes none."""
+    parameters = inspect.signature(function).parameters
+    return next((name for name in CACHE_NAMES if name in parameters), None)
+
+
+def unknown_cache_parameter(function: Callable[..., Any]) -> str | None:
+    """Return the name of a parameter that is annotated as a cache but is not in `CACHE_NAMES`."""
+    for name, parameter in inspect.signature(function).parameters.items():
+        annotation = parameter.annotation
+        text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+        if name not in CACHE_NAMES and Cache.__name__ in text:
+            return name
+    return None
+
+
+def find_cache(arguments: Mapping[str, Any]) -> Any:
+    """Return the cache among keyword arguments, whatever its name; None if there is none."""
+    values = (arguments.get(name) for name in CACHE_NAMES)
+    return next((value for value in values if value is not None), None)
+
+
+def cache_argument(function: Callable[..., Any], cache: Any) -> dict[str, Any]:
+    """Return `cache` as a keyword argument of a function.
+
+    Raises:
+        KeyError: if the function takes no cache.
+    """
+    name = cache_parameter(function)
+    if name is None:
+        raise KeyError(f"{function} takes no cache")
+    return {name: cache}
+
+
+def without_cache(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return keyword arguments without the cache."""
+    return {name: value for name, value in arguments.items() if name not in CACHE_NAMES}
+
+
+def output_cache(output: Any) -> Any:
+    """Return the cache in the output of a model or of `generate()`; None if there is none."""
+    names = (name for name in CACHE_NAMES if name in output)
+    return next((output[name] for name in names), None)
+
+
+def stored_tokens(cache: Any) -> int:
+    """Return how many tokens of a sequence a cache holds.
+
+    A cache without attention layers holds states only, which do not record their length: 0.
+    """
+    own = getattr(cache, "self_attention_cache", cache)
+    attends = any(isinstance(layer, CacheLayerMixin) for layer in getattr(own, "layers", ()))
+    return int(cache.get_seq_length()) if attends else 0
+
+
+def version_message() -> str:
+    """Return the end of an error about an interface that hf_spec does not know."""
+    first, last = TESTED_VERSIONS
+    return (
+        f"transformers {transformers.__version__} is installed, and hf_spec is tested with "
+        f"{first} to {last}; install one of these"
+    )
