@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_spec.adapters.published import PublishedHead
+from hf_spec.compat import CACHE_NAME
 from hf_spec.execution.attention import storing_layers
 from hf_spec.execution.vocabulary import num_embeddings
 from hf_spec.heads.gemma_assistant import FAMILY, GemmaAssistant, build
@@ -52,7 +53,7 @@ def past(model: PreTrainedModel, text: tuple[int, ...]) -> tuple[Any, Tensor]:
     """Keys and values of a text by layer, those of windows whole, and (H,) its last state."""
     kept = DynamicCache()
     output = model(
-        torch.tensor([text]), past_key_values=kept, output_hidden_states=True, use_cache=True
+        torch.tensor([text]), **{CACHE_NAME: kept}, output_hidden_states=True, use_cache=True
     )
     return kept.layers, output.hidden_states[-1][0, -1]
 

@@ -17,6 +17,7 @@ from hf_spec import (
     UnsupportedError,
     known_strategies,
 )
+from hf_spec.compat import CACHE_NAME, output_cache
 from hf_spec.execution.row_work import BATCHING
 from hf_spec.strategies.registry import parse_strategy
 from tests import tiny_models
@@ -160,7 +161,7 @@ def test_a_cache_goes_on_in_the_next_turn(strategy: str, batching: str) -> None:
     second = model.generate(
         **again,
         **call,
-        past_key_values=first.past_key_values,
+        **{CACHE_NAME: output_cache(first)},
         **arguments("llama", strategy, batching),
     )
     assert torch.equal(second.sequences, expected)

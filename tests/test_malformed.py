@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, StaticCache
 
 from hf_spec import DraftConfig, LookupConfig, SpecError, StrategyConfig, TreeConfig
+from hf_spec.compat import CACHE_NAME
 from tests.model_watch import count_forwards, snapshot
 from tests.tiny_models import VOCAB, build, ragged_batch, repetitive_prompt
 
@@ -66,7 +67,7 @@ class Streamer:
 
 def filled_cache(rows: int = 1) -> DynamicCache:
     cache = DynamicCache(config=build("llama").config)
-    build("llama")(PROMPT[:, :6].repeat(rows, 1), past_key_values=cache, use_cache=True)
+    build("llama")(PROMPT[:, :6].repeat(rows, 1), **{CACHE_NAME: cache}, use_cache=True)
     return cache
 
 
@@ -190,11 +191,11 @@ EXTRAS = st.sampled_from(
         ("cache_implementation", lambda: "static"),
         ("cache_implementation", lambda: "no-such"),
         ("cache_implementation", lambda: ["static"]),
-        ("past_key_values", lambda: StaticCache(config=build("llama").config, max_cache_len=64)),
-        ("past_key_values", filled_cache),
-        ("past_key_values", lambda: filled_cache(2)),
-        ("past_key_values", lambda: DynamicCache(config=build("llama").config)),
-        ("past_key_values", lambda: 7),
+        (CACHE_NAME, lambda: StaticCache(config=build("llama").config, max_cache_len=64)),
+        (CACHE_NAME, filled_cache),
+        (CACHE_NAME, lambda: filled_cache(2)),
+        (CACHE_NAME, lambda: DynamicCache(config=build("llama").config)),
+        (CACHE_NAME, lambda: 7),
         ("max_new_tokens", lambda: -3),
         ("max_new_tokens", lambda: 0),
         ("max_new_tokens", lambda: 1),

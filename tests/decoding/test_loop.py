@@ -12,6 +12,7 @@ from transformers import MaxLengthCriteria
 from transformers.generation import EosTokenCriteria
 
 from hf_spec import TreeConfig
+from hf_spec.compat import output_cache
 from hf_spec.decoding.loop import speculative_decode
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.stopping import StopRules
@@ -113,6 +114,6 @@ def test_what_is_stored_is_what_is_committed_after_every_step() -> None:
     assert len(set(drafter.sizes)) == 1, "memory grew within the first capacity"
     # Every committed token but the newest is in the pool, at its own place.
     plain = tiny_models.build("llama")(torch.tensor([state.tokens[0][:-1]]), use_cache=True)
-    keys = plain.past_key_values.layers[2].keys[0]
+    keys = output_cache(plain).layers[2].keys[0]
     length = keys.shape[1]
     torch.testing.assert_close(target.pool.keys[2][0, :, :length], keys, atol=2e-4, rtol=1e-4)

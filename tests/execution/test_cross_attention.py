@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from hf_spec.compat import CACHE_NAME
 from hf_spec.execution.cross_attention import (
     CrossAttention,
     attends_to_encoder,
@@ -30,7 +31,7 @@ def test_arguments_have_the_names_of_the_model(make: Callable[[], PreTrainedMode
     names = {"input_ids", "attention_mask", "position_ids"}
     given = cross.arguments({**dict.fromkeys(names), "return_dict": True})
     expected = {f"decoder_{name}" for name in names} if model.config.is_encoder_decoder else names
-    assert set(given) == {*expected, "return_dict", "encoder_outputs", "past_key_values"}
+    assert set(given) == {*expected, "return_dict", "encoder_outputs", CACHE_NAME}
 
 
 def test_what_models_are() -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
+from hf_spec.compat import CACHE_NAME
 from hf_spec.errors import UnsupportedError
 from hf_spec.execution.kv_cache import MIN_CAPACITY, KVPool, check_reusable
 from tests import tiny_models
@@ -85,7 +86,7 @@ def test_load_and_export_go_round(name: str) -> None:
     mask = batch["attention_mask"].bool()
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(**batch, past_key_values=cache, use_cache=True)
+        model(**batch, **{CACHE_NAME: cache}, use_cache=True)
     lengths = mask.sum(dim=1).tolist()
     assert any(layer.keys.shape[2] < mask.shape[1] for layer in cache.layers) == (name != "llama")
 

@@ -10,6 +10,7 @@ import transformers
 from transformers import DeepseekV3ForCausalLM, DynamicCache
 
 from hf_spec import DraftTree, UnsupportedError
+from hf_spec.compat import CACHE_NAME, output_cache
 from hf_spec.execution.latents import caches_latents, expanded
 from hf_spec.execution.runner import ModelRunner
 from tests import any_class, hybrid_models
@@ -32,7 +33,7 @@ def test_a_cache_of_the_model_becomes_what_trees_store(name: str) -> None:
     runner = ModelRunner(model, 1)
     with torch.no_grad(), runner.active():
         runner.forward(DraftTree.from_rows([([text[-1]], [-1])]), [text])
-        cache = model(torch.tensor([text]), use_cache=True).past_key_values
+        cache = output_cache(model(torch.tensor([text]), use_cache=True))
         found = expanded(model, cache)
     assert (found is cache) == (name == "llama")
     for index, keys in runner.pool.keys.items():
@@ -49,7 +50,7 @@ def test_a_cache_of_the_user_is_refused(name: str) -> None:
     with pytest.raises(UnsupportedError, match="caches latents"):
         build(name).generate(
             **prompt,
-            past_key_values=DynamicCache(config=build(name).config),
+            **{CACHE_NAME: DynamicCache(config=build(name).config)},
             max_new_tokens=4,
             spec_strategy="lookup",
         )
@@ -64,7 +65,7 @@ def test_no_cache_is_returned(name: str) -> None:
         spec_strategy="lookup",
         return_dict_in_generate=True,
     )
-    assert output.past_key_values is None
+    assert output_cache(output) is None
 
 
 def test_a_prompt_that_the_model_runs_by_itself() -> None:

@@ -12,6 +12,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import hf_spec
 from hf_spec import SpecGenerateOutput
+from hf_spec.compat import CACHE_NAME
 from hf_spec.execution import attention, runner
 from hf_spec.execution.model_checks import check_model
 from hf_spec.execution.packing import PackedInputs
@@ -115,7 +116,7 @@ def test_a_reused_cache() -> None:
         for _ in range(2):
             mask = torch.ones_like(text)
             call = {**CALL, "max_new_tokens": 20, "attention_mask": mask, **options}
-            text = llama4().generate(text, **call, past_key_values=cached)
+            text = llama4().generate(text, **call, **{CACHE_NAME: cached})
             text = torch.cat([text, text[:, 5:9]], dim=1)
         found.append(text)
     assert torch.equal(*found)

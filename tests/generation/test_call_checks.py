@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, StaticCache
 
 from hf_spec import LookupConfig, OptionError
+from hf_spec.compat import CACHE_NAME, output_cache
 from tests.refusals import PROMPT, SMALL, refuse, small_llama
 from tests.tiny_models import VOCAB, build, ragged_batch
 
@@ -66,7 +67,7 @@ class TestSettings:
         config = GenerationConfig(cache_implementation="static", return_dict_in_generate=True)
         call = {"max_new_tokens": 6, "spec_strategy": "lookup"}
         output = model.generate(PROMPT, generation_config=config, **call)
-        assert type(output.past_key_values) is T.DynamicCache
+        assert type(output_cache(output)) is T.DynamicCache
         plain = model.generate(PROMPT, max_new_tokens=6)
         assert torch.equal(output.sequences, plain)
         batch = model.generate_batch(PROMPT.tolist(), generation_config=config, **call)
@@ -280,7 +281,7 @@ class TestPrompts:
 class TestCaches:
     def filled(self, ids: Tensor, model: T.PreTrainedModel) -> DynamicCache:
         cache = DynamicCache(config=model.config)
-        model(ids, past_key_values=cache, use_cache=True)
+        model(ids, **{CACHE_NAME: cache}, use_cache=True)
         return cache
 
     @pytest.mark.parametrize(
@@ -292,23 +293,23 @@ class TestCaches:
         ],
     )
     def test_of_another_kind(self, cache: Any) -> None:
-        refuse("pass a DynamicCache", past_key_values=cache)
+        refuse("pass a DynamicCache", **{CACHE_NAME: cache})
 
     def test_that_hold_the_whole_prompt(self) -> None:
         model = build("llama")
-        refuse("hold 21 tokens and input_ids 21", past_key_values=self.filled(PROMPT, model))
+        refuse("hold 21 tokens and input_ids 21", **{CACHE_NAME: self.filled(PROMPT, model)})
 
     def test_of_another_batch(self) -> None:
         cache = self.filled(PROMPT[:, :5], build("llama"))
         refuse(
             "hold 1 rows .* where the call has 2 rows",
-            past_key_values=cache,
+            **{CACHE_NAME: cache},
             input_ids=PROMPT.repeat(2, 1),
         )
 
     def test_of_another_model(self) -> None:
         cache = self.filled(PROMPT[:, :5], small_llama())
-        refuse("of 2 layers, .* the model 3 layers", past_key_values=cache)
+        refuse("of 2 layers, .* the model 3 layers", **{CACHE_NAME: cache})
 
 
 class TestStreamers:

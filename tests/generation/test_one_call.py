@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
 from hf_spec import LookupConfig, SpecGenerateOutput, SpecStats
+from hf_spec.compat import CACHE_NAME, output_cache
 from hf_spec.decoding.verification import NodeDraw
 from hf_spec.generation.one_call import generate_with
 from hf_spec.strategies.lookup import LookupDrafter
@@ -121,7 +122,7 @@ def test_fields_are_those_of_plain_generate(strategy: str, kind: str) -> None:
     assert isinstance(output.spec_stats, SpecStats)
     assert len(output.spec_stats.rows) == len(prompt["input_ids"])
     mask = next_turn(prompt, output.sequences)["attention_mask"]
-    check_same_cache(output.past_key_values, expected.past_key_values, mask)
+    check_same_cache(output_cache(output), output_cache(expected), mask)
 
 
 @pytest.mark.parametrize(
@@ -199,16 +200,16 @@ def test_two_turns_with_one_cache(name: str, kind: str, strategy: str) -> None:
     """As a chat does: the second prompt repeats the first turn, whose cache is passed again."""
     model, prompt = tiny_models.build(name), tiny_models.prompts(name, kind)
     theirs, ours = DynamicCache(config=model.config), DynamicCache(config=model.config)
-    expected = plain(name, **prompt, past_key_values=theirs)
-    output = speculate(name, strategy, **prompt, past_key_values=ours)
+    expected = plain(name, **prompt, **{CACHE_NAME: theirs})
+    output = speculate(name, strategy, **prompt, **{CACHE_NAME: ours})
     assert output.tolist() == expected.tolist()
     check_same_cache(ours, theirs, next_turn(prompt, output)["attention_mask"])
 
     again = next_turn(prompt, output)
-    expected = plain(name, **again, past_key_values=theirs)
-    output = speculate(name, strategy, **again, past_key_values=ours, return_dict_in_generate=True)
+    expected = plain(name, **again, **{CACHE_NAME: theirs})
+    output = speculate(name, strategy, **again, **{CACHE_NAME: ours}, return_dict_in_generate=True)
     assert output.sequences.tolist() == expected.tolist()
-    assert output.past_key_values is ours
+    assert output_cache(output) is ours
     check_same_cache(ours, theirs, next_turn(again, output.sequences)["attention_mask"])
 
 
@@ -225,7 +226,7 @@ def test_a_cache_goes_from_one_kind_of_call_to_the_other(
     again = next_turn(prompt, output.sequences)
     # Plain generate() with a cache of its own, from the first token on.
     expected = plain(name, **again)
-    continued = second(**again, past_key_values=output.past_key_values)
+    continued = second(**again, **{CACHE_NAME: output_cache(output)})
     assert continued.tolist() == expected.tolist()
 
 
@@ -241,7 +242,7 @@ def test_a_reused_cache_is_not_computed_again(strategy: str) -> None:
         lambda _, args: entering.append(args[0].shape[:-1].numel())
     )
     try:
-        speculate("llama", strategy, **again, past_key_values=output.past_key_values)
+        speculate("llama", strategy, **again, **{CACHE_NAME: output_cache(output)})
     finally:
         handle.remove()
     # Per row the last token of the first turn and two of the second one, and a draft tree.
@@ -258,14 +259,14 @@ def test_a_row_that_ends_early_leaves_the_cache_of_plain_generate(name: str, str
     for place in (1, 4):
         end = int(said[0, place])
         theirs, ours = DynamicCache(config=model.config), DynamicCache(config=model.config)
-        expected = plain(name, **prompt, eos_token_id=end, past_key_values=theirs)
-        output = speculate(name, strategy, **prompt, eos_token_id=end, past_key_values=ours)
+        expected = plain(name, **prompt, eos_token_id=end, **{CACHE_NAME: theirs})
+        output = speculate(name, strategy, **prompt, eos_token_id=end, **{CACHE_NAME: ours})
         assert output.tolist() == expected.tolist()
         assert (output[:, -1] == 0).any(), "some row has to end before the last one"
         again = next_turn(prompt, output)
         check_same_cache(ours, theirs, again["attention_mask"])
-        expected = plain(name, **again, past_key_values=theirs)
-        output = speculate(name, strategy, **again, past_key_values=ours)
+        expected = plain(name, **again, **{CACHE_NAME: theirs})
+        output = speculate(name, strategy, **again, **{CACHE_NAME: ours})
         assert output.tolist() == expected.tolist()
 
 
@@ -282,15 +283,15 @@ def test_rows_that_a_criterion_cuts_leave_the_cache_of_plain_generate(
     options: dict[str, Any] = {"eos_token_id": int(said[2, 1])} if padded else {}
     theirs, ours = DynamicCache(config=model.config), DynamicCache(config=model.config)
     call = {**prompt, "max_new_tokens": NEW_TOKENS, "do_sample": False, **options}
-    expected, _, _ = criteria.run(model, {**call, "past_key_values": theirs}, rules)
-    call |= {"past_key_values": ours, **tiny_models.speculation(name, strategy)}
+    expected, _, _ = criteria.run(model, {**call, CACHE_NAME: theirs}, rules)
+    call |= {CACHE_NAME: ours, **tiny_models.speculation(name, strategy)}
     output, _, _ = criteria.run(model, call, rules)
     assert output.tolist() == expected.tolist()
     assert output.shape[1] == prompt["input_ids"].shape[1] + 7
     again = next_turn(prompt, output)
     check_same_cache(ours, theirs, again["attention_mask"])
-    expected = plain(name, **again, past_key_values=theirs)
-    output = speculate(name, strategy, **again, past_key_values=ours)
+    expected = plain(name, **again, **{CACHE_NAME: theirs})
+    output = speculate(name, strategy, **again, **{CACHE_NAME: ours})
     assert output.tolist() == expected.tolist()
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from hf_spec import EagleConfig, UnsupportedError
+from hf_spec.compat import CACHE_NAME, output_cache
 from hf_spec.models import pair_runner
 from hf_spec.models.pair_drafter import PairDrafter
 from tests.published_heads import Reference, sample
@@ -156,9 +157,9 @@ def test_a_reused_cache(rounds: list[Round]) -> None:
     """Pairs begin where states are known; drafts are worse there, the output is the same."""
     model, prompt = build("llama"), repetitive_prompt(15)
     config = EagleConfig(tree="chain", max_draft_tokens=2)
-    cache = model(prompt[:, :10], use_cache=True).past_key_values
+    cache = output_cache(model(prompt[:, :10], use_cache=True))
     expected = model.generate(prompt, max_new_tokens=6, do_sample=False)
-    output = generate("eagle3", config, input_ids=prompt, past_key_values=cache, max_new_tokens=6)
+    output = generate("eagle3", config, input_ids=prompt, **{CACHE_NAME: cache}, max_new_tokens=6)
     assert torch.equal(output.sequences, expected)
     reference = sample("eagle3").reference()
     text, tokens, _, _ = rounds[0]

@@ -12,6 +12,7 @@ from transformers import DynamicCache
 import hf_spec
 from hf_spec import AssistantError, BlockConfig, DraftConfig, OptionError
 from hf_spec.adapters.published import PublishedHead
+from hf_spec.compat import CACHE_NAME
 from tests.feature_reference import (
     BLOCK,
     LAYERS,
@@ -86,11 +87,11 @@ def test_drafts_after_some_were_accepted() -> None:
 def test_a_reused_cache_hides_what_the_head_reads() -> None:
     cache, prompt = DynamicCache(config=MODEL.config), settled_prompt("llama")
     with torch.no_grad():
-        MODEL(prompt[:, :20], past_key_values=cache, use_cache=True)
+        MODEL(prompt[:, :20], **{CACHE_NAME: cache}, use_cache=True)
     with watch_drafts() as seen:
         output = MODEL.generate(
             prompt,
-            past_key_values=cache,
+            **{CACHE_NAME: cache},
             max_new_tokens=8,
             do_sample=False,
             spec_strategy=BlockConfig(tree=TREE),

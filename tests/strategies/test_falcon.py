@@ -18,6 +18,7 @@ from transformers import DynamicCache
 
 from hf_spec import AssistantError, FalconConfig, OptionError, UnsupportedError
 from hf_spec.adapters.folder import save_adapter
+from hf_spec.compat import CACHE_NAME
 from hf_spec.drafting.rank_tree import RankTree, published_trees
 from hf_spec.execution import runner as runner_module
 from hf_spec.execution.tree import DraftTree
@@ -205,11 +206,11 @@ class TestDrafts:
         model, head = build("llama"), random_head("llama", 2)
         cache, prompt = DynamicCache(config=model.config), settled_prompt("llama")
         with torch.no_grad():
-            model(prompt[:, :20], past_key_values=cache, use_cache=True)
+            model(prompt[:, :20], **{CACHE_NAME: cache}, use_cache=True)
         with watch_drafts() as seen:
             output = model.generate(
                 prompt,
-                past_key_values=cache,
+                **{CACHE_NAME: cache},
                 max_new_tokens=12,
                 do_sample=False,
                 spec_strategy=FalconConfig(tree=BUSHY.paths),

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache, Lfm2Config, Lfm2ForCausalLM
 
 import hf_spec
+from hf_spec.compat import CACHE_NAME, cache_argument
 from hf_spec.errors import OptionError, UnsupportedError
 from hf_spec.execution.mixers import COMMITTED, Mixer, mixers_of
 from hf_spec.execution.recurrent import RecurrentMixers
@@ -155,10 +156,10 @@ def conversation(name: str, **options: Any) -> tuple[Tensor, DynamicCache]:
     model, given = build(name), hybrid_models.inputs(RAGGED)
     cache = DynamicCache(config=model.config)
     call: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, **options}
-    first = model.generate(**given, past_key_values=cache, **call)
+    first = model.generate(**given, **{CACHE_NAME: cache}, **call)
     text = torch.cat([first, torch.tensor([[5, 6, 7, 8]] * len(RAGGED))], dim=1)
     mask = torch.nn.functional.pad(given["attention_mask"], (0, 16), value=1)
-    return model.generate(text, attention_mask=mask, past_key_values=cache, **call), cache
+    return model.generate(text, attention_mask=mask, **{CACHE_NAME: cache}, **call), cache
 
 
 @pytest.mark.parametrize("name", RESUMED)
@@ -187,7 +188,7 @@ def test_rows_that_end_early_hand_back_the_state_of_plain_generate() -> None:
             max_new_tokens=12,
             do_sample=False,
             eos_token_id=stop[:2],
-            past_key_values=cache,
+            **{CACHE_NAME: cache},
             **options,
         )
         caches.append((output, cache))
@@ -206,15 +207,16 @@ def test_the_cache_of_a_mamba_is_not_resumed(name: str) -> None:
     model = build(name)
     cache = DynamicCache(config=model.config)
     given = hybrid_models.inputs(ONE)
-    text = model.generate(**given, past_key_values=cache, max_new_tokens=4, do_sample=False)
+    text = model.generate(**given, **{CACHE_NAME: cache}, max_new_tokens=4, do_sample=False)
     text = torch.cat([text, text[:, :3]], dim=1)
-    refuse("ForCausalLM in .* forgets", model=model, input_ids=text, past_key_values=cache)
+    refuse("ForCausalLM in .* forgets", model=model, input_ids=text, **{CACHE_NAME: cache})
 
 
 @pytest.mark.parametrize("name", sorted(PURE))
 def test_a_cache_without_a_length_is_not_resumed(name: str) -> None:
-    cache = DynamicCache(config=build(name).config)
-    refuse("cache_params=", model=build(name), cache_params=cache)
+    model = build(name)
+    cache = DynamicCache(config=model.config)
+    refuse("does not record how many", model=model, **cache_argument(model.forward, cache))
 
 
 # --- parts of the model itself as draft ---

@@ -21,6 +21,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import hf_spec
 from hf_spec import AssistantError, SpecGenerateOutput
+from hf_spec.compat import CACHE_NAME
 from hf_spec.decoding import drafter
 from hf_spec.execution.row_work import BATCHING
 from hf_spec.execution.step_graphs import padded_steps
@@ -243,11 +244,11 @@ def test_the_next_turn_reuses_the_cache(name: str, strategy: str) -> None:
 
     def two_turns(**options: Any) -> list[Tensor]:
         cache = DynamicCache(config=model.config)
-        first = model.generate(**inputs, **call, past_key_values=cache, **options)
+        first = model.generate(**inputs, **call, **{CACHE_NAME: cache}, **options)
         # In the second turn the images are in the cache alone. These words are chosen so that no
         # step is a tie: a random model has steps whose best two tokens are 5e-7 apart.
         whole = torch.cat([first, torch.arange(30, 35)[None]], dim=1)
-        return [first, model.generate(whole, **call, past_key_values=cache, **options)]
+        return [first, model.generate(whole, **call, **{CACHE_NAME: cache}, **options)]
 
     for ours, theirs in zip(two_turns(**speculation(name, strategy)), two_turns(), strict=True):
         assert torch.equal(ours, theirs)
@@ -259,10 +260,10 @@ def test_layers_that_share_keys_and_values_in_a_reused_cache() -> None:
     found = []
     for options in ({}, {"spec_strategy": "lookup"}):
         cache = DynamicCache(config=model.config)
-        first = model.generate(**inputs, **call, past_key_values=cache, **options)
+        first = model.generate(**inputs, **call, **{CACHE_NAME: cache}, **options)
         mask = torch.cat([inputs["attention_mask"], torch.ones(3, 15).long()], dim=1)
         second = torch.cat([first, first[:, -6:-3]], dim=1)
-        call_again = {**call, "attention_mask": mask, "past_key_values": cache}
+        call_again = {**call, "attention_mask": mask, CACHE_NAME: cache}
         found.append(model.generate(second, **call_again, **options))
     assert torch.equal(*found)
 

@@ -21,6 +21,7 @@ from transformers import EncoderDecoderCache, GenerationMixin, PreTrainedModel
 
 import hf_spec
 from hf_spec import SpecStats, collect_stats
+from hf_spec.compat import CACHE_NAME, output_cache
 from hf_spec.decoding import drafter
 from hf_spec.execution import cross_attention, model_call, runner
 from hf_spec.generation import hook
@@ -321,7 +322,7 @@ def test_what_a_dictionary_holds() -> None:
         assert torch.equal(output.sequences, expected.sequences)
         for name in ("scores", "logits"):
             torch.testing.assert_close(output[name], expected[name], atol=1e-4, rtol=1e-4)
-        cache, other = output.past_key_values, expected.past_key_values
+        cache, other = output_cache(output), output_cache(expected)
         assert type(cache) is type(other) is EncoderDecoderCache
         for part in ("self_attention_cache", "cross_attention_cache"):
             pairs = zip(getattr(cache, part).layers, getattr(other, part).layers, strict=True)
@@ -453,9 +454,9 @@ class TestRefusals:
 
     def test_a_reused_cache(self) -> None:
         begin = torch.tensor([[START, NO_TIMESTAMPS]])
-        cache = build()(sound(1), decoder_input_ids=begin).past_key_values
-        match = "past_key_values of type EncoderDecoderCache"
-        refuse(match, model=build(), input_features=sound(1), past_key_values=cache)
+        cache = output_cache(build()(sound(1), decoder_input_ids=begin))
+        match = f"{CACHE_NAME} of type EncoderDecoderCache"
+        refuse(match, model=build(), input_features=sound(1), **{CACHE_NAME: cache})
 
     def test_attention_without_masks(self, monkeypatch: pytest.MonkeyPatch) -> None:
         model = own_encoder()

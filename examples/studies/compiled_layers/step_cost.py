@@ -22,6 +22,7 @@ import hf_spec
 from examples.studies import timing
 from hf_spec.bench.step_cost import tree_of
 from hf_spec.bench.tables import Table
+from hf_spec.compat import CACHE_NAME
 from hf_spec.execution.cpu_linear import fast_cpu_linears, fast_products
 
 COUNTS = (1, 4, 16)
@@ -49,10 +50,10 @@ def products(model: PreTrainedModel, context: list[int]) -> Iterator[Step]:
 def transformers(model: PreTrainedModel, context: list[int]) -> Iterator[Step]:
     """As `generate()` and its assisted decoding run tokens."""
     cache = DynamicCache(config=model.config)
-    model(torch.tensor([context]), past_key_values=cache, use_cache=True)
+    model(torch.tensor([context]), **{CACHE_NAME: cache}, use_cache=True)
 
     def run(count: int) -> None:
-        model(torch.tensor([context[:count]]), past_key_values=cache, use_cache=True)
+        model(torch.tensor([context[:count]]), **{CACHE_NAME: cache}, use_cache=True)
         cache.crop(-count)
 
     yield run
