@@ -34,11 +34,14 @@ class Entry(NamedTuple):
         return f"{head}{at}{PurePath(assistant).name}"
 
 
-def parse_entry(text: str) -> Entry:
-    """Read NAME[:OPTION=JSON,...][@ASSISTANT]; errors are those of `parse_strategy`."""
+def parse_entry(text: str, *, compile_layers: bool | None = True) -> Entry:
+    """Read NAME[:OPTION=JSON,...][@ASSISTANT]; errors are those of `parse_strategy`.
+
+    `compile_layers` is the default of the option `compile`: a command owns the model that it loads.
+    """
     head, _, assistant = text.partition("@")
     name, _, given = head.partition(":")
-    options: dict[str, Any] = {"strategy": name}
+    options: dict[str, Any] = {"strategy": name, "compile": compile_layers}
     for pair in filter(None, _split(given)):
         key, _, value = pair.partition("=")
         try:
@@ -49,7 +52,11 @@ def parse_entry(text: str) -> Entry:
 
 
 def parse_entries(
-    texts: Iterable[str], assistants: Sequence[str] = (), *, others_follow: bool = False
+    texts: Iterable[str],
+    assistants: Sequence[str] = (),
+    *,
+    others_follow: bool = False,
+    compile_layers: bool | None = True,
 ) -> list[Entry]:
     """Entries with `assistants` for those that name none and take some.
 
@@ -57,13 +64,12 @@ def parse_entries(
     for those.
 
     Raises:
-        OptionError: for an unknown strategy or option, assistants that none takes, and layers that
-            some want compiled and others not.
+        OptionError: for an unknown strategy or option, and assistants that none takes.
         AssistantError: if a strategy lacks its assistant.
     """
     given: Any = assistants[0] if len(assistants) == 1 else list(assistants) or None
     found, is_used = list[Entry](), others_follow
-    for entry in map(parse_entry, texts):
+    for entry in (parse_entry(text, compile_layers=compile_layers) for text in texts):
         takes = entry.config.needs_assistant or entry.config.strategy == "auto"
         own = entry.assistant or (given if takes else None)
         is_used |= own is given
@@ -74,11 +80,6 @@ def parse_entries(
         raise OptionError(
             f"--assistant {assistants[0]}: no strategy that was named asks for it; write it after "
             f"one that takes it, NAME@{assistants[0]}, or leave it out"
-        )
-    if len({entry.config.compile for entry in found}) > 1:
-        raise OptionError(
-            "compile=true of one strategy compiles the model, for all that run on it; give it to "
-            "every strategy, or to none"
         )
     return found
 

@@ -13,7 +13,6 @@ from hf_spec.bench.contenders import Contender, Run
 from hf_spec.bench.known_answers import PlainAnswers
 from hf_spec.bench.timing import peak_bytes, reset_peak, timed
 from hf_spec.data.prompts import Batch, Prompt, make_batches
-from hf_spec.execution.compiled_layers import programs_at_once
 from hf_spec.outputs import SpecStats
 
 CPU = torch.device("cpu")
@@ -128,15 +127,14 @@ def time_contenders(
 
     Yields:
         Batch by batch, one record per contender and repetition; a warm-up on the widest batch, in
-        which layers on a CPU become programs, is not timed.
+        which layers on a CPU are compiled, is not timed.
     """
     batches = make_batches(prompts, tokenizer, plan.batch_size)
     widest = max(batches, key=lambda batch: batch.ids.shape[1])
     answers, sampled = PlainAnswers(contenders[0]), plan.seed is not None
     for contender in contenders:
         tokens = plan.new_tokens if contender.compiles else min(plan.new_tokens, WARM_UP_TOKENS)
-        with programs_at_once():
-            contender.run(widest.ids, tokens, widest.mask)
+        contender.run(widest.ids, tokens, widest.mask)
     for batch in batches:
         call = batch.ids, plan.new_tokens, batch.mask
         counts = {c.name: c.prepare(*call) for c in contenders if c.prepare is not None}

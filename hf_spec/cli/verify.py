@@ -58,7 +58,7 @@ def verify(  # noqa: PLR0913 - one parameter an option
     from hf_spec.verify import verify as checks
 
     options.check_out(out, prompts)
-    entries = parse_entries(strategy, assistant or [])
+    entries = parse_entries(strategy, assistant or [], compile_layers=None)
     texts = load_prompts(prompts, per_task)
     target, tokenizer = load_target(model, placement), load_tokenizer(model)
     runs = len(entries) * (len(texts) + bool(plan.sampled_prompts))

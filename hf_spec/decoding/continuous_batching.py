@@ -27,6 +27,7 @@ from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.stopping import StopRules
 from hf_spec.decoding.verification import Verifier
 from hf_spec.devices.placement import execution_device
+from hf_spec.execution.compiled_layers import compiling
 from hf_spec.execution.runner import ModelRunner
 from hf_spec.outputs import SpecRequestOutput, SpecStats
 
@@ -100,7 +101,12 @@ class Slots(ABC):
     def active(self) -> Iterator[None]:
         """Make the models ready for steps; they are as they were found when the block ends."""
         start = time.perf_counter()
-        with torch.no_grad(), self._target.active(), self._drafter.active(self._state):
+        with (
+            torch.no_grad(),
+            compiling(self._drafter.compile),
+            self._target.active(),
+            self._drafter.active(self._state),
+        ):
             if self._verifier is None:
                 rows = self._state.num_rows
                 self._verifier = self._drafter.make_verifier(self._state.processors, rows)

@@ -49,6 +49,7 @@ class Drafter(CandidateGenerator, ABC):
         no_candidates: why it cannot serve transformers' assisted decoding; None if it can.
         virtual_tokens: what the nodes with negative token ids stand for; None if it sends none.
         max_depth: levels of its deepest draft.
+        compile: overrides `hf_spec.compile` for the models of the call; None leaves it.
         counters: what the drafter counts beside that, by name; `SpecStats.counters` at the end.
     """
 
@@ -58,6 +59,7 @@ class Drafter(CandidateGenerator, ABC):
     no_candidates: str | None = None
     virtual_tokens: VirtualTokens | None = None
     max_depth: int = sys.maxsize
+    compile: bool | None = None
     counters: Mapping[str, int] = MappingProxyType({})
     _generation: GenerationState | None = None
     _runner: DraftRunner | None = None

@@ -32,9 +32,8 @@ class StrategyConfig:
         takes_tokenizers: whether its draft model may have a tokenizer of its own.
         batching: what is padded in a batch: "unpadded", which is nothing; for comparison
             "unpadded_kv", "unpadded_input" and "padded" (see `hf_spec.execution.row_work`).
-        compile: True makes programs of the target's layers on a CPU before the call, as
-            `hf_spec.compile` does, False lets them run as they are; either stays. By default they
-            become programs when the model has run often enough for it to pay.
+        compile: True compiles the layers of the target and of what drafts for this call, on a CPU;
+            False runs them uncompiled. By default `hf_spec.compile` of each model decides.
     """
 
     strategy: ClassVar[str] = ""

@@ -47,24 +47,36 @@ NAME = "hf_spec"
 RECTANGULAR_ONLY = {"nemotron", "stablelm", "diffllama", "git", "whisper", "zamba", "zamba2"}
 
 
+# Passed as a window by layers whose model applies it in the mask alone.
+NOT_SAID = -1
+
+
 @dataclass(frozen=True)
 class LayerTraits:
-    """What the config says of a layer's attention. Asking it takes as long as a small operation.
+    """Attention of one layer by its config, read once per call because reading takes long.
 
     Attributes:
-        storage: the layer that has its keys and values.
-        window: that of layers whose model writes it into the mask and does not pass it on.
-        chunk: length of the chunks within which it attends; None where there are none.
+        storage: index of the layer that stores its keys and values.
+        window: sliding window in tokens by the config; None for none.
+        chunk: length in tokens of the chunks within which it attends; None for none.
+        has_kind: True if the config lists the kind of every layer. Masks of transformers then
+            follow the config, also where a layer passes the window that it was created with.
     """
 
     storage: int
     window: int | None
     chunk: int | None
+    has_kind: bool
 
     @classmethod
     def of(cls, module: nn.Module) -> LayerTraits:
-        """Those of an attention module."""
-        return cls(_storage_layer(module), _mask_window(module), _chunk(module))
+        """Read the traits of an attention module."""
+        has_kind = _kinds(module) is not None
+        return cls(_storage_layer(module), _mask_window(module), _chunk(module), has_kind)
+
+    def window_of(self, passed: int | None) -> int | None:
+        """Return the window in tokens, given what the layer passes to its attention function."""
+        return self.window if self.has_kind or passed == NOT_SAID else passed
 
 
 @dataclass
@@ -153,10 +165,6 @@ class PackedStep:
             )
 
 
-# Of layers that leave their window to the mask.
-NOT_SAID = -1
-
-
 @dataclass(frozen=True)
 class TracedStep:
     """Stands for a step while a layer is traced, where attention is an operation of its own.
@@ -215,7 +223,7 @@ def tree_attention(  # noqa: PLR0913 - the signature that transformers calls
     form = _form(spec_step, query, values)
     if traits.storage == layer_index:
         _store(spec_step, form, (key, value), (keys, values))
-    window = kwargs.get("sliding_window", traits.window)
+    window = traits.window_of(kwargs.get("sliding_window", NOT_SAID))
     sinks = None if s_aux is None else s_aux.float()
     scoring = Scoring(scaling, window, softcap, sinks=sinks, chunk=traits.chunk)
     return _attend(spec_step, form, query, (keys, values), scoring), None
@@ -292,20 +300,24 @@ def storing_layers(config: Any) -> dict[str, int]:
 
 def _chunk(module: nn.Module) -> int | None:
     """Length of the chunks within which a layer attends; None where there are none."""
-    config: Any = getattr(module, "config", None)
-    kinds = getattr(config, "layer_types", None)
+    kinds = _kinds(module)
     if kinds is None or kinds[module.layer_idx] != "chunked_attention":
         return None
+    config: Any = module.config
     return config.attention_chunk_size
 
 
+def _kinds(module: nn.Module) -> Any:
+    """Return the kinds of all layers of the model that an attention module belongs to."""
+    return getattr(getattr(module, "config", None), "layer_types", None)
+
+
 def _mask_window(module: nn.Module) -> int | None:
-    """The window of a layer whose model writes it into the mask and does not pass it on."""
-    config: Any = getattr(module, "config", None)
-    kinds = getattr(config, "layer_types", None)
+    """Return the window in tokens that the config sets for a layer."""
+    kinds = _kinds(module)
     if kinds is not None and kinds[module.layer_idx] != "sliding_attention":
         return None
-    return getattr(config, "sliding_window", None)
+    return getattr(getattr(module, "config", None), "sliding_window", None)
 
 
 def register() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hf_spec.cpu.layer_source import AttentionPlan
 from hf_spec.cpu.layer_values import TOKENS
-from hf_spec.execution.attention import NOT_SAID, LayerTraits, PackedStep
+from hf_spec.execution.attention import LayerTraits, PackedStep
 from hf_spec.execution.cpu_linear import drafts_rounded, served_weight
 from hf_spec.execution.layer_programs import LayerCall, LayerProgram
 
@@ -119,8 +119,7 @@ def _attention(plan: AttentionPlan, traits: LayerTraits, keys: Tensor, values: T
     told = Attention.of(plan.dtype)
     told.keys.point_to(keys)
     told.values.point_to(values)
-    window = traits.window if plan.window == NOT_SAID else plan.window
-    told.window, told.chunk = window or 0, traits.chunk or 0
+    told.window, told.chunk = traits.window_of(plan.window) or 0, traits.chunk or 0
     return told
 
 

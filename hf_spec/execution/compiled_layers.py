@@ -1,12 +1,15 @@
-"""The decoder layers of a model that run as programs.
+"""Compiled decoder layers of one model: traced, written in C++, and one call each.
 
-A third or more of a small step on a CPU is not products but small operations, called one by one. A
-program is one call. Those of layers of one kind are shared, so it takes seconds however deep the
-model is, and all around the layers (hidden states, virtual tokens, hooks) stays as it is.
+A third or more of a small step on a CPU is not matmuls but small operations, called one by one. A
+compiled layer is one call. Layers of one kind share a program, so compiling takes seconds however
+deep the model is, and all around the layers (hidden states, virtual tokens, hooks) stays as it is.
 
-Every layer is tried before its program is used, beside its own forward on the same input. One that
-cannot be traced, or comes out otherwise, runs as it is, and a line of the log says why. Layers get
-their forward for a generation only (`OwnForwards`).
+Layers are compiled only where that was asked for: `hf_spec.compile(model)`, or `compile=True` of a
+strategy. Every program is tried beside the layer's own forward on the same input. A layer that
+cannot be traced, that reads what cannot be watched (`layer_state`), or whose program computes
+something else runs uncompiled, and the log names the reason. What the layers read is compared with
+what they were traced with before every forward pass. Layers have compiled forwards during a
+generation only (`OwnForwards`).
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -26,66 +29,69 @@ from transformers import PreTrainedModel
 
 from hf_spec.execution.attention import PackedStep
 from hf_spec.execution.bound_program import BoundProgram
-from hf_spec.execution.cpu_linear import has_fast_forward
+from hf_spec.execution.cpu_linear import has_fast_forward, packed_changes
 from hf_spec.execution.layer_programs import (
     MAX_TOKENS,
     LayerCall,
     LayerProgram,
     as_tuple,
     compile_layer,
-    kind_of,
     linears_of,
     tensors_of,
 )
+from hf_spec.execution.layer_state import LayerState, UnwatchableError
 from hf_spec.execution.own_forwards import OwnForwards
 from hf_spec.execution.per_model import made_once
-from hf_spec.execution.step_graphs import is_of_transformers
 
 logger = logging.getLogger(__name__)
 
-# By norm, how far a program may be from its layer by rounding.
+# Relative distance by norm at which a program still equals its layer up to rounding.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
-
-MODES = ("auto", "on", "off")
-# Calls of layers after which "auto" has programs made: a program saves some 0.2 ms a call, the
-# first one takes two seconds, of which the tools that trace are most, and others half a second
-# (measured).
-WORTH, WORTH_LATER = 10_000, 2_000
-# What is left to others at no more tokens than this is left to them at all.
+# Programs of one model. Layers whose state changes from call to call would need more and more.
+MAX_PROGRAMS = 16
+# A call of at most this many tokens that no program serves is not tried again.
 STEP_TOKENS = 64
 
 
 class _Here(threading.local):
-    """What holds for the layers that this thread runs, see the functions of these names."""
+    """Settings of the calls that this thread runs.
 
-    programs_at_once: bool = False
-    layers_as_they_are: bool = False
+    Attributes:
+        compile: overrides `CompiledLayers.enabled` of every model; None leaves it.
+        uncompiled: True while layers must run uncompiled because Python acts inside them.
+    """
+
+    compile: bool | None = None
+    uncompiled: bool = False
 
 
 _here = _Here()
 
 
 @contextmanager
-def _holding(name: str) -> Iterator[None]:
+def _set(name: str, value: bool | None) -> Iterator[None]:
     before = getattr(_here, name)
-    setattr(_here, name, True)
+    setattr(_here, name, value)
     try:
         yield
     finally:
         setattr(_here, name, before)
 
 
-def programs_at_once() -> AbstractContextManager[None]:
-    """What this thread runs inside the block is taken to run often: a warm-up before timing."""
-    return _holding("programs_at_once")
+def compiling(wanted: bool | None) -> AbstractContextManager[None]:
+    """Compile the layers of every model that this thread runs inside the block, or do not.
+
+    With None, `hf_spec.compile` of each model decides.
+    """
+    return _set("compile", wanted)
 
 
-def layers_as_they_are() -> AbstractContextManager[None]:
-    """No layer that this thread runs inside the block runs as a program: hooks act in it."""
-    return _holding("layers_as_they_are")
+def uncompiled() -> AbstractContextManager[None]:
+    """Run layers uncompiled in this thread: hooks act inside them."""
+    return _set("uncompiled", True)
 
 
-# What may be raised where a layer cannot be traced or compiled.
+# Errors of a layer that cannot be traced or compiled.
 REASONS = (
     AssertionError,
     AttributeError,
@@ -97,52 +103,75 @@ REASONS = (
 )
 
 _lock = threading.RLock()
-_has_traced = threading.Event()
 _forwards = OwnForwards()
 
 
 class CompiledLayers:
-    """The programs of one model, kept as long as it lives.
+    """The compiled layers of one model, cached as long as it lives.
 
     Attributes:
-        mode: whether layers run as programs: "on", "off", or "auto", when they have run often.
-        layers: those of attention, known from the first step that was watched.
+        enabled: whether `hf_spec.compile` was called for the model.
+        layers: its decoder layers, known from the first step that ran.
         programs: by the kind of layer and call; an error where there can be none.
-        refused: by name, why layers run as they are.
-        seconds: what making and trying programs has taken.
-        calls: how often layers ran.
+        refused: why layers run uncompiled, by name.
+        seconds: time spent on compiling and trying programs.
     """
 
     def __init__(self) -> None:
-        self.mode = "auto"
+        self.enabled = False
         self.layers: list[CompiledLayer] = []
         self.programs: dict[object, LayerProgram | Exception] = {}
         self.refused: dict[str, str] = {}
         self.seconds = 0.0
-        self.calls = 0
+        self._state: LayerState | None = None
+        self._sessions = 0
+        self._packed = 0
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> CompiledLayers:
-        """Those of a model."""
+        """Return those of a model."""
         return made_once(model, "compiled layers", cls)
 
     @property
     def wanted(self) -> bool:
-        """Whether layers run as programs now, as far as they can."""
-        worth = WORTH_LATER if _has_traced.is_set() else WORTH
-        often = _here.programs_at_once or self.calls >= worth
-        return self.mode == "on" or (self.mode == "auto" and often)
+        """Whether this thread runs the layers compiled, as far as they can be."""
+        return self.enabled if _here.compile is None else _here.compile
 
     @contextmanager
-    def active(self, model: nn.Module) -> Iterator[Watch]:
-        """Let layers run as programs inside the block, where and as soon as that is wanted."""
+    def active(self, model: nn.Module) -> Iterator[LayerSession]:
+        """Let layers run compiled inside the block, as soon as they are known and if wanted."""
         with ExitStack() as stack:
-            watch = Watch(self, model, stack)
-            watch.lend()
-            yield watch
+            session = LayerSession(self, model, stack)
+            session.install()
+            yield session
+
+    def join(self) -> None:
+        """Count one more session."""
+        with _lock:
+            self._sessions += 1
+
+    def leave(self) -> None:
+        """Count one session less; the last one frees what refers to weights."""
+        with _lock:
+            self._sessions -= 1
+            if not self._sessions:
+                self._state = None
+                for layer in self.layers:
+                    layer.end()
+
+    def refresh(self) -> None:
+        """Take the layers as they are now, unless they are as they were."""
+        with _lock:
+            packed = packed_changes()
+            if packed != self._packed or self._state is None or not self._state.holds():
+                self._packed, state = packed, LayerState()
+                for layer in self.layers:
+                    layer.begin(state)
+                state.seal()
+                self._state = state
 
     def learn(self, model: nn.Module, attending: Mapping[int, nn.Module]) -> None:
-        """Find the layers of the attention modules that ran in a step."""
+        """Find the decoder layers of the attention modules that ran in a step."""
         ran = set(attending.values())
         for name, stack in model.named_modules():
             for index, layer in enumerate(stack if isinstance(stack, nn.ModuleList) else ()):
@@ -151,9 +180,9 @@ class CompiledLayers:
                     self.layers.append(CompiledLayer(self, f"{name}.{index}", layer, mine[0]))
 
     def program(
-        self, layer: nn.Module, kind: object, weights: Mapping[str, Tensor], call: LayerCall
+        self, layer: nn.Module, kind: Hashable, weights: Mapping[str, Tensor], call: LayerCall
     ) -> LayerProgram:
-        """That of a kind of layers and calls.
+        """Return the program of a kind of layers and calls; compile it on a miss.
 
         Raises:
             Exception: one of `REASONS`, every time, where there can be none.
@@ -161,7 +190,10 @@ class CompiledLayers:
         key = kind, call.kind()
         with _lock:
             if key not in self.programs:
-                _has_traced.set()
+                if len(self.programs) >= MAX_PROGRAMS:
+                    raise RuntimeError(
+                        f"{MAX_PROGRAMS} programs were compiled already; its state changes often"
+                    )
                 try:
                     self.programs[key] = compile_layer(layer, weights, call)
                 except REASONS as error:
@@ -172,127 +204,134 @@ class CompiledLayers:
         return found
 
     def forget_refusals(self) -> None:
-        """Let everything be tried again that runs as it is."""
+        """Let every layer that runs uncompiled be tried again."""
         self.refused.clear()
         for layer in self.layers:
             layer.forget_refusals()
 
     def refuse(self, name: str, reason: str) -> None:
-        """Note why a layer runs as it is; say it once."""
+        """Record why a layer runs uncompiled; log each reason once, loudly if it was asked for."""
         if reason not in self.refused.values():
-            level = logging.WARNING if self.mode == "on" else logging.INFO
-            logger.log(level, "%s is not compiled and runs as it is: %s", name, reason)
+            level = logging.WARNING if self.enabled else logging.INFO
+            logger.log(level, "%s runs uncompiled: %s", name, reason)
         self.refused[name] = reason
 
 
-class Watch:
-    """Looks at the steps of a model while they run, and lets its layers become programs."""
+class LayerSession:
+    """One generation of a model: gives its layers compiled forwards, and checks them every step."""
 
     def __init__(self, owner: CompiledLayers, model: nn.Module, stack: ExitStack):
         self._owner = owner
         self._model = model
         self._stack = stack
-        self._has_lent = False
-        self._on_cpu = next(model.parameters()).device.type == "cpu"
+        self._installed = False
 
-    def ran(self, attending: Mapping[int, nn.Module]) -> None:
-        """Learn which attention modules took part in a step."""
+    def install(self) -> None:
+        """Give the layers compiled forwards until the session ends, if they are wanted."""
         owner = self._owner
-        unasked = owner.mode == "off" or (owner.mode == "auto" and not self._on_cpu)
-        if self._has_lent or unasked:
+        if self._installed or not owner.layers or not owner.wanted:
+            return
+        owner.join()
+        self._stack.callback(owner.leave)
+        known = {compiled.layer: compiled for compiled in owner.layers}
+
+        def make(fresh: list[nn.Module]) -> dict[nn.Module, CompiledLayer]:
+            return {layer: known[layer] for layer in fresh if "forward" not in vars(layer)}
+
+        self._stack.enter_context(_forwards.lent(known, make))
+        self._installed = True
+
+    def begin_step(self) -> None:
+        """Check that compiled layers are what they were compiled from, before a forward pass."""
+        if self._installed:
+            self._owner.refresh()
+
+    def end_step(self, attending: Mapping[int, nn.Module]) -> None:
+        """Learn from a step which attention modules take part in it."""
+        owner = self._owner
+        if self._installed or not owner.wanted:
             return
         if not owner.layers:
             owner.learn(self._model, attending)
-        owner.calls += len(attending)
-        self.lend()
-
-    def lend(self) -> None:
-        """Let the layers that are known run as programs until the block ends, if it is wanted."""
-        owner = self._owner
-        if not self._has_lent and owner.layers and owner.wanted:
-            known = {one.layer: one for one in owner.layers}
-            configs: dict[int, object] = {}
-
-            def make(fresh: list[nn.Module]) -> dict[nn.Module, CompiledLayer]:
-                return {layer: known[layer] for layer in fresh if known[layer].begin(configs)}
-
-            for layer in owner.layers:
-                self._stack.callback(layer.end)
-            self._stack.enter_context(_forwards.lent(known, make))
-            self._has_lent = True
-            # What has programs once goes on with them.
-            owner.calls = max(owner.calls, WORTH)
+        self.install()
 
 
 class CompiledLayer:
-    """The forward of a layer that is compiled."""
+    """The forward of a decoder layer that is compiled."""
 
     def __init__(self, owner: CompiledLayers, name: str, layer: nn.Module, attention: nn.Module):
         self.layer = layer
         self._owner = owner
         self._name = name
         self._attention = attention
-        self._kind: object = None
-        # By the kind of call, whether its program comes to the same; apart for a single token.
-        self._tried: dict[object, bool] = {}
-        # Of the block under way: programs by the kind of call, and by what calls look like, None
-        # where the layer runs as it is.
+        # None while the layer cannot be compiled.
+        self._kind: Hashable | None = None
+        self._weights: dict[str, Tensor] = {}
+        # Whether the program of a kind of layer and call equals the layer; a single token is a
+        # kind of its own.
+        self._tried: dict[Hashable, bool] = {}
+        # Of the session under way: programs by the kind of call, and by the shape of calls, None
+        # where the layer runs uncompiled.
         self._programs: dict[object, BoundProgram] = {}
         self._bound: dict[object, BoundProgram | None] = {}
 
     @property
     def is_compiled(self) -> bool:
-        """Whether all calls that it has met run as programs."""
+        """Whether all calls so far run compiled."""
         return bool(self._tried) and all(self._tried.values())
 
     def forget_refusals(self) -> None:
-        """Try the calls again that run as they are."""
+        """Let calls be tried again that run uncompiled."""
         for kind in [kind for kind, same in self._tried.items() if not same]:
             del self._tried[kind]
         self._bound = {}
 
-    def begin(self, configs: dict[int, object]) -> bool:
-        """Take the layer as it is now; False if it cannot be compiled. `configs`: see `kind_of`."""
-        if (reason := _obstacle(self.layer)) is not None:
-            self._owner.refuse(self._name, reason)
-            return False
-        self._plain = self.layer.forward
-        self._weights = tensors_of(self.layer)
-        kind = kind_of(self.layer, configs)
-        if kind != self._kind:
-            self._kind = kind
-            self._tried.clear()
+    def begin(self, state: LayerState) -> None:
+        """Take the layer as it is now, and add it to the state that is watched."""
         self.end()
-        return True
+        self._kind, reason = None, _obstacle(self.layer)
+        if reason is None:
+            try:
+                self._kind = state.key_of(self.layer)
+                self._weights = tensors_of(self.layer)
+            except UnwatchableError as error:
+                reason = str(error)
+        if reason is not None:
+            self._owner.refuse(self._name, reason)
 
     def end(self) -> None:
-        """Forget the weights, which others may want to free; a block under way finds them again."""
+        """Drop references to weights; a session under way collects them again."""
         # Other threads may be reading these: they are replaced, never cleared.
-        self._programs, self._bound = {}, {}
+        self._weights, self._programs, self._bound = {}, {}, {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer, as a program where there is one."""
+        """Run the layer, compiled where it can be."""
         # Accelerate's mixed precision begins inside the model's forward.
-        other = torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
-        if other or _here.layers_as_they_are or not isinstance(kwargs.get("spec_step"), PackedStep):
+        other = torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or _here.uncompiled
+        step = kwargs.get("spec_step")
+        if other or self._kind is None or type(step) is not PackedStep or not self._owner.wanted:
             return self._plain(*args, **kwargs)
         call = LayerCall(args, kwargs)
         looks, bound = call.looks, self._bound
         if looks not in bound:
             if call.num_tokens > MAX_TOKENS:
                 return self._plain(*args, **kwargs)
-            kind = call.kind(), call.num_tokens == 1
+            kind = self._kind, call.kind(), call.num_tokens == 1
             if kind not in self._tried:
                 return self._try(kind, call)
             bound[looks] = self._bind(call) if self._tried[kind] else None
         program = bound[looks]
-        result = None if program is None else program(call, kwargs["spec_step"])
+        result = None if program is None else program(call, step)
         return self._plain(*args, **kwargs) if result is None else result
 
-    def _try(self, kind: object, call: LayerCall) -> Any:
-        """Run a call of a new kind as it is, and see whether its program comes to the same."""
+    def _plain(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward of the layer's class, which may have been patched."""
+        return type(self.layer).forward(self.layer, *args, **kwargs)
+
+    def _try(self, kind: Hashable, call: LayerCall) -> Any:
+        """Run a call of a new kind both ways; return the program's result if both are equal."""
         expected = self._plain(*call.args, **call.kwargs)
-        start, reason = time.perf_counter(), None
+        start, reason, found = time.perf_counter(), None, None
         try:
             step = replace(call.kwargs["spec_step"], written={})
             found = self._bind(call)(call, step)
@@ -312,10 +351,10 @@ class CompiledLayer:
             self._owner.refuse(self._name, reason)
         self._tried[kind] = reason is None
         self._owner.seconds += time.perf_counter() - start
-        return expected
+        return expected if reason else found
 
     def _bind(self, call: LayerCall) -> BoundProgram:
-        """The program of such calls with the weights of this layer."""
+        """Return the program of such calls with the weights of this layer."""
         kind, programs = call.kind(), self._programs
         if kind not in programs:
             program = self._owner.program(self.layer, self._kind, self._weights, call)
@@ -334,13 +373,23 @@ def _obstacle(layer: nn.Module) -> str | None:
         return "there are hooks of all modules"
     for module in layer.modules():
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        # Those of transformers collect what drafts do not ask for; the layer's own stay around it.
-        seen = module is layer or all(map(is_of_transformers, hooks))
-        # Products on the CPU get forwards that an operation of the program calls.
-        own = "forward" in module.__dict__ and not has_fast_forward(module)
-        if own or not seen or hasattr(module, "_hf_hook"):
+        # Hooks of the layer itself are called around it.
+        harmless = module is layer or all(map(_is_harmless, hooks))
+        # The forwards of packed linear layers are called by an operation of the program.
+        own = vars(module).get("forward")
+        replaced = own is not None and not isinstance(own, CompiledLayer)
+        replaced = replaced and not has_fast_forward(module)
+        if replaced or not harmless or hasattr(module, "_hf_hook"):
             return "it has hooks or a forward of its own"
     return None
+
+
+def _is_harmless(hook: Callable[..., Any]) -> bool:
+    """Return True for hooks of transformers, which collect outputs, and of hf_spec.
+
+    Where hooks of hf_spec act inside a layer, it runs inside `uncompiled`.
+    """
+    return getattr(hook, "__module__", "").partition(".")[0] in ("transformers", "hf_spec")
 
 
 def _weights_obstacle(tensors: Collection[Tensor]) -> str | None:

@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -36,7 +36,6 @@ from hf_spec.cpu.packed_products import (
     packed_product,
     padded_product,
     rounded_rows,
-    rounding_pays,
 )
 from hf_spec.execution.own_forwards import OwnForwards
 
@@ -44,6 +43,8 @@ from hf_spec.execution.own_forwards import OwnForwards
 MIN_WEIGHT_ELEMENTS = 1 << 16
 # Rows for which (weight @ x.T).T was no slower than F.linear on either of two machines measured.
 TRANSPOSED_ROWS = range(4, 49)
+# Of a weight that cannot be packed any more: every call computes as the module's class does.
+NO_COPIES = Copies(())
 
 
 class _Chosen(threading.local):
@@ -58,25 +59,106 @@ _chosen = _Chosen()
 _forwards = OwnForwards()
 
 
-@contextlib.contextmanager
-def fast_cpu_linears(model: nn.Module, rounded: bool = False) -> Iterator[None]:
-    """Make `model` ready for products on the CPU in their fastest form, inside `fast_products`.
+class _Checks(threading.local):
+    """Weights that this thread has compared with their packed copies.
 
-    Suitable modules get a `forward` of their own, which goes when the last block that uses the
-    module ends. Packed weights stay for the next call. Entry reads every weight once, to pack those
-    again that changed in between by whatever way; this takes less than one decoding step. Weights
-    must not change inside the block.
+    They are compared again after something ran that may have changed them: another call of the
+    thread, made by a logits processor for instance, with an adapter merged for it.
+
+    Attributes:
+        epoch: counts the occasions for comparing all weights again.
+        sessions: how many sessions of this thread are open.
+        ran: whether a forward pass ran in this epoch.
+        done: (id of the weight, rounded) of the weights that were compared in this epoch.
+    """
+
+    epoch: int = 0
+    sessions: int = 0
+    ran: bool = False
+
+    def __init__(self) -> None:
+        self.done: set[tuple[int, bool]] = set()
+
+    def renew(self) -> None:
+        """Begin an epoch."""
+        self.epoch += 1
+        self.ran = False
+        self.done.clear()
+
+    @contextlib.contextmanager
+    def session(self) -> Iterator[None]:
+        """Count a session. What ran before it, and inside it, may have changed weights."""
+        if self.ran or not self.sessions:
+            self.renew()
+        self.sessions += 1
+        try:
+            yield
+        finally:
+            self.sessions -= 1
+            if self.ran:
+                self.renew()
+
+
+_checks = _Checks()
+
+
+class PackedLinears:
+    """The linear layers of a model that can have packed weights, during one generation."""
+
+    def __init__(self, modules: Sequence[nn.Module], rounded: bool):
+        suitable = (module for module in modules if type(module) is nn.Linear)
+        self._linears = [one for one in suitable if has_fast_forward(one) or _is_suitable(one)]
+        self._rounded = rounded
+        self._compare()
+
+    def refresh(self) -> None:
+        """Pack weights again that have changed; call before every forward pass of the model.
+
+        A change through `.data` is seen if this thread has made another speculative call since.
+        """
+        _checks.ran = True
+        weights = [one.weight for one in self._linears]
+        if not all(map(is_, weights, self._weights)) or _versions(weights) != self._seen:
+            _checks.renew()
+        if self._epoch != _checks.epoch:
+            self._compare()
+
+    def _compare(self) -> None:
+        """Compare weights with their packed copies, which reads every weight once."""
+        self._epoch = _checks.epoch
+        self._weights = [one.weight for one in self._linears]
+        self._seen = _versions(self._weights)
+        fresh = [w for w in self._weights if (id(w), self._rounded) not in _checks.done]
+        make_copies([w for w in fresh if _is_packable(w)], self._rounded)
+        _checks.done.update((id(weight), self._rounded) for weight in fresh)
+        for linear in self._linears:
+            if isinstance(forward := vars(linear).get("forward"), _PackedForward):
+                forward.bind(_copies_for(linear))
+
+
+@contextlib.contextmanager
+def fast_cpu_linears(model: nn.Module, rounded: bool = False) -> Iterator[PackedLinears]:
+    """Install forwards with packed weights, which compute inside `fast_products`.
+
+    They are removed when the last block that uses a module ends; packed weights are cached. Entry
+    reads every weight once, to pack those again that have changed in whatever way; this takes less
+    than one decoding step.
 
     Args:
         model: any module; parts on other devices are left alone.
-        rounded: whether it drafts, with weights that may be rounded to bfloat16. What somebody else
-            computes with the same modules stays exact.
+        rounded: True for a model that drafts: its weights may be rounded to bfloat16. Others that
+            compute with the same modules are not affected.
     """
     modules = [] if torch.is_autocast_enabled("cpu") else list(model.modules())
-    linears = [one for one in modules if type(one) is nn.Linear]
-    make_copies([one.weight for one in linears if _lacks_copies(one, rounded)], rounded)
-    with _forwards.lent(modules, _fast_forwards):
-        yield
+    with _checks.session():
+        linears = PackedLinears(modules, rounded)
+        with _forwards.lent(modules, _fast_forwards):
+            yield linears
+
+
+def packed_changes() -> int:
+    """Return a number that changes when a linear layer in use gets other packed weights."""
+    return _PackedForward.changes
 
 
 @contextlib.contextmanager
@@ -97,43 +179,48 @@ def has_fast_forward(module: nn.Module) -> bool:
     return _forwards.has(module)
 
 
-def _lacks_copies(linear: nn.Linear, rounded: bool) -> bool:
-    """Whether the weight has to be looked at: those of modules in use are as they were."""
-    if not has_fast_forward(linear):
-        return _is_suitable(linear)
-    if (copies := copies_of(linear.weight)) is None:
-        return False
-    if rounded and rounding_pays(linear.weight):
-        return copies.rounded is None
-    return copies.exact is None
-
-
 def _fast_forwards(modules: list[nn.Module]) -> dict[nn.Module, Callable[..., Any]]:
     """The forwards of those modules that have a faster one."""
     linears = [one for one in modules if type(one) is nn.Linear and _is_suitable(one)]
     forwards: dict[nn.Module, Callable[..., Any]] = {}
     for linear in linears:
-        if (copies := copies_of(linear.weight)) is not None:
-            plain = partial(F.linear, weight=linear.weight, bias=linear.bias)
-            forwards[linear] = _PackedForward(linear, copies, linear.bias, plain)
+        if (copies := _copies_for(linear)) is not None:
+            forwards[linear] = _PackedForward(linear, copies)
         elif linear.weight.dtype == torch.float32:
             forwards[linear] = _transposed_forward(linear)
     return forwards
 
 
 def _is_suitable(module: nn.Linear) -> bool:
-    if "forward" in module.__dict__:
-        return False
-    # Pruning and the like recompute the weight, which is then no parameter; torchao subclasses it.
+    return "forward" not in module.__dict__ and _has_packable_weight(module)
+
+
+def _copies_for(module: nn.Linear) -> Copies | None:
+    """Return the packed copies of the weight that a layer has now."""
+    return copies_of(module.weight) if _has_packable_weight(module) else None
+
+
+def _has_packable_weight(module: nn.Linear) -> bool:
     weight, bias = module._parameters.get("weight"), module.bias
+    return _is_packable(weight) and (
+        bias is None or (type(bias) is nn.Parameter and bias.dtype == module.weight.dtype)
+    )
+
+
+def _is_packable(weight: Tensor | None) -> bool:
+    # Pruning and the like recompute the weight, which is then no parameter; torchao subclasses it.
     return (
         type(weight) is nn.Parameter
         and weight.device.type == "cpu"
         and weight.dtype in (torch.float32, torch.bfloat16)
         and weight.is_contiguous()
         and weight.numel() >= MIN_WEIGHT_ELEMENTS
-        and (bias is None or (type(bias) is nn.Parameter and bias.dtype == weight.dtype))
     )
+
+
+def _versions(weights: Sequence[Tensor]) -> list[int]:
+    """Return the counters of changes in place; tensors of inference mode have none."""
+    return [-1 if weight.is_inference() else weight._version for weight in weights]
 
 
 def drafts_rounded() -> bool:
@@ -157,19 +244,30 @@ def served_weight(product: nn.Linear | Tensor, rows: int) -> PackedWeight | Tens
 
 
 class _PackedForward:
-    """The forward of a linear layer with packed copies; the plain one for other input."""
+    """The forward of a linear layer with packed copies; that of its class for other input.
 
-    def __init__(
-        self,
-        module: nn.Linear,
-        copies: Copies,
-        bias: Tensor | None,
-        plain: Callable[[Tensor], Tensor],
-    ):
-        self._copies = copies
-        self._bias = bias
-        self._plain = plain
+    Attributes:
+        changes: how often any of these was bound to other packed copies.
+    """
+
+    changes = 0
+
+    def __init__(self, module: nn.Linear, copies: Copies):
+        self._module = module
+        self._copies = NO_COPIES
+        self.bind(copies)
+
+    def bind(self, copies: Copies | None) -> None:
+        """Take the module as it is now, with packed copies of its weight if there are any."""
+        module = self._module
+        self._copies, before = copies or NO_COPIES, self._copies
+        self._bias = module.bias
         self._dtype, self._width = module.weight.dtype, module.in_features
+        if self._copies is not before:
+            _PackedForward.changes += 1
+
+    def _plain(self, states: Tensor) -> Tensor:
+        return F.linear(states, self._module.weight, self._module.bias)
 
     def packed(self, rows: int, least: int | None = None) -> Packed | None:
         """The copy that serves this thread's products of so many rows; None if none does.
@@ -203,14 +301,15 @@ class _PackedForward:
 
 
 def _transposed_forward(module: nn.Linear) -> Callable[[Tensor], Tensor]:
-    weight, bias, width = module.weight, module.bias, module.in_features
+    width = module.in_features
 
     def forward(input: Tensor) -> Tensor:  # noqa: A002 - the name nn.Linear has
+        weight, bias = module.weight, module.bias
         rows = input.numel() // width
         if (
             not _chosen.fast
             or rows not in TRANSPOSED_ROWS
-            or input.dtype != torch.float32
+            or not input.dtype == weight.dtype == torch.float32
             or input.shape[-1] != width
             or _is_left_alone()
         ):

@@ -23,7 +23,6 @@ from torch import Tensor, fx, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedConfig
 
 from hf_spec.cpu.layer_source import LayerSource, layer_source
 from hf_spec.cpu.layer_values import SourceError
@@ -34,8 +33,6 @@ PLAIN = (bool, int, float, str, type(None))
 MAX_TOKENS = 1024
 # Tokens that a layer is traced with, of which the program takes any number.
 TRACED_TOKENS = 3
-# Beside these a module has what its class computes with, and where it is in the model.
-_OF_EVERY_MODULE = {*vars(nn.Module()), "layer_idx", "forward"}
 
 
 @dataclass(frozen=True)
@@ -257,40 +254,6 @@ def linears_of(layer: nn.Module) -> dict[str, nn.Linear]:
 def tensors_of(layer: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers by name."""
     return {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
-
-
-def kind_of(layer: nn.Module, configs: dict[int, object] | None = None) -> object:
-    """Equal for layers that compute the same with other weights, as far as can be seen.
-
-    Contents of `configs` are kept there by id, for other layers that have the same.
-    """
-    known = {} if configs is None else configs
-
-    def content(value: Any) -> object:
-        if not isinstance(value, PreTrainedConfig):
-            return _content(value)
-        if id(value) not in known:
-            known[id(value)] = _content(value)
-        return known[id(value)]
-
-    def attributes(module: nn.Module) -> list[tuple[str, object]]:
-        own = sorted(vars(module).keys() - _OF_EVERY_MODULE)
-        return [(name, content(vars(module)[name])) for name in own]
-
-    modules = [(name, type(m), tuple(attributes(m))) for name, m in layer.named_modules()]
-    tensors = tensors_of(layer).items()
-    return tuple(modules), tuple((n, t.dtype, t.shape, t.stride()) for n, t in tensors)
-
-
-def _content(value: Any) -> Any:
-    """What a layer may compute with, such as scales and names of adapters; else the type."""
-    if isinstance(value, PreTrainedConfig):
-        return _content(vars(value))
-    if isinstance(value, dict):
-        return tuple((key, _content(one)) for key, one in value.items() if key != "layer_idx")
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_content, value))
-    return _value(value)
 
 
 def as_tuple(result: Any) -> tuple[Any, ...]:

@@ -22,7 +22,7 @@ from hf_spec.devices import transfer
 from hf_spec.devices.placement import execution_device
 from hf_spec.execution.alibi import tree_alibi
 from hf_spec.execution.attention import PackedAttention, PackedStep, takes_packed
-from hf_spec.execution.compiled_layers import CompiledLayers, layers_as_they_are
+from hf_spec.execution.compiled_layers import CompiledLayers, uncompiled
 from hf_spec.execution.cpu_linear import fast_cpu_linears, fast_products
 from hf_spec.execution.cross_attention import CrossAttention, decoding_parts, num_layers
 from hf_spec.execution.forward_output import ForwardOutput
@@ -115,9 +115,11 @@ class ModelRunner(RowStorage):
                     self.model, self.pool, self.device, self._graphs_key(), self.expected_length
                 )
                 stack.callback(self._graphs.close)
-            for part in decoding_parts(self.model):
+            self._linears = [
                 stack.enter_context(fast_cpu_linears(part, self.rounded))
-            self._watch = stack.enter_context(CompiledLayers.of(self.model).active(self.model))
+                for part in decoding_parts(self.model)
+            ]
+            self._layers = stack.enter_context(CompiledLayers.of(self.model).active(self.model))
             if self._virtual_tokens is not None:
                 stack.enter_context(self._virtual_tokens.active(self.model))
             if self._mixers is not None:
@@ -251,6 +253,9 @@ class ModelRunner(RowStorage):
         # One place more than needed: the padding of the rectangular path goes there.
         self.pool.reserve(max(w.num_keys + w.fill for w in rows) + 1)
         self.forwards += 1
+        for linears in self._linears:
+            linears.refresh()
+        self._layers.begin_step()
         before = self.tokens_run
         with fast_products(self.rounded), packed.chosen() if packed else nullcontext():
             if packed:
@@ -279,7 +284,7 @@ class ModelRunner(RowStorage):
         with self._acting(tokens[None]) as acts, self._by_row(work, tree, inputs):
             if acts:
                 # Python decides there what the layers compute.
-                with layers_as_they_are():
+                with uncompiled():
                     logits, *hidden = self._compute(self._graphs.put(tensors, step), step)
             else:
                 logits, *hidden = self._graphs.run(self._compute, tensors, step)
@@ -303,7 +308,7 @@ class ModelRunner(RowStorage):
             cache=TokenPlaces(places[0]) if places else None,
         )
         step.check(self.model, self._attending)
-        self._watch.ran(step.written)
+        self._layers.end_step(step.written)
         return [self._call.kept(result, kept), *self._call.hidden(result)]
 
     def _run_rectangular(self, work: list[RowWork], tree: DraftTree) -> ForwardOutput:

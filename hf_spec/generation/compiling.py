@@ -1,4 +1,4 @@
-"""`hf_spec.compile`: the decoder layers of a model as programs, before the first call or not."""
+"""`hf_spec.compile`: compile the decoder layers of a model on a CPU."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ from transformers import PreTrainedModel
 
 from hf_spec.errors import OptionError, choices
 from hf_spec.execution.attention import takes_packed
-from hf_spec.execution.compiled_layers import MODES, CompiledLayers
+from hf_spec.execution.compiled_layers import CompiledLayers, compiling
 from hf_spec.execution.model_checks import check_model
 from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.tree import DraftTree
 
-# Nodes of the steps that are run: a program for any number, and one for a single token.
+MODES = ("on", "off")
+# Nodes of the steps that are run: one program serves any number, another a single token.
 NODES = (3, 1)
 
 
 @dataclass(frozen=True)
 class CompileReport:
-    """What `hf_spec.compile` did.
+    """Result of `hf_spec.compile`.
 
     Attributes:
-        layers: how many layers run as programs now.
-        programs: how many programs they share.
-        seconds: what compiling and trying them took in this call.
-        refused: why other layers run as they are, by name.
+        layers: number of layers that run compiled now.
+        programs: number of programs that they share.
+        seconds: time spent on compiling and trying them in this call.
+        refused: why other layers run uncompiled, by name.
     """
 
     layers: int
@@ -36,46 +37,55 @@ class CompileReport:
 
 
 def compile(model: PreTrainedModel, mode: str = "on") -> CompileReport:  # noqa: A001 - as torch's
-    """Make programs of the decoder layers of a model on a CPU, for all speculative calls to come.
+    """Compile the decoder layers of a model on a CPU, for all speculative calls that follow.
 
-    A target or a draft model. A program is C++ of a whole layer, built by the machine's compiler.
-    Greedy output stays that of plain `generate()` up to ties: programs add in another order. The
-    model itself is left as it is, and programs go with it. Where there is no compiler, or none for
-    a layer, it runs as before, and the log and `refused` say why.
+    A target or a draft model. Each layer becomes C++, built by the machine's compiler. Greedy
+    output stays that of plain `generate()` up to ties, since compiled layers add in another order.
+    Compiled layers are dropped with the model, and plain `generate()` does not use them. Layers
+    that cannot be compiled run as before; the log and `refused` name the reasons.
+
+    Whatever a layer reads in Python is constant in a compiled layer: attributes, configs,
+    functions, class attributes, globals of the modeling file. All of it is checked before every
+    forward pass, and layers are compiled again after a change. A layer that reads something whose
+    changes cannot be seen is not compiled. Functions inside PyTorch, NumPy and the standard library
+    are not checked.
 
     Args:
         model: on a CPU, in evaluation mode.
-        mode: "on"; "off" lets the layers run as they are. "auto" is what holds without this
-            function: layers become programs when they have run some ten thousand times in all, so
-            after a few hundred tokens.
+        mode: "on", or "off" to run its layers uncompiled again.
+
+    Returns:
+        The number of compiled layers, and the reasons for the others.
 
     Raises:
-        OptionError: if `mode` is none of these.
+        OptionError: if `mode` is neither.
         UnsupportedError: if hf_spec cannot run the model at all.
     """
     if mode not in MODES:
         raise OptionError(f"mode={mode!r}: {choices(mode, MODES)}")
     check_model(model)
     compiled = CompiledLayers.of(model)
-    compiled.mode = mode
+    compiled.enabled = mode == "on"
     before = compiled.seconds
-    if not takes_packed(model):
-        compiled.refuse(type(model).__name__, "it takes no attention function")
-    elif mode == "on":
+    if compiled.enabled:
         compiled.forget_refusals()
-        # The layers are known once they have run.
-        for _ in range(1 if compiled.layers else 2):
-            _run(model)
-    running = [one for one in compiled.layers if compiled.wanted and one.is_compiled]
+        warm_up(model)
+    running = [layer for layer in compiled.layers if compiled.enabled and layer.is_compiled]
     programs = sum(not isinstance(program, Exception) for program in compiled.programs.values())
     seconds = compiled.seconds - before
     return CompileReport(len(running), programs, seconds, dict(compiled.refused))
 
 
-def compile_once(model: PreTrainedModel, mode: str) -> None:
-    """`compile`, unless that has been done."""
-    if CompiledLayers.of(model).mode != mode:
-        compile(model, mode)
+def warm_up(model: PreTrainedModel) -> None:
+    """Compile what can be compiled of a model, by running steps of every form on a short text."""
+    compiled = CompiledLayers.of(model)
+    if not takes_packed(model):
+        compiled.refuse(type(model).__name__, "it takes no attention function")
+        return
+    with compiling(True):
+        # The layers are known once they have run.
+        for _ in range(1 if compiled.layers else 2):
+            _run(model)
 
 
 @torch.no_grad()

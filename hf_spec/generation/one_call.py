@@ -16,6 +16,7 @@ from hf_spec.decoding.processors import check_processors
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.stopping import StopRules
 from hf_spec.devices.distributed_checks import check_ranks
+from hf_spec.execution.compiled_layers import compiling
 from hf_spec.execution.latents import caches_latents
 from hf_spec.execution.own_positions import padding_of
 from hf_spec.execution.runner import ModelRunner
@@ -96,7 +97,7 @@ def generate_with(  # noqa: PLR0913 - the signature that generate() calls
         target.load(cache, [mask[:stored] for mask in state.frame_mask.cpu()])
     wants_cache = cache is not None and (as_dict or getattr(cache, "_is_user_defined", False))
     wants_cache &= not caches_latents(model)
-    with target.active(), drafter.active(state):
+    with compiling(drafter.compile), target.active(), drafter.active(state):
         if model.config.is_encoder_decoder:
             hand_out(target, drafter, prompt, read)
         verifier = drafter.make_verifier(logits_processor, num_rows)

@@ -13,7 +13,7 @@ from hf_spec.drafting.config import StrategyConfig
 from hf_spec.errors import AssistantError, OptionError, UnsupportedError
 from hf_spec.execution.model_checks import check_model
 from hf_spec.generation.call_checks import Settings, check_called, check_settings
-from hf_spec.generation.compiling import compile_once
+from hf_spec.generation.compiling import warm_up
 from hf_spec.generation.target_checks import check_cache_length, check_evaluation, check_rows_apart
 from hf_spec.models.trained_draft import METHOD as DRAFT
 from hf_spec.strategies.assistants import find_assistant
@@ -79,8 +79,9 @@ def make_ready(
         )
     tokenizers = (given.get(name) for name in ("tokenizer", "assistant_tokenizer"))
     drafter = make_drafter(config, model, with_tokenizers(config, assistant, *tokenizers))
-    if config.compile is not None:
-        compile_once(model, "on" if config.compile else "off")
+    drafter.compile = config.compile
+    if config.compile:
+        warm_up(model)
     return drafter
 
 

@@ -135,7 +135,7 @@ class HeadRunner:
             head: Any = self.head
             stack.enter_context(fast_cpu_linears(head, rounded=True))
             layers = self.head.attention
-            self._watch = stack.enter_context(CompiledLayers.of(layers).active(layers))
+            self._layers = stack.enter_context(CompiledLayers.of(layers).active(layers))
             self._graphs = StepGraphs(self.head.attention, self.pool, self._mask.device)
             stack.callback(self._graphs.clear)
             yield self
@@ -237,6 +237,7 @@ class HeadRunner:
 
     def _begin(self, segments: Sequence[Segment]) -> tuple[PackedStep, Tensor]:
         self.forwards += 1
+        self._layers.begin_step()
         writes = [
             (s.slot, s.start, s.end, slice(s.num_keys - s.end + s.start, s.num_keys))
             for s in segments
@@ -252,7 +253,7 @@ class HeadRunner:
         with self._attention.chosen():
             outputs = self.head.attend(mixed[None], spec_step=step, **where)
         step.check(self.head.attention, self.head.shape.num_layers)
-        self._watch.ran(step.written)
+        self._layers.end_step(step.written)
         return outputs[0]
 
     def _run(self, given: Given, features: Tensor, segments: Sequence[Segment]) -> Tensor:

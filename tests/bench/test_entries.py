@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -36,7 +37,8 @@ from hf_spec.bench.entries import found_entry, parse_entries, parse_entry
     ],
 )
 def test_an_entry(text: str, config: StrategyConfig, assistant: str | None) -> None:
-    assert parse_entry(text) == (text, config, assistant)
+    assert parse_entry(text, compile_layers=None) == (text, config, assistant)
+    assert parse_entry(text) == (text, dataclasses.replace(config, compile=True), assistant)
 
 
 def test_an_unknown_strategy_or_option() -> None:
@@ -85,7 +87,6 @@ def test_names_in_tables_are_short(entry: str, name: str) -> None:
     assert parse_entry(entry).short_name == name
 
 
-def test_layers_are_compiled_for_all_or_for_none() -> None:
-    assert len(parse_entries(["lookup:compile=true", "auto:compile=true"])) == 2
-    with pytest.raises(OptionError, match="to every strategy, or to none"):
-        parse_entries(["lookup", "auto:compile=true"])
+def test_layers_are_compiled_unless_the_option_says_otherwise() -> None:
+    texts = ["lookup", "lookup:compile=false", "lookup:compile=true"]
+    assert [entry.config.compile for entry in parse_entries(texts)] == [True, False, True]

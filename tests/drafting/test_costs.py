@@ -22,7 +22,7 @@ from hf_spec.drafting.costs import (
 )
 from hf_spec.drafting.sources import LEVEL_EXPECTATION
 from hf_spec.errors import OptionError
-from hf_spec.execution.compiled_layers import CompiledLayers
+from hf_spec.execution.compiled_layers import compiling
 from tests.tiny_models import build
 
 
@@ -181,10 +181,9 @@ def test_times_are_kept_by_situation() -> None:
     assert known_times(model, "a", 2) is not first
     assert known_times(model, "b", 1) is not first
     assert known_times(build("qwen3"), "a", 1) is not first
-    compiled = CompiledLayers.of(model)
-    compiled.mode = "on"
-    assert known_times(model, "a", 1) is not first
-    compiled.mode = "auto"
+    with compiling(True):
+        assert known_times(model, "a", 1) is not first
+    assert known_times(model, "a", 1) is first
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(threads + 1)

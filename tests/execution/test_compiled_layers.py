@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from torch import fx, nn
 from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_hook
@@ -17,15 +18,13 @@ from torch.nn.modules.module import register_module_forward_hook
 import hf_spec
 from hf_spec import LookupConfig
 from hf_spec.cpu.layer_source import LayerSource, layer_source
-from hf_spec.execution import bound_program, compiled_layers, layer_programs
+from hf_spec.execution import bound_program, layer_programs
 from hf_spec.execution.bound_program import BoundProgram
-from hf_spec.execution.compiled_layers import (
-    CompiledLayers,
-    programs_at_once,
-)
+from hf_spec.execution.compiled_layers import CompiledLayers
 from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.tree import DraftTree
 from hf_spec.models.adaptive_tokens import from_adapter
+from hf_spec.strategies.registry import parse_strategy
 from tests import tiny_models
 from tests.compiler import needs_compiler
 
@@ -222,16 +221,16 @@ def test_forwards_that_products_are_given_later_count(product: str, runs: list[A
 def test_an_adapter_that_is_chosen_later_counts(runs: list[Any]) -> None:
     """Names and scales of adapters are constants of a program."""
     target = model("llama")
-    for number, name in enumerate(("first", "second")):
-        config = LoraConfig(r=4, lora_alpha=8 + 24 * number, target_modules=["down_proj"])
-        target.add_adapter(config, name)
-        torch.manual_seed(number)
-        for part, weight in target.named_parameters():
-            if "lora" in part and name in part:
-                nn.init.normal_(weight)
+    configs = [LoraConfig(r=4, lora_alpha=a, target_modules=["down_proj"]) for a in (8, 32)]
+    adapted = get_peft_model(target, configs[0], "first")
+    adapted.add_adapter("second", configs[1])
+    for part, weight in target.named_parameters():
+        if "lora" in part:
+            torch.manual_seed("second" in part)
+            nn.init.normal_(weight)
     found = []
     for name in ("first", "second", "first"):
-        target.set_adapter(name)
+        adapted.set_adapter(name)
         target.eval()
         assert hf_spec.compile(target).layers == 3
         before = len(runs)
@@ -311,42 +310,44 @@ def test_an_error_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) ->
     assert torch.equal(generate(target, "llama", spec_strategy="lookup"), expected)
 
 
-def test_nothing_is_compiled_that_has_hardly_run(runs: list[Any]) -> None:
+def test_nothing_is_compiled_unasked(runs: list[Any]) -> None:
     target = model("llama")
-    generate(target, "llama", spec_strategy="lookup")
+    for _ in range(3):
+        generate(target, "llama", spec_strategy="lookup", assistant=None)
     assert not runs
     assert not CompiledLayers.of(target).programs
 
 
-@pytest.fixture
-def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs pay after a few steps."""
-    monkeypatch.setattr(compiled_layers, "WORTH", 12)
-    monkeypatch.setattr(compiled_layers, "WORTH_LATER", 12)
-
-
-def test_layers_become_programs_when_they_have_run_often(eager: None, runs: list[Any]) -> None:
-    """In the midst of a generation, and from the start of the next one."""
-    target = model("llama")
+def test_the_option_holds_for_one_call(runs: list[Any]) -> None:
+    target, config = model("llama"), hf_spec.LookupConfig(compile=True)
     plain = generate(target, "llama")
-    assert torch.equal(generate(target, "llama", spec_strategy="none"), plain)
-    # Four steps of three layers each come first, and the step of each layer that it is tried in.
-    assert len(runs) == 3 * (10 - 4)
+    assert torch.equal(generate(target, "llama", spec_strategy=config), plain)
+    assert runs
     runs.clear()
-    assert torch.equal(generate(target, "llama", spec_strategy="none"), plain)
-    assert len(runs) >= 3 * 9
+    assert torch.equal(generate(target, "llama", spec_strategy="lookup"), plain)
+    assert not runs
     assert not forwards(target)
 
 
-@pytest.mark.parametrize("strategy", ["tree", "falcon"])
-def test_those_of_what_drafts_do_too(strategy: str, eager: None, runs: list[Any]) -> None:
-    target, options = model("llama"), tiny_models.speculation("llama", strategy)
-    hf_spec.compile(target, "off")
-    for _ in range(3):
-        found = generate(target, "llama", "ragged", **options)
-        assert torch.equal(found, generate(target, "llama", "ragged"))
+def test_the_option_overrides_a_compiled_model(runs: list[Any]) -> None:
+    target = model("llama")
+    hf_spec.compile(target)
+    runs.clear()
+    generate(target, "llama", spec_strategy=hf_spec.LookupConfig(compile=False))
+    assert not runs
+    generate(target, "llama", spec_strategy="lookup")
     assert runs
-    assert not set(runs) & {layer.self_attn for layer in target.model.layers}
+
+
+@pytest.mark.parametrize("strategy", ["tree", "falcon"])
+def test_the_option_compiles_what_drafts(strategy: str, runs: list[Any]) -> None:
+    target, options = model("llama"), tiny_models.speculation("llama", strategy)
+    options["spec_strategy"] = dataclasses.replace(
+        parse_strategy(options["spec_strategy"]), compile=True
+    )
+    found = generate(target, "llama", "ragged", **options)
+    assert torch.equal(found, generate(target, "llama", "ragged"))
+    assert set(runs) - {layer.self_attn for layer in target.model.layers}
 
 
 @torch.no_grad()
@@ -370,37 +371,17 @@ def test_a_lora_that_acts_on_adaptive_tokens_goes_on_acting(runs: list[Any]) -> 
     torch.testing.assert_close(found[1], found[0])
 
 
-def test_a_warm_up_makes_them_at_once(runs: list[Any]) -> None:
-    target = model("llama")
-    with programs_at_once():
-        generate(target, "llama", spec_strategy="none")
-    assert runs
-    runs.clear()
-    generate(target, "llama", spec_strategy="none")
-    assert len(runs) >= 3 * 9, "and they stay"
-
-
-def test_the_option_says_otherwise(eager: None, runs: list[Any]) -> None:
-    target = model("llama")
-    never = hf_spec.LookupConfig(compile=False)
-    for _ in range(3):
-        generate(target, "llama", spec_strategy=never)
-    assert not runs
-    hf_spec.compile(target, "auto")
-    for _ in range(3):
-        generate(target, "llama", spec_strategy="lookup")
-    assert runs
-
-
-def test_what_cannot_become_a_program_is_no_warning(
-    eager: None, caplog: pytest.LogCaptureFixture
+def test_only_compile_warns_of_layers_that_cannot_be_compiled(
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     target = model("gpt_oss")
     with caplog.at_level(logging.WARNING):
-        for _ in range(3):
-            generate(target, "gpt_oss", spec_strategy="lookup")
-    assert CompiledLayers.of(target).refused
-    assert not caplog.messages
+        generate(target, "gpt_oss", spec_strategy=hf_spec.LookupConfig(compile=True))
+        assert CompiledLayers.of(target).refused
+        assert not caplog.messages
+        CompiledLayers.of(target).refused.clear()
+        hf_spec.compile(target)
+        assert len(caplog.messages) == 1
 
 
 def test_a_prompt_that_is_too_long_says_nothing_of_steps(
@@ -408,7 +389,7 @@ def test_a_prompt_that_is_too_long_says_nothing_of_steps(
 ) -> None:
     monkeypatch.setattr(bound_program, "MAX_SCRATCH", 1 << 16)
     target = model("llama")
-    CompiledLayers.of(target).mode = "on"
+    hf_spec.compile(target)
     prompt = torch.randint(5, 90, (1, 200))
     given = {"max_new_tokens": 4, "do_sample": False}
     plain = target.generate(prompt, **given)

@@ -57,13 +57,12 @@ def packed_calls(monkeypatch: pytest.MonkeyPatch) -> list[nn.Linear]:
     calls: list[nn.Linear] = []
 
     class Counting(cpu_linear._PackedForward):
-        def __init__(self, module: nn.Linear, copies: Copies, *rest: Any):
-            copies.rows = EVERY_ROW
-            super().__init__(module, copies, *rest)
-            self.module = module
+        def bind(self, copies: Copies | None) -> None:
+            super().bind(copies)
+            self._copies.rows = EVERY_ROW
 
         def __call__(self, input: Tensor) -> Tensor:  # noqa: A002
-            calls.append(self.module)
+            calls.append(self._module)
             return super().__call__(input)
 
     monkeypatch.setattr(cpu_linear, "_PackedForward", Counting)
@@ -390,7 +389,7 @@ def test_other_rows_are_left_to_linear() -> None:
     linear = nn.Linear(WIDTH, 320)
     poisoned = pack(torch.full_like(linear.weight, 1e6))
     copies = Copies((), poisoned, rows=Rows(3, 64))
-    forward = cpu_linear._PackedForward(linear, copies, linear.bias, linear)
+    forward = cpu_linear._PackedForward(linear, copies)
     with torch.no_grad(), fast_products():
         for rows in (1, 2, 65):
             x = torch.randn(rows, WIDTH)
@@ -406,7 +405,7 @@ def test_few_rows_are_padded(shape: tuple[int, ...], has_bias: bool) -> None:
     x = torch.randn(*shape, WIDTH)
     with torch.no_grad(), fast_products():
         copies = Copies((), pack(linear.weight), rows=Rows(1, NO_LIMIT, padded=4))
-        forward = cpu_linear._PackedForward(linear, copies, linear.bias, linear)
+        forward = cpu_linear._PackedForward(linear, copies)
         found = forward(x)
         torch.testing.assert_close(found, linear(x), atol=1e-4, rtol=0)
         # Models call `view` on it.

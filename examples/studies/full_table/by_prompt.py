@@ -25,7 +25,6 @@ from hf_spec.bench.contenders import Contender, plain, strategy
 from hf_spec.bench.entries import parse_entries
 from hf_spec.bench.tables import Table
 from hf_spec.data.prompts import load_prompts
-from hf_spec.execution.compiled_layers import programs_at_once
 from hf_spec.verify.mismatch import differences
 
 
@@ -168,9 +167,8 @@ def run(options: argparse.Namespace, subject: Subject, facts: Mapping[str, Any])
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     prompts = {p.id: p.encode(tokenizer) for p in load_prompts(per_task=options.per_task)}
     longest = max(prompts.values(), key=lambda ids: ids.shape[1])
-    with programs_at_once():
-        for contender in subject.contenders:
-            contender.run(longest, 16, torch.ones_like(longest))
+    for contender in subject.contenders:
+        contender.run(longest, 16, torch.ones_like(longest))
     known = {record.prompt for record in records}
     for name in (name for name in prompts if name not in known):
         if time.perf_counter() - began > 60 * options.minutes:

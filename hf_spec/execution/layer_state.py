@@ -1,0 +1,381 @@
+"""State that compiled layers were traced with, and a cheap test whether it still holds.
+
+A trace turns everything that Python reads into constants: attributes of modules and of the objects
+in them, configs, functions, class attributes, globals of the modeling file. `LayerState` collects
+all of these in two forms. Its *key* is equal for layers that compute the same with other weights.
+Its *views* are compared by identity before every forward pass, which takes less than 1% of it.
+
+Everything that can be read is in it, or the layer is not compiled (`UnwatchableError`). Bodies of
+functions of PyTorch, NumPy and the standard library are not followed.
+"""
+
+from __future__ import annotations
+
+import collections
+import enum
+import functools
+import logging
+import re
+import sys
+import threading
+import types
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from itertools import chain
+from operator import attrgetter, is_, itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as every_module
+
+# Compared by value. Lists and objects that hold them are followed.
+ATOMS = (
+    *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), range, enum.Enum),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+# Followed to the functions and objects in them.
+CALLABLES = (types.FunctionType, types.MethodType, functools.partial)
+# Compared by identity: nothing that changes in them changes what a layer computes.
+OPAQUE = (
+    *(types.ModuleType, types.BuiltinFunctionType, types.MethodWrapperType, re.Pattern),
+    *(types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType),
+    *(
+        types.MemberDescriptorType,
+        logging.Logger,
+        torch._ops.OpOverloadPacket,
+        torch._ops.OpOverload,
+    ),
+)
+# Packages whose functions and classes are compared by identity and not followed.
+TRUSTED = {*sys.stdlib_module_names, "torch", "numpy"}
+# Every module has these; the index of a layer only says which storage it writes.
+STANDARD = {*vars(nn.Module()), "forward", "layer_idx"}
+# Of this package only the classes of modules are followed, and functions.
+TRANSFORMERS = "transformers"
+# More values than any layer of transformers has; a trace that reads more is not watched.
+MAX_VALUES = 20_000
+# What Python looks up in the classes of modules whenever a module is called.
+CALLS = ("forward", "__call__", "__getattr__", "__getattribute__")
+
+
+class UnwatchableError(Exception):
+    """A layer reads something whose changes could not be seen."""
+
+
+class Same:
+    """A value as part of a key, compared by identity and kept alive."""
+
+    def __init__(self, value: Any):
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is Same and other._value is self._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+
+class LayerState:
+    """State of the layers of one model; each is added by `key_of`."""
+
+    def __init__(self) -> None:
+        # `read(source)` of all views must still give these objects, one after the other.
+        self._views: list[tuple[Callable[[Any], Iterable[Any]], Any]] = []
+        self._seen: list[Any] = []
+        self._sized: list[Collection[Any]] = []
+        self._hooks: list[Mapping[Any, Any]] = [
+            every_module._global_forward_hooks,
+            every_module._global_forward_pre_hooks,
+        ]
+        self._stores: list[dict[str, Any]] = []
+        # Keys of values by id; the values are kept alive for it.
+        self._known: dict[int, Hashable] = {}
+        self._kept: list[Any] = []
+        # What code of the layer being added can reach, and the keys of all that was followed.
+        self._roots: dict[types.FunctionType | type, None] = {}
+        self._code: dict[frozenset[Any], Hashable] = {}
+        self._sizes: list[int] = []
+        self._tensors: list[Tensor] = []
+        self._addresses: list[int] = []
+
+    def key_of(self, layer: nn.Module) -> Hashable:
+        """Add a layer; return a key that is equal for layers that compute the same.
+
+        Raises:
+            UnwatchableError: if it reads what cannot be watched.
+        """
+        found = []
+        self._roots.clear()
+        for name, module in layer.named_modules():
+            self._roots[type(module)] = None
+            found.append((name, Same(type(module)), self._attributes(module)))
+            self._watch_tensors(module)
+            self.watch_values(module._modules)
+            if module is not layer:
+                self._watch_hooks(module)
+        roots = frozenset(self._roots)
+        if roots not in self._code:
+            self._code[roots] = _Reach(self, self._roots).key()
+        tensors = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
+        shapes = tuple((n, t.dtype, t.shape, t.stride()) for n, t in tensors.items())
+        return tuple(found), shapes, self._code[roots]
+
+    def seal(self) -> None:
+        """Note sizes and tensors, once all layers have been added."""
+        self._sizes = [*map(len, self._sized)]
+        self._tensors = [t for t in self._stored() if t is not None]
+        self._addresses = [*map(Tensor.data_ptr, self._tensors)]
+
+    def holds(self) -> bool:
+        """Return True if everything is as it was when the layers were added."""
+        if [*map(len, self._sized)] != self._sizes or any(self._hooks):
+            return False
+        tensors = [t for t in self._stored() if t is not None]
+        if len(tensors) != len(self._tensors) or not all(map(is_, tensors, self._tensors)):
+            return False
+        if [*map(Tensor.data_ptr, tensors)] != self._addresses:
+            return False
+        try:
+            values = [read(source) for read, source in self._views]
+            return all(map(is_, chain.from_iterable(values), self._seen))
+        except (KeyError, AttributeError, ValueError):
+            return False
+
+    def value(self, value: Any, where: str) -> Hashable:
+        """Watch a value that layers may read; return its key.
+
+        Raises:
+            UnwatchableError: names `where` it is and its type.
+        """
+        if isinstance(value, ATOMS):
+            return type(value), repr(value) if isinstance(value, (float, complex)) else value
+        if id(value) not in self._known:
+            if len(self._known) > MAX_VALUES:
+                raise UnwatchableError(f"it reads more than {MAX_VALUES} values")
+            self._kept.append(value)
+            # A value that leads back to itself finds this.
+            self._known[id(value)] = "cycle", len(self._known)
+            self._known[id(value)] = self._content(value, where)
+        return self._known[id(value)]
+
+    def watch(self, names: Collection[str], source: Any) -> None:
+        """Watch what a dictionary, or the dictionary of a class, holds under some names."""
+        if names:
+            # With a single name `itemgetter` would not return a tuple.
+            self.view(itemgetter(*names) if len(names) > 1 else itemgetter(*names, *names), source)
+
+    def watch_values(self, source: Any) -> None:
+        """Watch the values of a dictionary, and how many there are."""
+        self.watch_sized(source)
+        if source:
+            self.view(dict.values, source)
+
+    def watch_sized(self, source: Collection[Any]) -> None:
+        """Watch how many entries a container has."""
+        self._sized.append(source)
+
+    def view(self, read: Callable[[Any], Iterable[Any]], source: Any) -> None:
+        """Watch the objects that `read(source)` gives."""
+        self._views.append((read, source))
+        self._seen += read(source)
+
+    def _stored(self) -> Iterator[Any]:
+        return chain.from_iterable(map(dict.values, self._stores))
+
+    def _watch_tensors(self, module: nn.Module) -> None:
+        for store in (module._parameters, module._buffers):
+            if store:
+                self._stores.append(store)
+            self.watch_sized(store)
+
+    def _attributes(self, module: nn.Module) -> Hashable:
+        """Watch the attributes that a module has beside those of every module."""
+        known = vars(module)
+        own = sorted(known.keys() - STANDARD)
+        others = [name for name in ("training", "layer_idx", "forward") if name in known]
+        self.watch_sized(known)
+        self.watch([*own, *others], known)
+        return tuple(
+            (name, self.value(known[name], f"{type(module).__name__}.{name}")) for name in own
+        )
+
+    def _watch_hooks(self, module: nn.Module) -> None:
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            if hooks:
+                self.watch_values(hooks)
+            else:
+                self._hooks.append(hooks)
+
+    def _content(self, value: Any, where: str) -> Hashable:
+        if isinstance(value, Tensor):
+            # Tensors that are neither parameters nor buffers are not compiled where they are read.
+            return "tensor", value.dtype
+        if isinstance(value, nn.Module):
+            raise UnwatchableError(f"{where} holds a module that is no submodule")
+        if isinstance(value, (dict, collections.UserDict)):
+            self.watch_sized(value)
+            self.view(_entries, value)
+            parts = (self.value(part, f"{where}[{key!r}]") for key, part in value.items())
+            return type(value).__name__, tuple(map(self._name, value)), tuple(parts)
+        if isinstance(value, (list, tuple, set, frozenset, collections.deque)):
+            self.watch_sized(value)
+            self.view(iter, value)
+            return type(value).__name__, tuple(self.value(part, where) for part in value)
+        if isinstance(value, (type, *OPAQUE)) or type(value).__module__ == "typing":
+            return Same(value)
+        if isinstance(value, CALLABLES) or hasattr(value, "__wrapped__"):
+            return self._of_callable(value, where)
+        return self._of_object(value, where)
+
+    def _of_callable(self, value: Any, where: str) -> Hashable:
+        if isinstance(value, types.FunctionType):
+            return self._of_function(value, where)
+        if isinstance(value, types.MethodType):
+            owner = value.__self__
+            whole = isinstance(owner, (nn.Module, type))
+            return self.value(value.__func__, where), (
+                Same(owner) if whole else self.value(owner, where)
+            )
+        if isinstance(value, functools.partial):
+            return self.value((value.func, value.args, value.keywords), where)
+        # A function with a cache, or another wrapper written in C.
+        return Same(value), self.value(value.__wrapped__, where)
+
+    def _name(self, key: Any) -> Hashable:
+        return key if isinstance(key, ATOMS) else Same(key)
+
+    def _of_function(self, function: types.FunctionType, where: str) -> Hashable:
+        if is_trusted(function):
+            return Same(function)
+        self._roots[function] = None
+        self.view(attrgetter("__code__", "__defaults__", "__kwdefaults__"), function)
+        cells = []
+        for cell in function.__closure__ or ():
+            self.view(_cell, cell)
+            cells += _cell(cell)
+        defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+        parts = (part for part in (*cells, *defaults) if not isinstance(part, nn.Module))
+        return (
+            Same(function),
+            function.__code__,
+            tuple(self.value(part, f"{where} (closure or default)") for part in parts),
+        )
+
+    def _of_object(self, value: Any, where: str) -> Hashable:
+        known, slots = getattr(value, "__dict__", None), _slots(type(value))
+        hides = (known is None and not slots) or isinstance(value, threading.local)
+        if hides:
+            raise UnwatchableError(
+                f"{where} is of type {type(value).__name__}, whose changes cannot be seen"
+            )
+        if not _is_of(TRANSFORMERS, type(value)):
+            self._roots[type(value)] = None
+        parts = []
+        if known is not None:
+            self.watch_sized(known)
+            self.watch([*known], known)
+            parts += [(name, self.value(part, f"{where}.{name}")) for name, part in known.items()]
+        if slots := [name for name in slots if hasattr(value, name)]:
+            self.view(attrgetter(*slots, *slots), value)
+            parts += [(name, self.value(getattr(value, name), where)) for name in slots]
+        return Same(type(value)), tuple(parts)
+
+
+class _Reach:
+    """Functions and class attributes that some classes and functions can reach, by their names."""
+
+    def __init__(self, state: LayerState, roots: dict[types.FunctionType | type, None]):
+        self._state = state
+        # Grows as values are followed.
+        self._roots = roots
+        self._names: set[str] = set(CALLS)
+        self._read: set[Any] = set()
+        self._found: list[Hashable] = []
+
+    def key(self) -> Hashable:
+        """Follow everything; return its key."""
+        size = -1
+        while size != len(self._roots) + len(self._names):
+            size = len(self._roots) + len(self._names)
+            for root in [*self._roots]:
+                if isinstance(root, type):
+                    self._read_class(root)
+                elif root not in self._read:
+                    self._read.add(root)
+                    self._read_function(root)
+        return tuple(self._found)
+
+    def _read_class(self, kind: type) -> None:
+        for base in kind.__mro__:
+            known = vars(base)
+            if base not in self._read and not is_trusted(base):
+                self._read.add(base)
+                self._state.watch_sized(known)
+            names = CALLS if is_trusted(base) else self._names
+            fresh = [name for name in sorted(names) if (base, name) not in self._read]
+            fresh = [name for name in fresh if name in known]
+            self._read.update((base, name) for name in fresh)
+            self._state.watch(fresh, known)
+            for name in fresh:
+                self._follow(known[name], f"{base.__name__}.{name}")
+
+    def _read_function(self, function: types.FunctionType) -> None:
+        names = _names_in(function.__code__)
+        self._names |= names
+        known = function.__globals__
+        read = sorted(names & known.keys())
+        self._state.watch(read, known)
+        for name in read:
+            self._follow(known[name], f"{function.__module__}.{name}")
+
+    def _follow(self, value: Any, where: str) -> None:
+        if isinstance(value, (staticmethod, classmethod)):
+            value = value.__func__
+        if isinstance(value, property):
+            value = value.fget
+        elif isinstance(value, functools.cached_property):
+            value = value.func
+        if isinstance(value, type) and not is_trusted(value) and not _is_of(TRANSFORMERS, value):
+            self._roots[value] = None
+        if not isinstance(value, nn.Module):
+            self._found.append((where, self._state.value(value, where)))
+
+
+def is_trusted(value: Any) -> bool:
+    """Return True for functions and classes of packages that are not followed."""
+    return (getattr(value, "__module__", None) or "builtins").partition(".")[0] in TRUSTED
+
+
+def _is_of(package: str, value: type) -> bool:
+    return value.__module__.partition(".")[0] == package
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    """Return the names of globals and attributes in a function and in those defined in it.
+
+    Strings are among them: `getattr` reads attributes by such.
+    """
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= _names_in(constant)
+        elif isinstance(constant, str) and constant.isidentifier():
+            names.add(constant)
+    return names
+
+
+def _slots(kind: type) -> list[str]:
+    names = (vars(base).get("__slots__", ()) for base in kind.__mro__)
+    flat = chain.from_iterable([n] if isinstance(n, str) else n for n in names)
+    return [name for name in flat if name not in ("__dict__", "__weakref__")]
+
+
+def _entries(values: Any) -> tuple[Any, ...]:
+    return (*values, *values.values())
+
+
+def _cell(cell: types.CellType) -> tuple[Any, ...]:
+    try:
+        return (cell.cell_contents,)
+    except ValueError:
+        return ()
