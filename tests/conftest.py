@@ -29,14 +29,10 @@ if not torch.cuda.is_available():
 from hf_spec.data.small_models import gemma3_270m, smollm2_135m_instruct
 from hf_spec.drafting import costs as round_costs
 from hf_spec.drafting import measured
-from hf_spec.execution import compiled_layers
 from tests.forked_python import ForkedPython
 from tests.installed import ROOT, Built, build, install
-from tests.model_watch import forget_programs, left_behind
+from tests.model_watch import left_behind
 from tests.tiny_models import SHARED
-
-# Small models that many tests share would become programs in the midst of one of them.
-compiled_layers.WORTH = compiled_layers.WORTH_LATER = sys.maxsize
 
 # Two processes share the files; what lasts minutes begins while there is other work beside it.
 LONGEST = (
@@ -68,13 +64,6 @@ def one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
         torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture(autouse=True)
-def programs_go() -> Iterator[None]:
-    """Layers of a shared model that became programs in one test are as they are in the next."""
-    yield
-    forget_programs()
 
 
 def load_float32(folder: Path) -> tuple[Any, Any]:

@@ -8,7 +8,6 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_spec.execution import per_model
 from hf_spec.execution.step_graphs import is_of_transformers
 
 
@@ -37,13 +36,6 @@ def left_behind(models: Iterable[PreTrainedModel]) -> list[str]:
             if "forward" in vars(module) or not all(map(is_of_transformers, hooks)):
                 found.append(f"{type(model).__name__}.{name}")
     return found
-
-
-def forget_programs() -> None:
-    """Let no model have run often."""
-    for made in list(per_model._made.values()):
-        if (layers := made.get("compiled layers")) is not None:
-            layers.calls = 0
 
 
 @contextmanager

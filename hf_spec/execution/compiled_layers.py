@@ -115,6 +115,7 @@ class CompiledLayers:
         programs: by the kind of layer and call; an error where there can be none.
         refused: why layers run uncompiled, by name.
         seconds: time spent on compiling and trying programs.
+        code: key of the code that the layers run, see `LayerState.seal`.
     """
 
     def __init__(self) -> None:
@@ -123,6 +124,7 @@ class CompiledLayers:
         self.programs: dict[object, LayerProgram | Exception] = {}
         self.refused: dict[str, str] = {}
         self.seconds = 0.0
+        self.code: Hashable = None
         self._state: LayerState | None = None
         self._sessions = 0
         self._packed = 0
@@ -164,10 +166,15 @@ class CompiledLayers:
         with _lock:
             packed = packed_changes()
             if packed != self._packed or self._state is None or not self._state.holds():
-                self._packed, state = packed, LayerState()
+                self._packed, state, reason = packed, LayerState(), None
                 for layer in self.layers:
                     layer.begin(state)
-                state.seal()
+                try:
+                    self.code = state.seal()
+                except UnwatchableError as error:
+                    reason = str(error)
+                for layer in self.layers if reason is not None else ():
+                    layer.leave_uncompiled(str(reason))
                 self._state = state
 
     def learn(self, model: nn.Module, attending: Mapping[int, nn.Module]) -> None:
@@ -187,7 +194,7 @@ class CompiledLayers:
         Raises:
             Exception: one of `REASONS`, every time, where there can be none.
         """
-        key = kind, call.kind()
+        key = kind, self.code, call.kind()
         with _lock:
             if key not in self.programs:
                 if len(self.programs) >= MAX_PROGRAMS:
@@ -292,12 +299,17 @@ class CompiledLayer:
         self._kind, reason = None, _obstacle(self.layer)
         if reason is None:
             try:
-                self._kind = state.key_of(self.layer)
+                self._kind = state.add(self.layer)
                 self._weights = tensors_of(self.layer)
             except UnwatchableError as error:
                 reason = str(error)
         if reason is not None:
-            self._owner.refuse(self._name, reason)
+            self.leave_uncompiled(reason)
+
+    def leave_uncompiled(self, reason: str) -> None:
+        """Run the layer uncompiled until its state changes."""
+        self._kind = None
+        self._owner.refuse(self._name, reason)
 
     def end(self) -> None:
         """Drop references to weights; a session under way collects them again."""
@@ -316,7 +328,7 @@ class CompiledLayer:
         if looks not in bound:
             if call.num_tokens > MAX_TOKENS:
                 return self._plain(*args, **kwargs)
-            kind = self._kind, call.kind(), call.num_tokens == 1
+            kind = self._kind, self._owner.code, call.kind(), call.num_tokens == 1
             if kind not in self._tried:
                 return self._try(kind, call)
             bound[looks] = self._bind(call) if self._tried[kind] else None

@@ -2,8 +2,8 @@
 
 A trace turns everything that Python reads into constants: attributes of modules and of the objects
 in them, configs, functions, class attributes, globals of the modeling file. `LayerState` collects
-all of these in two forms. Its *key* is equal for layers that compute the same with other weights.
-Its *views* are compared by identity before every forward pass, which takes less than 1% of it.
+all of these in two forms. *Keys* are equal for layers that compute the same with other weights.
+*Views* are compared by identity before every forward pass, which takes less than 1% of it.
 
 Everything that can be read is in it, or the layer is not compiled (`UnwatchableError`). Bodies of
 functions of PyTorch, NumPy and the standard library are not followed.
@@ -76,7 +76,7 @@ class Same:
 
 
 class LayerState:
-    """State of the layers of one model; each is added by `key_of`."""
+    """State of the layers of one model: `add` each of them, then `seal` it."""
 
     def __init__(self) -> None:
         # `read(source)` of all views must still give these objects, one after the other.
@@ -91,21 +91,19 @@ class LayerState:
         # Keys of values by id; the values are kept alive for it.
         self._known: dict[int, Hashable] = {}
         self._kept: list[Any] = []
-        # What code of the layer being added can reach, and the keys of all that was followed.
+        # Classes and functions whose code the layers run.
         self._roots: dict[types.FunctionType | type, None] = {}
-        self._code: dict[frozenset[Any], Hashable] = {}
         self._sizes: list[int] = []
         self._tensors: list[Tensor] = []
         self._addresses: list[int] = []
 
-    def key_of(self, layer: nn.Module) -> Hashable:
-        """Add a layer; return a key that is equal for layers that compute the same.
+    def add(self, layer: nn.Module) -> Hashable:
+        """Add a layer; return a key of its modules, their attributes and shapes of their tensors.
 
         Raises:
             UnwatchableError: if it reads what cannot be watched.
         """
         found = []
-        self._roots.clear()
         for name, module in layer.named_modules():
             self._roots[type(module)] = None
             found.append((name, Same(type(module)), self._attributes(module)))
@@ -113,18 +111,21 @@ class LayerState:
             self.watch_values(module._modules)
             if module is not layer:
                 self._watch_hooks(module)
-        roots = frozenset(self._roots)
-        if roots not in self._code:
-            self._code[roots] = _Reach(self, self._roots).key()
         tensors = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
         shapes = tuple((n, t.dtype, t.shape, t.stride()) for n, t in tensors.items())
-        return tuple(found), shapes, self._code[roots]
+        return tuple(found), shapes
 
-    def seal(self) -> None:
-        """Note sizes and tensors, once all layers have been added."""
+    def seal(self) -> Hashable:
+        """Follow the code of all layers that were added; return its key.
+
+        Raises:
+            UnwatchableError: if it reads what cannot be watched.
+        """
+        key = _Reach(self, self._roots).key()
         self._sizes = [*map(len, self._sized)]
         self._tensors = [t for t in self._stored() if t is not None]
         self._addresses = [*map(Tensor.data_ptr, self._tensors)]
+        return key
 
     def holds(self) -> bool:
         """Return True if everything is as it was when the layers were added."""
