@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from tests.compiler import needs_compiler
 from tests.random_cases import Case, differences, draw
 
 PATIENCE = 120.0
 
 
-def check(numbers: range) -> None:
+def check(numbers: range, **changes: Any) -> None:
     wrong = {}
     for number in numbers:
         case = draw(number)
+        case = replace(case, changes={**case.changes, **changes})
         found = differences(case.generate(False), case.generate(True))
         if found:
             wrong[number] = (case, found)
@@ -58,6 +61,18 @@ def test_random_cases(start: int) -> None:
 
 def test_random_cases_in_two_threads() -> None:
     check_in_two_threads(range(15))
+
+
+@needs_compiler
+def test_random_cases_with_compiled_layers() -> None:
+    check(range(5000, 5030), compile=True)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("start", range(6000, 8000, 100))
+def test_many_random_cases_with_compiled_layers(start: int) -> None:
+    check(range(start, start + 100), compile=True)
 
 
 @pytest.mark.slow
