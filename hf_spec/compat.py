@@ -52,15 +52,8 @@ def find_cache(arguments: Mapping[str, Any]) -> Any:
 
 
 def cache_argument(function: Callable[..., Any], cache: Any) -> dict[str, Any]:
-    """Return `cache` as a keyword argument of a function.
-
-    Raises:
-        KeyError: if the function takes no cache.
-    """
-    name = cache_parameter(function)
-    if name is None:
-        raise KeyError(f"{function} takes no cache")
-    return {name: cache}
+    """Return `cache` as a keyword argument of a function, which may take any by `**kwargs`."""
+    return {cache_parameter(function) or CACHE_NAME: cache}
 
 
 def without_cache(arguments: Mapping[str, Any]) -> dict[str, Any]:

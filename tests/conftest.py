@@ -19,6 +19,10 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
         str(max(1, (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))),
     )
 
+# Tests of the Hub run one of their own.
+for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+    os.environ.pop(name, None)
+
 import torch
 
 # Without a GPU the kernels run in Triton's interpreter, which has to be chosen before the first

@@ -102,6 +102,7 @@ def orders(size: int) -> list[list[int]]:
     return [list(range(size)), list(range(20, 20 + size))[::-1], mixed[:size]]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("size", [2, 5, 16])
 def test_batches_of_any_size_and_order(size: int, strategy: str) -> None:
@@ -144,6 +145,7 @@ def test_padding_does_not_change_what_is_counted() -> None:
     assert padded.target_tokens - padded.target_padding == unpadded.target_tokens
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("batching", BATCHING)
 @pytest.mark.parametrize("strategy", ["lookup", "tree"])
 def test_a_cache_goes_on_in_the_next_turn(strategy: str, batching: str) -> None:

@@ -158,13 +158,15 @@ def check_option(
     return output
 
 
+# Strategies that are run with the oldest supported transformers, too.
+SMOKE_STRATEGIES = ("lookup", "falcon")
+
+
 def on_all_architectures(strategy: str) -> list[Any]:
     """Of published drafters, which only differ in who drafts, most run in the slow tier."""
-    slow = strategy in PUBLISHED
-    return [
-        pytest.param(name, strategy, marks=[pytest.mark.slow] if slow else [])
-        for name in ARCHITECTURES
-    ]
+    marks = [pytest.mark.slow] if strategy in PUBLISHED else []
+    marks += [pytest.mark.smoke] if strategy in SMOKE_STRATEGIES else []
+    return [pytest.param(name, strategy, marks=marks) for name in ARCHITECTURES]
 
 
 @pytest.mark.parametrize(

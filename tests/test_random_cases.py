@@ -54,6 +54,7 @@ def _on_the_same_model(case: Case, number: int) -> Case:
     return Case(case.model, strategy, other.changes, other.lengths, other.seed, other.options)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("start", range(0, 60, 20))
 def test_random_cases(start: int) -> None:
     check(range(start, start + 20))

@@ -297,12 +297,12 @@ class TestCaches:
 
     def test_that_hold_the_whole_prompt(self) -> None:
         model = build("llama")
-        refuse("hold 21 tokens and input_ids 21", **{CACHE_NAME: self.filled(PROMPT, model)})
+        refuse("holds 21 tokens and input_ids 21", **{CACHE_NAME: self.filled(PROMPT, model)})
 
     def test_of_another_batch(self) -> None:
         cache = self.filled(PROMPT[:, :5], build("llama"))
         refuse(
-            "hold 1 rows .* where the call has 2 rows",
+            "holds 1 rows .* where the call has 2 rows",
             **{CACHE_NAME: cache},
             input_ids=PROMPT.repeat(2, 1),
         )

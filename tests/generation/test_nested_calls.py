@@ -67,6 +67,7 @@ def test_many_random_nested_calls(start: int) -> None:
     assert [wrong for number in range(start, start + 50) if (wrong := check(number))] == []
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("how", ["disable_adapter", "set_adapter"])
 def test_a_nested_call_under_another_adapter(how: str, compiled: bool) -> None:

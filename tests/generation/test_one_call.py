@@ -193,6 +193,7 @@ def test_several_samples_of_one_prompt(strategy: str) -> None:
     assert [step.shape for step in output.scores] == [(3, tiny_models.VOCAB)] * NEW_TOKENS
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("strategy", ["lookup", "tree"])
 @pytest.mark.parametrize("kind", ["one", "ragged"])
 @pytest.mark.parametrize("name", CACHED)

@@ -479,7 +479,7 @@ class TestRefusals:
 
         self.refuse("method 'disco', not 'falcon'", assistant=disco_adapter("llama"))
 
-    @pytest.mark.parametrize("name", ["bloom", "gptj", "nemotron"])
+    @pytest.mark.parametrize("name", ["bloom", "nemotron"])
     def test_models_without_the_attention_interface(self, name: str) -> None:
         self.refuse("takes no attention function", UnsupportedError, model=build(name))
 

@@ -162,6 +162,7 @@ def conversation(name: str, **options: Any) -> tuple[Tensor, DynamicCache]:
     return model.generate(text, attention_mask=mask, **{CACHE_NAME: cache}, **call), cache
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_cache_is_resumed_and_handed_back(name: str) -> None:
     expected, theirs = conversation(name)
@@ -212,6 +213,7 @@ def test_the_cache_of_a_mamba_is_not_resumed(name: str) -> None:
     refuse("ForCausalLM in .* forgets", model=model, input_ids=text, **{CACHE_NAME: cache})
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", sorted(PURE))
 def test_a_cache_without_a_length_is_not_resumed(name: str) -> None:
     model = build(name)

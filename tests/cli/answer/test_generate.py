@@ -32,6 +32,7 @@ def continued() -> str:
 RAW = ("--raw", "--max-new-tokens", 24, "--strategy", "lookup")
 
 
+@pytest.mark.smoke
 def test_the_prompt_from_everywhere(folder: Path, continued: str, tmp_path: Path) -> None:
     file = tmp_path / "prompt.txt"
     file.write_text(PROMPT)

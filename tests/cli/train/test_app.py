@@ -34,6 +34,7 @@ def responses(tmp_path: Path) -> Path:
     return save_responses(tmp_path / "responses.jsonl")
 
 
+@pytest.mark.smoke
 def test_one_task(model_folder: Path, responses: Path, tmp_path: Path) -> None:
     out = ("--responses", responses, "--out", tmp_path / "a")
     result = run(
