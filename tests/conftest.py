@@ -20,8 +20,8 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
     )
 
 # Tests of the Hub run one of their own.
-for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
-    os.environ.pop(name, None)
+os.environ.pop("HF_HUB_OFFLINE", None)
+os.environ.pop("TRANSFORMERS_OFFLINE", None)
 
 import torch
 

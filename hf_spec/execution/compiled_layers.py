@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -58,10 +58,12 @@ class _Here(threading.local):
 
     Attributes:
         compile: overrides `CompiledLayers.enabled` of every model; None leaves it.
+        compiled: whether the forward pass under way runs layers compiled.
         uncompiled: True while layers must run uncompiled because Python acts inside them.
     """
 
     compile: bool | None = None
+    compiled: bool = False
     uncompiled: bool = False
 
 
@@ -174,7 +176,7 @@ class CompiledLayers:
                 except UnwatchableError as error:
                     reason = str(error)
                 for layer in self.layers if reason is not None else ():
-                    layer.leave_uncompiled(str(reason))
+                    layer.end(reason)
                 self._state = state
 
     def learn(self, model: nn.Module, attending: Mapping[int, nn.Module]) -> None:
@@ -231,36 +233,58 @@ class LayerSession:
         self._owner = owner
         self._model = model
         self._stack = stack
-        self._installed = False
+        # Layers that another model shares may have the compiled forwards of that one.
+        self._owners: list[CompiledLayers] = []
 
     def install(self) -> None:
         """Give the layers compiled forwards until the session ends, if they are wanted."""
         owner = self._owner
-        if self._installed or not owner.layers or not owner.wanted:
+        if self._owners or not owner.layers or not owner.wanted:
             return
-        owner.join()
-        self._stack.callback(owner.leave)
         known = {compiled.layer: compiled for compiled in owner.layers}
 
         def make(fresh: list[nn.Module]) -> dict[nn.Module, CompiledLayer]:
             return {layer: known[layer] for layer in fresh if "forward" not in vars(layer)}
 
         self._stack.enter_context(_forwards.lent(known, make))
-        self._installed = True
+        installed = (vars(layer).get("forward") for layer in known)
+        owners = [one.owner for one in installed if isinstance(one, CompiledLayer)]
+        self._owners = [*dict.fromkeys([owner, *owners])]
+        for one in self._owners:
+            one.join()
+            self._stack.callback(one.leave)
 
     def begin_step(self) -> None:
         """Check that compiled layers are what they were compiled from, before a forward pass."""
-        if self._installed:
-            self._owner.refresh()
+        _here.compiled = self._owner.wanted
+        for owner in self._owners:
+            owner.refresh()
 
     def end_step(self, attending: Mapping[int, nn.Module]) -> None:
         """Learn from a step which attention modules take part in it."""
         owner = self._owner
-        if self._installed or not owner.wanted:
+        if self._owners or not owner.wanted:
             return
         if not owner.layers:
             owner.learn(self._model, attending)
         self.install()
+
+
+@dataclass
+class _Binding:
+    """A layer as one session found it.
+
+    Attributes:
+        kind: key of what it computes, see `LayerState`.
+        weights: its parameters and buffers by name.
+        programs: by the kind of call.
+        bound: the same by the shape of calls; None for those that run uncompiled.
+    """
+
+    kind: Hashable
+    weights: dict[str, Tensor]
+    programs: dict[object, BoundProgram] = field(default_factory=dict)
+    bound: dict[object, BoundProgram | None] = field(default_factory=dict)
 
 
 class CompiledLayer:
@@ -268,19 +292,14 @@ class CompiledLayer:
 
     def __init__(self, owner: CompiledLayers, name: str, layer: nn.Module, attention: nn.Module):
         self.layer = layer
-        self._owner = owner
+        self.owner = owner
         self._name = name
         self._attention = attention
-        # None while the layer cannot be compiled.
-        self._kind: Hashable | None = None
-        self._weights: dict[str, Tensor] = {}
+        # None where the layer runs uncompiled. Replaced as a whole: other threads may be reading it.
+        self._binding: _Binding | None = None
         # Whether the program of a kind of layer and call equals the layer; a single token is a
         # kind of its own.
         self._tried: dict[Hashable, bool] = {}
-        # Of the session under way: programs by the kind of call, and by the shape of calls, None
-        # where the layer runs uncompiled.
-        self._programs: dict[object, BoundProgram] = {}
-        self._bound: dict[object, BoundProgram | None] = {}
 
     @property
     def is_compiled(self) -> bool:
@@ -291,47 +310,43 @@ class CompiledLayer:
         """Let calls be tried again that run uncompiled."""
         for kind in [kind for kind, same in self._tried.items() if not same]:
             del self._tried[kind]
-        self._bound = {}
+        if self._binding is not None:
+            self._binding.bound.clear()
 
     def begin(self, state: LayerState) -> None:
         """Take the layer as it is now, and add it to the state that is watched."""
-        self.end()
-        self._kind, reason = None, _obstacle(self.layer)
+        binding, reason = None, _obstacle(self.layer)
         if reason is None:
             try:
-                self._kind = state.add(self.layer)
-                self._weights = tensors_of(self.layer)
+                binding = _Binding(state.add(self.layer), tensors_of(self.layer))
             except UnwatchableError as error:
                 reason = str(error)
+        self._binding = binding
         if reason is not None:
-            self.leave_uncompiled(reason)
+            self.owner.refuse(self._name, reason)
 
-    def leave_uncompiled(self, reason: str) -> None:
-        """Run the layer uncompiled until its state changes."""
-        self._kind = None
-        self._owner.refuse(self._name, reason)
-
-    def end(self) -> None:
-        """Drop references to weights; a session under way collects them again."""
-        # Other threads may be reading these: they are replaced, never cleared.
-        self._weights, self._programs, self._bound = {}, {}, {}
+    def end(self, reason: str | None = None) -> None:
+        """Run uncompiled, and drop references to weights, until `begin`."""
+        self._binding = None
+        if reason is not None:
+            self.owner.refuse(self._name, reason)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer, compiled where it can be."""
+        binding, step = self._binding, kwargs.get("spec_step")
         # Accelerate's mixed precision begins inside the model's forward.
         other = torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or _here.uncompiled
-        step = kwargs.get("spec_step")
-        if other or self._kind is None or type(step) is not PackedStep or not self._owner.wanted:
+        if other or binding is None or type(step) is not PackedStep or not _here.compiled:
             return self._plain(*args, **kwargs)
         call = LayerCall(args, kwargs)
-        looks, bound = call.looks, self._bound
+        looks, bound = call.looks, binding.bound
         if looks not in bound:
             if call.num_tokens > MAX_TOKENS:
                 return self._plain(*args, **kwargs)
-            kind = self._kind, self._owner.code, call.kind(), call.num_tokens == 1
+            kind = binding.kind, self.owner.code, call.kind(), call.num_tokens == 1
             if kind not in self._tried:
-                return self._try(kind, call)
-            bound[looks] = self._bind(call) if self._tried[kind] else None
+                return self._try(kind, call, binding)
+            bound[looks] = self._bind(call, binding) if self._tried[kind] else None
         program = bound[looks]
         result = None if program is None else program(call, step)
         return self._plain(*args, **kwargs) if result is None else result
@@ -340,13 +355,13 @@ class CompiledLayer:
         """Run the forward of the layer's class, which may have been patched."""
         return type(self.layer).forward(self.layer, *args, **kwargs)
 
-    def _try(self, kind: Hashable, call: LayerCall) -> Any:
+    def _try(self, kind: Hashable, call: LayerCall, binding: _Binding) -> Any:
         """Run a call of a new kind both ways; return the program's result if both are equal."""
         expected = self._plain(*call.args, **call.kwargs)
         start, reason, found = time.perf_counter(), None, None
         try:
             step = replace(call.kwargs["spec_step"], written={})
-            found = self._bind(call)(call, step)
+            found = self._bind(call, binding)(call, step)
         # What a layer raises that is traced, and a machine without a compiler, or without a folder
         # for what is compiled.
         except REASONS as error:
@@ -360,18 +375,18 @@ class CompiledLayer:
             elif not _agree(found, expected):
                 reason = "its program computes something else"
         if reason is not None:
-            self._owner.refuse(self._name, reason)
+            self.owner.refuse(self._name, reason)
         self._tried[kind] = reason is None
-        self._owner.seconds += time.perf_counter() - start
+        self.owner.seconds += time.perf_counter() - start
         return expected if reason else found
 
-    def _bind(self, call: LayerCall) -> BoundProgram:
+    def _bind(self, call: LayerCall, binding: _Binding) -> BoundProgram:
         """Return the program of such calls with the weights of this layer."""
-        kind, programs = call.kind(), self._programs
+        kind, programs = call.kind(), binding.programs
         if kind not in programs:
-            program = self._owner.program(self.layer, self._kind, self._weights, call)
+            program = self.owner.program(self.layer, binding.kind, binding.weights, call)
             linears = linears_of(self.layer)
-            programs[kind] = BoundProgram(program, self._weights, linears, self._attention)
+            programs[kind] = BoundProgram(program, binding.weights, linears, self._attention)
         return programs[kind]
 
 

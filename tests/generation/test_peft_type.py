@@ -6,9 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
+from packaging.version import Version
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftConfig, PeftModel, get_peft_model
+from transformers.integrations.peft import MIN_PEFT_VERSION
 
 import hf_spec
 from hf_spec import AssistantError
@@ -32,6 +35,12 @@ from tests.adapters.samples import (
 )
 from tests.model_watch import snapshot
 from tests.tiny_models import build
+
+# They check the version of PEFT first: transformers 5.24 rejects every release up to 0.21.
+needs_accepted_peft = pytest.mark.skipif(
+    Version(peft.__version__) < Version(MIN_PEFT_VERSION),
+    reason=f"the adapter methods of transformers need PEFT {MIN_PEFT_VERSION}",
+)
 
 
 @pytest.fixture(params=METHODS)
@@ -80,12 +89,16 @@ class TestTransformers:
         assert all(weight.requires_grad for weight in model.parameters())
         assert torch.equal(drafted(model, method), plain(build("llama")))
 
+    @pytest.mark.smoke
+    @needs_accepted_peft
     def test_a_path(self, folder: Path, method: str) -> None:
         model = fresh_model()
         model.load_adapter(folder, adapter_name="mine")
         assert model.active_adapters() == ["mine"]
         assert torch.equal(drafted(model, method), plain(model))
 
+    @pytest.mark.smoke
+    @needs_accepted_peft
     def test_off_on_and_away(self, folder: Path, method: str) -> None:
         model = fresh_model()
         model.load_adapter(folder)
@@ -102,6 +115,8 @@ class TestTransformers:
         model.load_adapter(folder)
         drafted(model, method)
 
+    @pytest.mark.smoke
+    @needs_accepted_peft
     def test_what_save_pretrained_writes_is_an_adapter(self, folder: Path, tmp_path: Path) -> None:
         model = fresh_model()
         model.load_adapter(folder)
@@ -218,6 +233,8 @@ class TestChoosing:
         model.delete_adapter("two")
         assert self.nodes(model) == 1
 
+    @pytest.mark.smoke
+    @needs_accepted_peft
     def test_set_adapter_of_transformers(self, folders: dict[str, Path]) -> None:
         model = fresh_model()
         model.load_adapter(folders["one"], adapter_name="one")
@@ -236,6 +253,8 @@ class TestChoosing:
         assert self.nodes(model, assistant=load_adapter(folders["two"])) == 3
         assert self.nodes(model) == 1
 
+    @pytest.mark.smoke
+    @needs_accepted_peft
     def test_one_of_each_method(self, tmp_path: Path) -> None:
         model = fresh_model()
         for method in METHODS:
@@ -284,6 +303,8 @@ class TestLora:
         assert torch.equal(plain(model), expected)
         assert torch.equal(drafted(model, method), expected)
 
+    @pytest.mark.smoke
+    @needs_accepted_peft
     def test_both_through_transformers(self, folder: Path, method: str, tmp_path: Path) -> None:
         expected = plain(lora_model())
         lora_model().save_pretrained(tmp_path / "lora")

@@ -80,8 +80,18 @@ def speculate(
     return output
 
 
+# Of these plain `generate()` fails, too, in one release of transformers.
+BROKEN = {
+    "llama4": pytest.mark.skipif(
+        T.__version__ == "5.24.0",
+        reason="Llama4ForConditionalGeneration of 5.24.0 reads an output that it does not have",
+    )
+}
+NAMES = [pytest.param(name, marks=BROKEN.get(name, ())) for name in FAMILIES]
+
+
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", NAMES)
 def test_prompts_with_images(name: str, kind: str) -> None:
     for shape in SHAPES:
         output = speculate(name, kind, shape=shape)
@@ -91,7 +101,7 @@ def test_prompts_with_images(name: str, kind: str) -> None:
         assert len(set(answers(name, kind)[0])) >= 20
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_image_matters(name: str) -> None:
     inputs = prompt(name, "one")
     inputs["pixel_values"] = torch.rand_like(inputs["pixel_values"])
@@ -100,7 +110,7 @@ def test_the_image_matters(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", NAMES)
 def test_prompts_of_text(name: str, kind: str) -> None:
     output = speculate(name, kind, images=False)
     assert torch.equal(output.sequences, plain(name, kind, images=False))
