@@ -151,7 +151,7 @@ def _response(where: str, line: bytes) -> Response:
         whole = False
     if not whole:
         raise OptionError(
-            f"{where}: {line.decode().strip()[:60]!r} is not the id, task, prompt and response of "
+            f"{where}: {line.decode(errors='replace').strip()[:60]!r} is not the id, task, prompt and response of "
             "an answer, with at least one token of each text; leave the line out"
         )
     return found

@@ -78,7 +78,8 @@ def answer_all(
         resume_lines(own, run)
         with own.open("a", encoding="utf-8") as file:
             for place, line in _answers(speaker, [ids[number] for number in todo], batch_size):
-                file.write(json.dumps({"key": keys[todo[place]], **line}) + "\n")
+                known_by = {"id": prompts[todo[place]].id, "key": keys[todo[place]]}
+                file.write(json.dumps({**known_by, **line}) + "\n")
                 file.flush()
     if out.exists() and answered.keys() == set(keys):
         typer.echo(f"{out} holds all answers already", err=True)
