@@ -150,9 +150,10 @@ def _response(where: str, line: bytes) -> Response:
     except TypeError:
         whole = False
     if not whole:
+        text = line.decode(errors="replace").strip()
         raise OptionError(
-            f"{where}: {line.decode(errors='replace').strip()[:60]!r} is not the id, task, prompt and response of "
-            "an answer, with at least one token of each text; leave the line out"
+            f"{where}: {text[:60]!r} is not the id, task, prompt and response of an answer, with "
+            "at least one token of each text; leave the line out"
         )
     return found
 
