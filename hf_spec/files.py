@@ -106,7 +106,12 @@ def parse_json_lines(text: str, source: object) -> Iterator[tuple[int, Any]]:
 
 
 def write_json(path: Path, content: Any, **settings: Any) -> None:
-    """Write JSON, whole or not at all; `settings` are those of `json.dumps`."""
+    """Write JSON, whole or not at all; `settings` are those of `json.dumps`.
+
+    Raises:
+        OptionError: if `path` is a device or another file that is not to be replaced.
+    """
+    check_regular(path)
     with written_whole(path) as part:
         part.write_text(json.dumps(content, **{"indent": 1, **settings}), encoding="utf-8")
 

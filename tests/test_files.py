@@ -150,6 +150,10 @@ def test_special_files_are_named(tmp_path: Path) -> None:
             with pytest.raises(OptionError, match=f"{path} is {kind}; name a regular file"):
                 read(path)
     check_regular(tmp_path / "missing")
+    pipe = tmp_path / "pipe"
+    with pytest.raises(OptionError, match="is a pipe"):
+        write_json(pipe, {})
+    assert pipe.is_fifo()
 
 
 def test_a_text_of_another_encoding_is_named(tmp_path: Path) -> None:
