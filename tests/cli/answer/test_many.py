@@ -192,10 +192,11 @@ class TestAnotherRun:
 
     def test_a_strategy_that_changes_the_output(self, folder: Path, source: Path) -> None:
         out = source.with_name("lossy.jsonl")
-        lossy = [*options(source, out), "--sample", "--assistant", "truncated:1", "--strategy"]
-        assert run(folder, *lossy, "gsd").exit_code == 0
-        assert "holds all answers" in run(folder, *lossy, "tree").stderr
-        assert "strategy=None (now 'gsd:lossy=true')" in said(run(folder, *lossy, "gsd:lossy=true"))
+        sampled = [*options(source, out), "--sample", "--assistant", "truncated:1", "--strategy"]
+        assert run(folder, *sampled, "gsd:compile=false").exit_code == 0
+        assert "holds all answers" in run(folder, *sampled, "tree:compile=false").stderr
+        lossy = "gsd:compile=false,lossy=true"
+        assert f"strategy=None (now '{lossy}')" in said(run(folder, *sampled, lossy))
 
 
 class TestChangedPrompts:
