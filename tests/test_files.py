@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from hf_spec.errors import OptionError
-from hf_spec.files import read_text, resume_lines, write_json, written_whole
+from hf_spec.files import (
+    check_regular,
+    parse_json_lines,
+    read_text,
+    resume_lines,
+    whole_lines,
+    write_json,
+    written_whole,
+)
 
 Write = Callable[[Path, str], None]
 
@@ -96,13 +106,54 @@ def test_lines_of_a_killed_run_are_read_again(tmp_path: Path) -> None:
     assert json.loads(path.read_text()) == head
 
 
-@pytest.mark.parametrize("content", ["my notes", "my notes\nof today\n", "[1]\n", "{}"])
+@pytest.mark.parametrize(
+    "content", ["my notes", "my notes\nof today\n", "[1]\n", "{}", "[" * 100_000 + "\n"]
+)
 def test_lines_of_something_else_are_kept(tmp_path: Path, content: str) -> None:
     path = tmp_path / "notes.txt"
     path.write_text(content)
     with pytest.raises(OptionError, match=r"notes\.txt holds something else; choose another file"):
         resume_lines(path, {"format": "x"})
     assert path.read_text() == content
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [("[" * 100_000, "nested too deeply"), ("[1]", "not an object"), ("x", "no JSON")],
+)
+def test_a_bad_line_is_named(tmp_path: Path, line: str, reason: str) -> None:
+    path, head = tmp_path / "lines.jsonl", {"format": "x"}
+    path.write_text(json.dumps(head) + f'\n{{"id": 1}}\n{line}\n')
+    with pytest.raises(OptionError, match=rf"lines\.jsonl, line 3: {reason}.*leave the line out"):
+        whole_lines(path, head)
+
+
+def test_only_a_newline_ends_a_line() -> None:
+    text = '{"a": "x\u2028y\u2029\x85"}\n\n  \n{"b": 2}'
+    assert list(parse_json_lines(text, "f")) == [
+        (1, {"a": "x\u2028y\u2029\x85"}),
+        (4, {"b": 2}),
+    ]
+
+
+def test_marks_and_line_ends_of_windows(tmp_path: Path) -> None:
+    path = tmp_path / "prompt.txt"
+    path.write_bytes("\ufeffone\r\ntwo\rthree".encode())
+    assert read_text(path) == "one\ntwo\rthree"
+
+
+def test_special_files_are_named(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    cases = {tmp_path / "pipe": "a pipe", tmp_path: "a folder", Path("/dev/zero"): "a device"}
+    for path, kind in cases.items():
+        for read in (read_text, check_regular, partial(whole_lines, head={})):
+            with pytest.raises(OptionError, match=f"{path} is {kind}; name a regular file"):
+                read(path)
+    check_regular(tmp_path / "missing")
+    pipe = tmp_path / "pipe"
+    with pytest.raises(OptionError, match="is a pipe"):
+        write_json(pipe, {})
+    assert pipe.is_fifo()
 
 
 def test_a_text_of_another_encoding_is_named(tmp_path: Path) -> None:

@@ -74,7 +74,8 @@ class TestRelease:
         # YAML reads the key `on` as true.
         assert "workflow_call" in load(ROOT / called)[True]
         assert self.JOBS["build"]["needs"] == "test"
-        assert self.JOBS["publish"]["needs"] == "build"
+        assert self.JOBS["try"]["needs"] == "build"
+        assert self.JOBS["publish"]["needs"] == "try"
 
     def test_it_runs_on_tags_alone_and_checks_them(self) -> None:
         assert workflow("release.yml")[True] == {"push": {"tags": ["v*"]}}
@@ -82,14 +83,31 @@ class TestRelease:
         version = read_setup_cfg()["metadata"]["version"]
         assert commands[0] == 'grep -qx "version = ${GITHUB_REF_NAME#v}" setup.cfg'
         assert f"version = {version}" in (ROOT / "setup.cfg").read_text().splitlines()
-        assert "python -m build" in commands
+        assert commands[2] == "python -m build --no-isolation"
 
-    def test_the_wheel_is_tried_before_it_is_published(self) -> None:
-        commands = [step.get("run", "") for step in self.JOBS["build"]["steps"]]
-        [tried] = [command for command in commands if "dist/*.whl" in command]
-        assert commands.index(tried) > commands.index("python -m build")
+    def test_its_tools_are_pinned_by_version_and_hash(self) -> None:
+        [install] = [
+            step["run"] for step in steps(self.JOBS) if "pip install" in step.get("run", "")
+        ]
+        assert "--require-hashes" in install.split()
+        text = (ROOT / install.split()[-1]).read_text()
+        no_source, *lines = (ln for ln in text.splitlines() if not ln.startswith("#"))
+        assert no_source == "--only-binary :all:"
+        assert {"build", "twine", "setuptools"} <= {line.split("==")[0] for line in lines}
+        assert all(re.fullmatch(r"[\w-]+==\S+ --hash=sha256:[0-9a-f]{64}", ln) for ln in lines)
+
+    def test_the_wheel_is_tried_where_nothing_is_built(self) -> None:
+        """What is published does not pass through the job that runs its dependencies."""
+        [tried] = [step["run"] for step in self.JOBS["try"]["steps"] if "run" in step]
         # Not the checkout's own package.
+        assert "dist/*.whl" in tried
         assert 'cd "$RUNNER_TEMP" && fresh/bin/hf-spec demo' in tried
+        makers = [
+            name
+            for name, job in self.JOBS.items()
+            if any("upload-artifact" in step.get("uses", "") for step in job.get("steps", []))
+        ]
+        assert makers == ["build"]
 
     def test_publishing_needs_no_secret(self) -> None:
         job = self.JOBS["publish"]
@@ -115,12 +133,47 @@ def test_the_site_is_built_as_the_tests_build_it() -> None:
     assert jobs["deploy"]["needs"] == "build"
 
 
+class TestNightly:
+    JOBS = workflow("nightly.yml")["jobs"]
+
+    def test_it_takes_whatever_the_index_offers(self) -> None:
+        assert "schedule" in workflow("nightly.yml")[True]
+        install, _, suite = (step["run"] for step in steps(self.JOBS) if "run" in step)
+        tested = re.search(r"-e (\S+)", (ROOT / ".ci/run").read_text())
+        assert tested is not None
+        # What .ci/run installs, without its constraints.
+        assert install == f"pip install --pre -U -e {tested[1]}"
+        assert (ROOT / ".ci/run").read_text().count(f"\n{suite}\n") == 1
+
+
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
 def test_workflows_may_only_read_unless_they_say_so(path: Path) -> None:
     assert load(path)["permissions"] == {"contents": "read"}
+    for job in load(path)["jobs"].values():
+        for name, right in job.get("permissions", {}).items():
+            assert (path.name, name, right) in {
+                ("docs.yml", "pages", "write"),
+                ("docs.yml", "id-token", "write"),
+                ("release.yml", "id-token", "write"),
+            }
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_actions_are_pinned_by_commit(path: Path) -> None:
+    """A tag or a branch of an action can be moved to other code; the comment names the version."""
+    named = re.findall(r"^ *(?:- )?uses: (.*)$", path.read_text(), re.M)
+    assert named
+    for action in named:
+        assert re.fullmatch(r"(\./\S+|[\w.-]+/[\w.-]+@[0-9a-f]{40} # v\d+(\.\d+)+)", action)
     for step in steps(load(path)["jobs"]):
         assert ("uses" in step) != ("run" in step)
-        assert re.search(r"@(v\d+|release/v\d+)$", step.get("uses", "@v1"))
+        if "actions/checkout@" in step.get("uses", ""):
+            assert step["with"] == {"persist-credentials": False}
+
+
+def test_an_action_has_one_version() -> None:
+    uses = [s["uses"] for path in WORKFLOWS for s in steps(load(path)["jobs"]) if "uses" in s]
+    assert len({use.split("@")[0] for use in uses}) == len(set(uses))
 
 
 @pytest.mark.parametrize("path", FORMS, ids=lambda path: path.name)

@@ -45,5 +45,11 @@ def base_name(model: PreTrainedModel) -> str:
     return hub_id_of(folder) or local_name(model)
 
 
+def source_path(model: PreTrainedModel) -> str:
+    """Return the absolute folder or the Hub id that `model` was loaded from, else its class."""
+    source = _source(model)
+    return os.path.realpath(source) if os.path.isdir(source) else source
+
+
 def _source(model: PreTrainedModel) -> str:
     return str(model.config.name_or_path or type(model).__name__)

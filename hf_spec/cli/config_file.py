@@ -15,6 +15,9 @@ import typer
 import yaml
 from typer.main import get_command
 
+from hf_spec.errors import OptionError
+from hf_spec.files import read_text
+
 
 def add_config_option(command: Any) -> None:
     """Let a command take `--config`."""
@@ -31,8 +34,8 @@ def read_defaults(path: Path, command: Any) -> dict[str, str | list[str]]:
         typer.BadParameter: if the file is no table of known keys with values that fit.
     """
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        found = yaml.safe_load(read_text(path))
+    except (OSError, OptionError, yaml.YAMLError, RecursionError) as error:
         raise typer.BadParameter(f"{path} cannot be read as YAML: {error}") from error
     if not isinstance(found, dict):
         raise typer.BadParameter(f"{path} must be a table of `option: value` lines")

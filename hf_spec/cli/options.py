@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from hf_spec.errors import OptionError
+from hf_spec.files import check_regular
 from hf_spec.settings import Count, Setting, Settings, Share, Within, described
 
 # How a command line names a strategy; `hf_spec.bench.entries` reads it.
@@ -103,13 +104,14 @@ PerTask = Annotated[int, typer.Option(min=1, help="Prompts of each task.")]
 
 
 def check_out(path: Path | None, *sources: Path | None) -> None:
-    """Refuse, before anything is computed, a file that cannot be written, or that is read."""
+    """Reject an output file that cannot be written, or that is read, before anything runs."""
     if path is None:
         return
     if not path.parent.is_dir():
         raise OptionError(f"--out {path}: there is no folder {path.parent}")
     if path.is_dir():
         raise OptionError(f"--out {path}: that is a folder, and a file is written")
+    check_regular(path)
     if path.exists() and any(source is not None and path.samefile(source) for source in sources):
         raise OptionError(f"--out {path}: that is the file of prompts; choose another")
 

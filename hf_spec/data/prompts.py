@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from hf_spec.errors import OptionError, UnsupportedError
-from hf_spec.files import read_text
+from hf_spec.files import parse_json_lines, read_text
 
 JSON_ENDINGS = (".jsonl", ".json")
 # The task of a batch whose rows have different ones.
@@ -94,21 +93,17 @@ def load_prompts(
 
 
 def _from_text(text: str, whole: bool) -> Iterator[Prompt]:
-    for number, part in enumerate([text] if whole else text.splitlines()):
+    for number, part in enumerate([text] if whole else text.split("\n")):
         if part.strip():
             yield Prompt(str(number), "text", (part.strip(),))
 
 
 def _from_json(source: str, text: str) -> Iterator[Prompt]:
-    for number, line in enumerate(text.splitlines()):
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise OptionError(f"{source}, line {number + 1}: no JSON, {error}") from error
+    for number, row in parse_json_lines(text, source):
         turns = row.get("turns") if isinstance(row, dict) else None
         if not isinstance(turns, list) or not turns or not all(isinstance(t, str) for t in turns):
-            raise OptionError(f"{source}, line {number + 1}: no turns, a list of texts")
-        yield Prompt(str(row.get("id", number)), row.get("task", "text"), tuple(turns))
+            raise OptionError(f"{source}, line {number}: no turns, a list of texts")
+        yield Prompt(str(row.get("id", number - 1)), str(row.get("task", "text")), tuple(turns))
 
 
 def as_conversations(

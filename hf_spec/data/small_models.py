@@ -105,9 +105,11 @@ def hub_id_of(folder: Path) -> str | None:
 
 
 def cache_root(cache_dir: str | Path | None = None) -> Path:
-    """The folder of converted checkpoints: argument, `HF_SPEC_CACHE`, or the default."""
-    chosen = cache_dir or os.environ.get("HF_SPEC_CACHE") or Path.home() / ".cache" / "hf_spec"
-    return Path(chosen).expanduser()
+    """Return the folder of converted checkpoints: the argument, or as `cache_folder`."""
+    # Imports torch, which not every user of this module needs.
+    from hf_spec_kernels.cache_folder import cache_folder
+
+    return Path(os.path.expanduser(cache_dir)) if cache_dir else cache_folder()
 
 
 @contextmanager

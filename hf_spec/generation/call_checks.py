@@ -40,6 +40,7 @@ OTHER_METHODS = {
     "speculation_type": "another speculation",
     "assistant_ensemble_weight": "a mixture with the assistant, which changes the output",
     "token_healing": "token healing",
+    "is_assistant": "the draft side of transformers' assisted generation",
     "prefill_chunk_size": "chunked prefill (long prompts are run in stretches anyway)",
 }
 

@@ -12,6 +12,11 @@ from hf_spec.decoding.drafter import Drafter
 from hf_spec.drafting.config import StrategyConfig
 from hf_spec.errors import AssistantError, OptionError, UnsupportedError
 from hf_spec.execution.model_checks import check_model
+from hf_spec.generation.assisted_settings import (
+    check_assisted,
+    generation_configs,
+    warn_of_stored,
+)
 from hf_spec.generation.call_checks import Settings, check_called, check_settings
 from hf_spec.generation.compiling import warm_up
 from hf_spec.generation.target_checks import check_cache_length, check_evaluation, check_rows_apart
@@ -27,6 +32,8 @@ REFUSED_ARGUMENTS = {
     "decoding set model.generation_config.spec_strategy = None",
     "custom_generate": "it replaces the decoding loop, and so does spec_strategy; leave one out",
     "negative_prompt_ids": "classifier-free guidance is not available with it; leave it out",
+    "negative_prompt_attention_mask": "classifier-free guidance is not available with it; leave it "
+    "out",
     "synced_gpus": "FSDP and ZeRO-3 are not served; generate without spec_strategy",
     "inputs_embeds": "give the prompt as input_ids",
 }
@@ -35,13 +42,14 @@ REFUSED_ARGUMENTS = {
 def settle(
     model: PreTrainedModel, strategy: Any, given: dict[str, Any]
 ) -> tuple[StrategyConfig, Settings]:
-    """The strategy and the settings of a call whose model they can serve."""
+    """Return the strategy and the settings of a call, once all of them are supported."""
     config = parse_strategy(strategy)
     for name, reason in REFUSED_ARGUMENTS.items():
         if given.get(name) is not None and given[name] is not False:
             raise UnsupportedError(f"{name}= cannot be combined with spec_strategy: {reason}")
     _check_misplaced(config, given)
     check_called(given)
+    check_assisted(config, model, given)
     check_model(model)
     check_cache_length(model, given)
     check_rows_apart(model)
@@ -71,8 +79,10 @@ def with_own_storage(settings: Settings, given: dict[str, Any]) -> dict[str, Any
 def make_ready(
     config: StrategyConfig, model: PreTrainedModel, assistant: Any, given: dict[str, Any]
 ) -> Drafter:
-    """What drafts for a call, from its assistant and tokenizers; a target ready for it."""
+    """Build the drafter of a call from its assistant and tokenizers, and prepare the target."""
     assistant = find_assistant(assistant, model, config.adapter_methods)
+    for stored in generation_configs(assistant):
+        warn_of_stored(config, "assistant.generation_config", stored)
     if config.needs_assistant and assistant is None:
         raise AssistantError(
             f"spec_strategy={config.strategy!r} needs assistant={_what_drafts(config)}"

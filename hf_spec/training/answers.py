@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
@@ -155,9 +155,8 @@ def _shard(folder: Path, name: str, index: int) -> Path:
 
 
 def _check(path: Path, facts: dict[str, str], digests: Sequence[str]) -> int:
-    """How many answers a shard holds; they must be the first ones of `digests`."""
-    with safe_open(path, "pt") as file:
-        found = file.metadata()
+    """Return how many answers a shard holds; they must be the first ones of `digests`."""
+    found = read_metadata(path, "delete it, and it is computed again")
     answers = json.loads(found.pop("answers", "[]"))
     differing = sorted(name for name in facts if not agrees(name, found.get(name), facts[name]))
     if answers != digests[: len(answers)] or not answers:
@@ -168,6 +167,19 @@ def _check(path: Path, facts: dict[str, str], digests: Sequence[str]) -> int:
             f"delete {path.parent}"
         )
     return len(answers)
+
+
+def read_metadata(path: Path, remedy: str) -> dict[str, str]:
+    """Return the metadata of a safetensors file of tensors that a run has stored.
+
+    Raises:
+        OptionError: if the file is damaged or cut off; the message ends with `remedy`.
+    """
+    try:
+        with safe_open(path, "pt") as file:
+            return dict(file.metadata() or {})
+    except SafetensorError as error:
+        raise OptionError(f"{path} is damaged ({error}); {remedy}") from error
 
 
 def _digest(response: Response) -> str:

@@ -3,17 +3,18 @@
 Greedy ones are what a greedy generation will ask of a drafter; sampled ones are further texts of
 the target's own when the prompts are few.
 
-A file of JSON lines. The first line says how the answers were made, every other one is an answer
-with its token ids. Lines are written batch by batch, so that an interrupted run goes on where it
-stopped.
+A file of JSON lines. The first line holds the model and the settings, every other line an answer
+with its token ids and its key (see `answer_keys`). Lines are written batch by batch, so an
+interrupted run resumes after the last whole line.
 """
 
 from __future__ import annotations
 
 import json
 from abc import abstractmethod
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from hf_spec.adapters.base_name import local_name
 from hf_spec.data.prompts import Prompt
 from hf_spec.errors import OptionError
-from hf_spec.files import resume_lines
+from hf_spec.files import check_regular, parse_json, resume_lines
 from hf_spec.models.draft_head import frequent_tokens
 from hf_spec.strategies.none import NoDrafter, NoneConfig
+from hf_spec.training.answer_keys import answer_keys, check_answered, model_facts
 from hf_spec.training.settings import BATCH_SIZE, ResponseSettings
 
 FORMAT = "hf_spec.responses"
@@ -53,6 +54,9 @@ class Response:
         return len(self.prompt) + len(self.response)
 
 
+FIELDS = tuple(field.name for field in fields(Response))
+
+
 class Recorder(NoDrafter):
     """Watches generations without drafts."""
 
@@ -74,78 +78,82 @@ def generate_responses(  # noqa: PLR0913 - what is answered, where, how, and who
     progress: Callable[[int, int], None] = lambda done, tokens: None,
     recorder: Recorder | None = None,
 ) -> int:
-    """Write the answers of `model` to JSON lines in `path`, going on from what it holds already.
+    """Write the answers of `model` to JSON lines in `path`, resuming from what it already holds.
 
+    Answers are matched with prompts by content, so prompts may be reordered or added between calls.
     The tokenizer may have a chat template, or be plain. On a CPU about 128 prompts a batch give the
     most tokens per second; `progress` is called after each with the prompts and the new tokens in
     it. `recorder` keeps what a generation computes beside its answers.
 
     Returns:
-        How many prompts were left out because they are too long.
+        The number of prompts that were left out because they are too long.
 
     Raises:
-        OptionError: if `path` was made by another model or with other settings.
+        OptionError: if `path` was made by another model or with other settings, or holds answers to
+            other prompts.
     """
-    head = {
-        "format": FORMAT,
-        "model": local_name(model),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        **asdict(settings),
-    }
-    known = {line["id"] for line in resume_lines(path, head)}
-    todo = [(p, p.encode(tokenizer)[0]) for p in prompts if p.id not in known]
-    fitting = [(p, ids) for p, ids in todo if len(ids) <= settings.max_prompt_tokens]
+    head = {"format": FORMAT, **model_facts(model), **asdict(settings)}
+    encoded = [(p, p.encode(tokenizer)[0]) for p in prompts]
+    fitting = [(p, ids) for p, ids in encoded if len(ids) <= settings.max_prompt_tokens]
+    keys = answer_keys(head, (ids.tolist() for _, ids in fitting))
+    known = {line.get("key") for line in resume_lines(path, head)}
+    check_answered(path, known, keys)
+    todo = [(key, *rest) for key, rest in zip(keys, fitting, strict=True) if key not in known]
     ends = end_tokens(model)
     with path.open("a", encoding="utf-8") as file:
-        for start in range(0, len(fitting), batch_size):
-            batch = fitting[start : start + batch_size]
+        for start in range(0, len(todo), batch_size):
+            batch = todo[start : start + batch_size]
             # Seeded by the place in the file, so that a run that goes on equals an unbroken one.
             torch.manual_seed(settings.seed * 1_000_003 + len(known) + start)
-            answers = _answer(model, [ids for _, ids in batch], settings, ends, recorder)
+            answers = _answer(model, [ids for _, _, ids in batch], settings, ends, recorder)
             responses = [
                 Response(prompt.id, prompt.task, ids.tolist(), answer)
-                for (prompt, ids), answer in zip(batch, answers, strict=True)
+                for (_, prompt, ids), answer in zip(batch, answers, strict=True)
             ]
-            file.writelines(json.dumps(asdict(response)) + "\n" for response in responses)
+            for (key, *_), response in zip(batch, responses, strict=True):
+                file.write(json.dumps({**asdict(response), "key": key}) + "\n")
             file.flush()
             if recorder is not None:
                 recorder.keep(responses, len(known) + start)
             progress(len(batch), sum(map(len, answers)))
-    return len(todo) - len(fitting)
+    return len(encoded) - len(fitting)
 
 
 def read_responses(path: Path) -> Iterator[Response]:
-    """The answers in a file of `generate_responses`, which may be writing to it.
+    """Yield the answers in a file of `generate_responses`, which may be writing to it.
 
-    A last line that is not whole is left out.
+    An incomplete last line is left out.
 
     Raises:
-        OptionError: if it is another file, or a line is no prompt with an answer.
+        OptionError: if it is another file, or a line is not a prompt with an answer.
     """
-    with path.open(encoding="utf-8") as file:
+    check_regular(path)
+    with path.open("rb") as file:
         try:
-            head = json.loads(file.readline() or "{}")
-        except ValueError:
+            head = json.loads(file.readline().removeprefix(BOM_UTF8) or "{}")
+        except (ValueError, RecursionError):
             head = None
         if not isinstance(head, dict) or head.get("format") != FORMAT:
             raise OptionError(f"{path} is no file of responses; make one: hf-spec train responses")
         for number, line in enumerate(file, start=2):
-            if line.endswith(("\n", "}")):
+            if line.endswith((b"\n", b"}")):
                 yield _response(f"{path}, line {number}", line)
 
 
-def _response(where: str, line: str) -> Response:
-    """The answer that a line holds."""
+def _response(where: str, line: bytes) -> Response:
+    """Return the answer that a line holds."""
+    row = parse_json(line, where)
     try:
-        found = Response(**json.loads(line))
+        found = Response(**{name: row[name] for name in FIELDS if name in row})
         texts = found.prompt, found.response
         whole = all(text and all(type(token) is int for token in text) for text in texts)
-    except (TypeError, ValueError):
+    except TypeError:
         whole = False
     if not whole:
+        text = line.decode(errors="replace").strip()
         raise OptionError(
-            f"{where}: {line.strip()[:60]!r} is not the id, task, prompt and response of an "
-            "answer, with at least one token of each text; leave the line out"
+            f"{where}: {text[:60]!r} is not the id, task, prompt and response of an answer, with "
+            "at least one token of each text; leave the line out"
         )
     return found
 

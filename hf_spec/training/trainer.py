@@ -18,7 +18,6 @@ from typing import Any, Generic, TypeVar
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, parse_flag_from_env
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -27,7 +26,7 @@ from hf_spec.adapters.card import save_with_card
 from hf_spec.adapters.folder import SpecAdapter
 from hf_spec.errors import OptionError, UnsupportedError
 from hf_spec.files import written_whole
-from hf_spec.training.answers import LEARNED_FROM, agrees
+from hf_spec.training.answers import LEARNED_FROM, agrees, read_metadata
 from hf_spec.training.run_record import record_start
 from hf_spec.training.settings import TrainSettings
 
@@ -250,12 +249,17 @@ def _save(
 
 
 def _load(folder: Path, parameters: Mapping[str, nn.Parameter], optimizer: Any, run: Any) -> int:
-    """Continue from a checkpoint, if there is one; the number of steps it has done."""
+    """Resume from a checkpoint, if there is one, and return the number of its steps.
+
+    Raises:
+        OptionError: if it is damaged, or of a run with other settings.
+    """
     path = folder / CHECKPOINT
     if not path.exists():
         return 0
-    with safe_open(path, "pt") as file:
-        facts = file.metadata()
+    facts = read_metadata(path, remedy := "delete it to train from the beginning")
+    if not {"step", "settings"} <= facts.keys():
+        raise OptionError(f"{path} is not a checkpoint of a training; {remedy}")
     step = int(facts.pop("step"))
     told, now = json.loads(facts["settings"]), json.loads(run["settings"])
     # Those of older versions do not say what was learned from.

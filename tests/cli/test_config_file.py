@@ -104,6 +104,7 @@ def test_keys_are_names_of_options_not_of_code(run: Any, key: str) -> None:
         ("- steps", "must be a table"),
         ("", "must be a table"),
         ("a: [", "cannot be read as YAML"),
+        ("[" * 100_000, "cannot be read as YAML"),
         ("model: !!python/object/apply:os.system ['true']", "cannot be read as YAML"),
     ],
 )

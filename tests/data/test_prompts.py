@@ -76,6 +76,21 @@ class TestLoad:
             Prompt("0", "text", ("one two\n\n {three}",)),
         ]
 
+    def test_only_a_newline_ends_a_line(self, tmp_path: Path) -> None:
+        path = tmp_path / "own.jsonl"
+        odd = "a\u2028b\x85c"
+        path.write_text(f'\ufeff{{"turns": ["{odd}"]}}\r\n\n{{"turns": ["d"]}}\n', "utf-8")
+        assert load_prompts(path) == [Prompt("0", "text", (odd,)), Prompt("2", "text", ("d",))]
+        path = tmp_path / "own.txt"
+        path.write_text(f"\ufeff{odd}\nd", "utf-8")
+        assert load_prompts(path) == [Prompt("0", "text", (odd,)), Prompt("1", "text", ("d",))]
+
+    def test_a_line_that_is_nested_too_deeply(self, tmp_path: Path) -> None:
+        path = tmp_path / "own.jsonl"
+        path.write_text('{"turns": ["fine"]}\n' + '{"turns": ' + "[" * 100_000)
+        with pytest.raises(OptionError, match=r"own\.jsonl, line 2: nested too deeply"):
+            load_prompts(path)
+
     def test_tasks_by_name(self) -> None:
         taken = load_prompts(per_task=2, tasks=["math", "code"])
         assert Counter(prompt.task for prompt in taken) == {"math": 2, "code": 2}

@@ -1,7 +1,12 @@
-"""C++ kernels are built once, and where they cannot be it is said why."""
+"""C++ kernels are built once; what a crash or another user left is never loaded."""
 
 from __future__ import annotations
 
+import ctypes
+import logging
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,11 +24,26 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "kernel_of_a_test" / "kernel.cpp"
     path.parent.mkdir()
     path.write_text(SOURCE % 42)
+    build._warn.cache_clear()
     return path
 
 
+def kernels(tmp_path: Path) -> Path:
+    return tmp_path / "cache" / f"kernels-{os.geteuid()}"
+
+
 def built(tmp_path: Path) -> list[str]:
-    return sorted(path.name for path in (tmp_path / "cache" / "kernels").iterdir())
+    """The libraries; beside each lies its digest, and nothing else."""
+    files = {path.name for path in kernels(tmp_path).iterdir()}
+    libraries = sorted(name for name in files if name.endswith(".so"))
+    assert files == {*libraries, *(f"{name[:-3]}.sha256" for name in libraries)}
+    return libraries
+
+
+def load_again(source: Path) -> ctypes.CDLL:
+    """Load as a new process would."""
+    load.cache_clear()
+    return load(source)
 
 
 @needs_compiler
@@ -31,9 +51,155 @@ def test_it_is_built_once(source: Path, tmp_path: Path, monkeypatch: pytest.Monk
     assert load(source).answer() == 42
     [name] = built(tmp_path)
     assert name.startswith("kernel_of_a_test-")
-    load.cache_clear()
     monkeypatch.setattr(build, "_build", None)
-    assert load(source).answer() == 42
+    assert load_again(source).answer() == 42
+
+
+def in_a_new_process(source: Path) -> subprocess.CompletedProcess[str]:
+    """What loads a library that is damaged may die."""
+    code = (
+        "import sys; from pathlib import Path; from hf_spec_kernels.build import load;"
+        "print(load(Path(sys.argv[1])).answer())"
+    )
+    command = [sys.executable, "-c", code, str(source)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@needs_compiler
+class TestDamage:
+    @pytest.mark.parametrize("size", [5000, 15000, 0])
+    def test_a_library_that_was_cut_off_is_built_again(
+        self, source: Path, tmp_path: Path, size: int
+    ) -> None:
+        # Larger than 15,000 bytes, with what is needed at its end.
+        source.write_text(f'{SOURCE % 42}extern "C" char filling[20000] = {{1}};\n')
+        # Not here: a process dies that has loaded a library which is then cut off.
+        assert in_a_new_process(source).returncode == 0
+        [name] = built(tmp_path)
+        path = kernels(tmp_path) / name
+        whole = path.stat().st_size
+        assert whole > 15000
+        os.truncate(path, size)
+        finished = in_a_new_process(source)
+        assert (finished.returncode, finished.stdout) == (0, "42\n"), finished.stderr
+        assert "is built again: it does not have the digest beside it" in finished.stderr
+        assert path.stat().st_size == whole
+        assert in_a_new_process(source).stderr == ""
+
+    @pytest.mark.parametrize("damage", [None, "", "0" * 64, "\udcff"])
+    def test_a_digest_that_is_wrong(self, source: Path, tmp_path: Path, damage: str | None) -> None:
+        """A crash between the two files leaves the library of one build and another's digest."""
+        load(source)
+        [name] = built(tmp_path)
+        digest = (kernels(tmp_path) / name).with_suffix(".sha256")
+        if damage is None:
+            digest.unlink()
+        else:
+            digest.write_bytes(damage.encode(errors="surrogateescape"))
+        assert load_again(source).answer() == 42
+        assert len(digest.read_text()) == 64
+
+    def test_both_files_are_on_the_disk_before_they_get_their_names(
+        self, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        events: list[tuple[str, str]] = []
+        sync, replace = os.fsync, Path.replace
+
+        def spy_sync(descriptor: int) -> None:
+            events.append(("sync", Path(f"/proc/self/fd/{descriptor}").resolve().name))
+            sync(descriptor)
+
+        def spy_replace(path: Path, target: Path) -> Path:
+            events.append(("rename", path.name))
+            return replace(path, target)
+
+        monkeypatch.setattr(os, "fsync", spy_sync)
+        monkeypatch.setattr(Path, "replace", spy_replace)
+        load(source)
+        [name] = built(tmp_path)
+        names = [name, name.replace(".so", ".sha256")]
+        for file in names:
+            assert events.index(("sync", file)) < events.index(("rename", file))
+        assert events[-1] == ("sync", kernels(tmp_path).name)
+
+
+@needs_compiler
+class TestOtherUsers:
+    @pytest.mark.parametrize("mode", [0o720, 0o702, 0o777])
+    def test_a_folder_that_they_can_write_is_refused(
+        self, source: Path, tmp_path: Path, mode: int, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        load(source)
+        kernels(tmp_path).chmod(mode)
+        with pytest.raises(BuildError, match=r"can be written by other users; .*set HF_SPEC_CACHE"):
+            load_again(source)
+        [record] = caplog.records
+        assert record.levelno == logging.WARNING
+        kernels(tmp_path).chmod(0o700)
+        assert load_again(source).answer() == 42
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+    def test_a_folder_of_somebody_else_is_refused(self, source: Path, tmp_path: Path) -> None:
+        load(source)
+        os.chown(kernels(tmp_path), 54321, -1)
+        with pytest.raises(BuildError, match="belongs to the user 54321, not to 0"):
+            load_again(source)
+
+    def test_a_library_that_they_can_write_is_built_again(
+        self, source: Path, tmp_path: Path
+    ) -> None:
+        load(source)
+        [name] = built(tmp_path)
+        for path in (kernels(tmp_path) / name, (kernels(tmp_path) / name).with_suffix(".sha256")):
+            before = path.stat().st_ino
+            path.chmod(0o666)
+            assert load_again(source).answer() == 42
+            assert path.stat().st_ino != before
+            assert path.stat().st_mode & 0o022 == 0
+
+    def test_they_cannot_write_what_is_built(self, source: Path, tmp_path: Path) -> None:
+        before = os.umask(0)
+        try:
+            load(source)
+        finally:
+            os.umask(before)
+        for path in (kernels(tmp_path), *kernels(tmp_path).iterdir()):
+            assert path.stat().st_mode & 0o077 == 0
+
+
+@needs_compiler
+class TestCompilerWithArguments:
+    def test_they_are_handed_on(
+        self, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As `ccache g++` does: a program that runs what follows it."""
+        launcher = tmp_path / "launcher"
+        launcher.write_text(f'#!/bin/sh\necho "$@" >> "{tmp_path}/calls"\nexec "$@"\n')
+        launcher.chmod(0o755)
+        [real] = build.compiler() or []
+        source.write_text('extern "C" int answer() { return ANSWER; }\n')
+        monkeypatch.setenv("CXX", f"{launcher} {real} '-DANSWER= 43'")
+        assert load(source).answer() == 43
+        calls = (tmp_path / "calls").read_text().splitlines()
+        assert len(calls) >= 1
+        assert all(call.startswith(f"{real} -DANSWER= 43 ") for call in calls)
+        monkeypatch.setenv("CXX", f"{real} -DANSWER=44")
+        assert load_again(source).answer() == 44
+        assert len(built(tmp_path)) == 2
+
+    def test_a_path_with_spaces(
+        self, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        [real] = build.compiler() or []
+        (tmp_path / "my tools").mkdir()
+        (tmp_path / "my tools" / "c++").symlink_to(real)
+        monkeypatch.setenv("CXX", str(tmp_path / "my tools" / "c++"))
+        assert load(source).answer() == 42
+
+    def test_an_open_quote_is_named(self, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("CXX", "g++ '-DX")
+        with pytest.raises(BuildError, match=r"CXX=g.* '-DX cannot be read: No closing quotation"):
+            load(source)
 
 
 @needs_compiler
@@ -61,12 +227,22 @@ def test_another_compiler_has_its_own(
     [("", "no C++ compiler was found"), ("/nowhere/c++", "found at CXX=/nowhere/c++")],
 )
 def test_a_machine_without_a_compiler(
-    source: Path, monkeypatch: pytest.MonkeyPatch, compiler: str, message: str
+    source: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    compiler: str,
+    message: str,
 ) -> None:
     monkeypatch.setenv("CXX", compiler)
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(BuildError, match=message.replace("+", r"\+")):
-        load(source)
+    for _ in range(2):
+        with pytest.raises(BuildError, match=message.replace("+", r"\+")):
+            load(source)
+    # Once, and so that everybody sees it.
+    [record] = caplog.records
+    assert record.levelno == logging.WARNING
+    assert message in record.getMessage()
+    assert "install g++ or clang, or set CXX" in record.getMessage()
 
 
 @needs_compiler

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_spec_kernels import dispatch, serves, using
+from hf_spec_kernels import build, dispatch, serves, using
 from hf_spec_kernels.dispatch import check_tensor
 
 ROOT = Path(__file__).parents[2]
@@ -113,12 +114,24 @@ def test_without_a_compiler_the_reference_serves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CXX", "/nowhere/c++")
+    build._warn.cache_clear()
     source = tmp_path / "an_op" / "kernel.cpp"
     with caplog.at_level("INFO", "hf_spec_kernels"):
         for _ in range(2):
             assert dispatch.implementation(torch.zeros(1), "auto", source) == "torch"
-    said = "an_op runs in PyTorch on the CPU: no C++ compiler was found at CXX=/nowhere/c++"
-    assert caplog.messages == [said]
+    reason = "no C++ compiler was found at CXX=/nowhere/c++; install g++ or clang, or set CXX"
+    assert caplog.record_tuples == [
+        (
+            "hf_spec_kernels.build",
+            logging.WARNING,
+            f"PyTorch's own operations replace C++ kernels, and are slower: {reason}",
+        ),
+        (
+            "hf_spec_kernels.dispatch",
+            logging.INFO,
+            f"an_op runs in PyTorch on the CPU: {reason}",
+        ),
+    ]
     with pytest.raises(ValueError, match=r"impl='cpp' cannot run here: no C\+\+ compiler"):
         dispatch.implementation(torch.zeros(1), "cpp", source)
     assert dispatch.implementation(torch.zeros(1), "torch", source) == "torch"

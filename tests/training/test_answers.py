@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -78,6 +79,18 @@ class TestStored:
         assert self.calls == [5, 5, 5, 3]
         names = sorted(path.name for path in (tmp_path / "new").iterdir())
         assert names == [f"a-pass-{i:05d}.safetensors" for i in range(4)]
+
+    @pytest.mark.parametrize("size", [0, 5, -1])
+    def test_a_shard_that_was_cut_off_is_named(
+        self, responses: list[Response], tmp_path: Path, size: int
+    ) -> None:
+        self.run(tmp_path, responses)
+        path = tmp_path / "a-pass-00001.safetensors"
+        os.truncate(path, size % path.stat().st_size)
+        with pytest.raises(OptionError, match=f"{path} is damaged .* it is computed again"):
+            self.run(tmp_path, responses)
+        path.unlink()
+        self.run(tmp_path, responses)
 
     def test_an_interrupted_pass_goes_on(self, responses: list[Response], tmp_path: Path) -> None:
         iterator = stored(tmp_path, "a pass", responses, FACTS, self.compute)

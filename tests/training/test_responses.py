@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -76,6 +78,53 @@ class TestResume:
     def test_other_settings_are_refused(self, generate: Generate, path: Path) -> None:
         with pytest.raises(OptionError, match=r"max_new_tokens=12 \(now 3\)"):
             generate(path=path, settings=replace(SETTINGS, max_new_tokens=3))
+
+
+class TestChangedPrompts:
+    """Answers follow their prompts by content, whatever these are called."""
+
+    def test_they_are_reordered_and_extended(
+        self, generate: Generate, path: Path, prompts: list[Prompt], responses: list[Response]
+    ) -> None:
+        renamed = [replace(prompt, id=f"new{n}") for n, prompt in enumerate(reversed(prompts))]
+        made: list[int] = []
+        generate(
+            path=path,
+            prompts=[Prompt("first", "qa", ("w9 w9",)), *renamed],
+            progress=lambda done, _: made.append(done),
+        )
+        assert sum(made) == 1
+        found = list(read_responses(path))
+        assert found[:-1] == responses
+        assert found[-1].id == "first"
+
+    def test_another_text_under_the_same_id_is_refused(
+        self, generate: Generate, path: Path, prompts: list[Prompt]
+    ) -> None:
+        before = path.read_bytes()
+        edited = [replace(prompts[0], turns=("w50 w51",)), *prompts[1:]]
+        with pytest.raises(OptionError, match="holds answers to 1 prompts that are not among"):
+            generate(path=path, prompts=edited)
+        assert path.read_bytes() == before
+
+    def test_other_weights_of_the_same_name_are_refused(
+        self, model: PreTrainedModel, generate: Generate, path: Path
+    ) -> None:
+        with torch.no_grad():
+            model.get_parameter("model.layers.0.mlp.up_proj.weight")[3, 5] += 1e-3
+        with pytest.raises(OptionError, match=r"was made with weights=.* \(now .*choose another"):
+            generate(path=path)
+
+    def test_files_of_older_versions_are_read_and_not_resumed(
+        self, generate: Generate, path: Path, responses: list[Response]
+    ) -> None:
+        head, *lines = map(json.loads, path.read_text().splitlines())
+        del head["weights"]
+        rows = [{k: v for k, v in line.items() if k != "key"} for line in lines]
+        path.write_text("".join(json.dumps(row) + "\n" for row in (head, *rows)))
+        assert list(read_responses(path)) == responses
+        with pytest.raises(OptionError, match="was made with weights=None"):
+            generate(path=path)
 
 
 class TestSampled:
@@ -155,6 +204,24 @@ def test_a_last_line_without_an_end_is_read(path: Path) -> None:
     assert list(read_responses(path)) == whole
 
 
+def test_other_line_separators_are_text(path: Path) -> None:
+    """A byte order mark begins the file; U+2028 stands in an id."""
+    whole = list(read_responses(path))
+    text = path.read_text().replace('"p1"', '"p\u20281\x85"')
+    path.write_text(f"\ufeff{text}", encoding="utf-8")
+    assert list(read_responses(path)) == [
+        replace(whole[0]),
+        replace(whole[1], id="p\u20281\x85"),
+        *whole[2:],
+    ]
+
+
+def test_a_pipe_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OptionError, match="pipe is a pipe; name a regular file"):
+        list(read_responses(tmp_path / "pipe"))
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -166,11 +233,14 @@ def test_a_last_line_without_an_end_is_read(path: Path) -> None:
         '{"id": "a", "task": "qa", "prompt": [5], "response": "text"}',
         '{"id": "a", "task": "qa", "prompt": [5], "response": 5}',
         '{"id": "a", "task": "qa", "prompt": [5], "response": [0.5]}',
+        "[" * 100_000,
+        '{"id": "\xff"}',
     ],
 )
 def test_a_line_that_is_no_answer_is_named(path: Path, line: str) -> None:
     lines = path.read_text().splitlines()
-    path.write_text("\n".join([*lines[:3], line, *lines[3:]]) + "\n")
+    text = "\n".join([*lines[:3], line, *lines[3:]]) + "\n"
+    path.write_bytes(text.encode("latin-1"))
     with pytest.raises(OptionError, match=r"line 4: .* leave the line out"):
         list(read_responses(path))
 

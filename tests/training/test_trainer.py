@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hf_spec import OptionError
@@ -195,6 +197,21 @@ def test_an_unfinished_file_does_not_count(tmp_path: Path) -> None:
     (tmp_path / "part").mkdir()
     (tmp_path / "part" / f"{CHECKPOINT}.part").write_bytes(b"half")
     assert torch.equal(Line().fit(tmp_path / "part"), whole)
+
+
+@pytest.mark.parametrize("size", [0, 5, 100, -1])
+def test_a_checkpoint_that_was_cut_off_is_named(tmp_path: Path, size: int) -> None:
+    Line().fit(tmp_path)
+    path = tmp_path / CHECKPOINT
+    os.truncate(path, size % path.stat().st_size)
+    with pytest.raises(OptionError, match=f"{path} is damaged .* delete it to train from"):
+        Line().fit(tmp_path)
+
+
+def test_a_file_that_is_not_a_checkpoint_is_named(tmp_path: Path) -> None:
+    save_file({"slope": torch.zeros(2)}, tmp_path / CHECKPOINT)
+    with pytest.raises(OptionError, match="is not a checkpoint of a training; delete it"):
+        Line().fit(tmp_path)
 
 
 class TestSteps:

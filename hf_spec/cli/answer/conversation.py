@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,8 @@ class Conversation:
 
     def save(self, path: str) -> None:
         """FILE: write the conversation as JSON."""
-        file = Path(path).expanduser()
+        # Not pathlib's, which raises RuntimeError where there is no home folder.
+        file = Path(os.path.expanduser(path))
         if not path or file.is_dir():
             self.console.print("/save needs the name of a file")
             return

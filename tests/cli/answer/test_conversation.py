@@ -83,6 +83,11 @@ def test_save(talk: Talk, tmp_path: Path) -> None:
     assert page.count("needs the name of a file") == 2
     assert list(tmp_path.iterdir()) == [file]
     assert "error:" in talk.say(f"/save {tmp_path}/no/such/folder.json")
+    assert "a device" in talk.say("/save /dev/full")
+
+
+def test_a_name_below_a_home_that_is_unknown(talk: Talk) -> None:
+    assert "error:" in talk.say("w11", "/save ~nobody-of-this-name/talk.json")
 
 
 def test_another_strategy(talk: Talk) -> None:

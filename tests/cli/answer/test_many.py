@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
@@ -15,6 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from hf_spec.cli.answer import many
@@ -113,14 +115,11 @@ def test_files_that_are_something_else_are_refused(
     folder: Path, source: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out.jsonl"
-    cases = {
-        "no file of answers": "not JSON",
-        "holds the answers to other prompts": '{"id": "other"}',
-    }
-    for reason, content in cases.items():
+    for content in ("not JSON", '{"id": "other"}', "[1]", "[" * 100_000):
         out.write_text(content)
         result = run(folder, *options(source, out))
-        assert (result.exit_code, reason in said(result)) == (2, True)
+        assert (result.exit_code, "no file of answers" in said(result)) == (2, True)
+        assert out.read_text() == content
     out.unlink()
     out.with_name("out.jsonl.0.part").write_text('{"format": "hf_spec.answers", "model": "x"}\n')
     assert "was made with" in said(run(folder, *options(source, out)))
@@ -133,6 +132,131 @@ def test_files_that_are_something_else_are_refused(
         assert (result.exit_code, "are for one prompt" in said(result)) == (2, True)
     source.write_text(json.dumps({"id": "chat", "turns": ["a", "b"]}))
     assert "'chat' has several turns" in said(run(folder, *options(source, tmp_path / "o")))
+
+
+class TestAnotherRun:
+    """An output file that belongs to something else is named and stays as it is."""
+
+    @pytest.fixture
+    def out(self, folder: Path, source: Path, tmp_path: Path) -> Path:
+        out = tmp_path / "out.jsonl"
+        assert run(folder, *options(source, out)).exit_code == 0
+        return out
+
+    def refused(self, out: Path, *arguments: Any) -> str:
+        before = out.read_bytes()
+        result = run(*arguments)
+        assert result.exit_code == 2, result.output
+        assert out.read_bytes() == before
+        assert [path.name for path in out.parent.glob("out*")] == ["out.jsonl"]
+        return said(result)
+
+    def test_other_prompts_under_the_same_ids(self, folder: Path, source: Path, out: Path) -> None:
+        write(source, [*texts(6), "w40 w41"])
+        reason = self.refused(out, folder, *options(source, out))
+        assert "out.jsonl holds answers to 1 prompts that are not among the prompts" in reason
+        assert "choose another file" in reason
+
+    def test_other_settings(self, folder: Path, source: Path, out: Path) -> None:
+        longer = [*options(source, out), "--max-new-tokens", NEW_TOKENS + 1]
+        assert "max_new_tokens=24 (now 25)" in self.refused(out, folder, *longer)
+        sampled = [*options(source, out), "--sample"]
+        assert "sample=False (now True)" in self.refused(out, folder, *sampled)
+
+    @pytest.mark.parametrize("name", ["model", "other"])
+    def test_other_weights(
+        self, folder: Path, source: Path, out: Path, tmp_path: Path, name: str
+    ) -> None:
+        """A folder of the same name elsewhere, and of another one."""
+        other = tmp_path / "elsewhere" / name
+        model = copy.deepcopy(build("llama"))
+        with torch.no_grad():
+            # The embeddings, by which adapters know their base, stay.
+            model.model.layers[0].mlp.up_proj.weight[3, 5] += 1e-3
+        model.save_pretrained(other)
+        make_tokenizer().save_pretrained(other)
+        reason = self.refused(out, other, *options(source, out))
+        assert f"elsewhere/{name}" in reason
+        assert "weights=" in reason
+
+    def test_another_tokenizer(self, source: Path, out: Path, tmp_path: Path) -> None:
+        """The same texts in a folder whose chat template was edited."""
+        model = tmp_path / "model"
+        build("llama").save_pretrained(model)
+        make_tokenizer().save_pretrained(model)
+        given = [option for option in options(source, tmp_path / "chat") if option != "--raw"]
+        assert run(model, *given).exit_code == 0
+        make_tokenizer("{{ messages[0]['content'] }} w50").save_pretrained(model)
+        result = run(model, *given)
+        assert (result.exit_code, "holds answers to 7 prompts" in said(result)) == (2, True)
+
+    def test_a_strategy_that_changes_the_output(self, folder: Path, source: Path) -> None:
+        out = source.with_name("lossy.jsonl")
+        sampled = [*options(source, out), "--sample", "--assistant", "truncated:1", "--strategy"]
+        assert run(folder, *sampled, "gsd:compile=false").exit_code == 0
+        assert "holds all answers" in run(folder, *sampled, "tree:compile=false").stderr
+        lossy = "gsd:compile=false,lossy=true"
+        assert f"strategy=None (now '{lossy}')" in said(run(folder, *sampled, lossy))
+
+
+class TestChangedPrompts:
+    """Answers follow their prompts, by content."""
+
+    def test_they_are_reordered_and_extended(
+        self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A text file calls a prompt by its line, so every prompt has another id afterwards."""
+        source, out = tmp_path / "in.txt", tmp_path / "out.jsonl"
+        first, then = texts(4), ["w50 w51", *reversed(texts(4)), "w60"]
+        source.write_text("\n".join(first))
+        assert run(folder, *options(source, out)).exit_code == 0
+        source.write_text("\n".join(then))
+        result = run(folder, *options(source, out))
+        assert "process 0: 2 of 6 answers" in result.stderr
+        assert [tokens for _, tokens in answers(out)] == [tokens for _, tokens in expected(then)]
+        assert [name for name, _ in answers(out)] == [str(n) for n in range(6)]
+        assert sorted(path.name for path in tmp_path.glob("out*")) == ["out.jsonl"]
+
+    def test_only_the_order_changes(self, folder: Path, source: Path, tmp_path: Path) -> None:
+        out = tmp_path / "out.jsonl"
+        run(folder, *options(source, out))
+        before = answers(out)
+        source.write_text("\n".join(reversed(source.read_text().splitlines())))
+        assert "holds all answers already" in run(folder, *options(source, out)).stderr
+        assert answers(out) == before[::-1]
+
+    def test_equal_prompts_have_an_answer_each(self, folder: Path, tmp_path: Path) -> None:
+        source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+        write(source, [PROMPT, "w9", PROMPT])
+        assert run(folder, *options(source, out), "--sample", "--seed", 1).exit_code == 0
+        (_, first), _, (_, third) = answers(out)
+        assert first != third
+
+    def test_a_prompt_of_an_interrupted_run_is_gone(
+        self, folder: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        out, works = tmp_path / "out.jsonl", many._answers
+
+        def killed(*given: Any) -> Iterator[Any]:
+            yield from islice(works(*given), 3)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(many, "_answers", killed)
+            run(folder, *options(source, out))
+        write(source, ["w40 w41"] * 7)
+        reason = said(run(folder, *options(source, out)))
+        assert "out.jsonl.0.part holds answers to 3 prompts" in reason
+
+
+def test_special_files_are_refused(folder: Path, source: Path, tmp_path: Path) -> None:
+    result = run(folder, *options(source, Path("/dev/full")))
+    assert (result.exit_code, "/dev/full is a device" in said(result)) == (2, True)
+    os.mkfifo(tmp_path / "pipe")
+    for given in (options(tmp_path / "pipe", tmp_path / "out"), ["--prompt-file", "/dev/zero"]):
+        result = run(folder, *given)
+        assert result.exit_code == 2
+        assert re.search("is a (pipe|device); name a regular file", said(result))
 
 
 class TestTwoProcesses:
@@ -150,9 +274,9 @@ class TestTwoProcesses:
         )
 
     def parts(self, out: Path) -> list[str]:
-        """The ids in the parts."""
+        """The keys in the parts."""
         lines = [line for path in out.parent.glob("*.part") for line in whole_lines(path)]
-        return [line["id"] for line in lines if "id" in line]
+        return [line["key"] for line in lines if "key" in line]
 
     def test_one_of_them_is_killed(self, folder: Path, tmp_path: Path) -> None:
         source, out = write(tmp_path / "in.jsonl", texts(self.PROMPTS)), tmp_path / "out.jsonl"
