@@ -235,7 +235,7 @@ def recording(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu) -> Iterator[None]:
         shape.graph = SimpleNamespace(replay=replay)
 
     with monkeypatch.context() as patch:
-        patch.setattr(step_graphs, "obstacle", lambda _: None)
+        patch.setattr(step_graphs, "DEVICES", {DEVICE.type})
         patch.setattr(step_graphs, "_this_stream", lambda _: nullcontext())
         patch.setattr(torch.cuda, "graph_pool_handle", object)
         patch.setattr(step_graphs.Shape, "record", record)

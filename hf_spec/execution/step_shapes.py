@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -122,10 +123,26 @@ class Shape:
         # graph makes its own in every replay, and nobody else reads those.
         torch.clear_autocast_cache()
         # Other threads of the process may go on using the GPU.
-        with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
+        recording = torch.cuda.graph(
+            graph,
+            pool=memory,
+            stream=capture_stream(self._device),
+            capture_error_mode="thread_local",
+        )
+        with recording:
             self.outputs = compute(self.inputs, self.step(pool))
         torch.clear_autocast_cache()
         self.graph = graph
+
+
+@cache
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream of `device` on which graphs are recorded.
+
+    By default PyTorch records on the device that was recorded on first, and steps of a model on
+    another one would run at once and leave an empty graph.
+    """
+    return torch.cuda.Stream(device)
 
 
 def _lengthened(tensor: Tensor, rows: int) -> Tensor:

@@ -124,7 +124,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return dict(enumerate(buffers[:half])), dict(enumerate(buffers[half:]))
 
     close = StepGraphs.close
-    monkeypatch.setattr(step_graphs, "obstacle", lambda _: None)
+    monkeypatch.setattr(step_graphs, "DEVICES", {"cpu"})
     monkeypatch.setattr(step_graphs, "serves", lambda _: True)
     # The references stand in for the kernels, and read values.
     monkeypatch.setattr(step_graphs, "NoWaits", lambda _: nullcontext())
