@@ -53,7 +53,7 @@ MAX_GRAPHS, MAX_OUTPUT_BYTES = 32, 2**29
 # Tokens of a slot for the last draft, which may reach beyond the end.
 DRAFT_ROOM = 64
 # Tokens of all slots of a pool that is kept for later calls.
-MAX_KEPT_TOKENS = 2**15
+MAX_KEPT_TOKENS = 2**16
 WARM_UPS = 2
 OUT_OF_MEMORY = "the device ran out of memory in this call"
 

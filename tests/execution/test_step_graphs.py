@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -19,9 +20,11 @@ from torch import Tensor
 
 import hf_spec
 from hf_spec.devices import graph_store
+from hf_spec.devices.graph_store import Kept
 from hf_spec.devices.waits import NoWaits
 from hf_spec.errors import OptionError
-from hf_spec.execution import step_graphs
+from hf_spec.execution import kv_cache, step_graphs, step_shapes
+from hf_spec.execution.attention import PackedStep
 from hf_spec.execution.kv_cache import KVPool
 from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.step_graphs import (
@@ -33,6 +36,7 @@ from hf_spec.execution.step_graphs import (
 )
 from hf_spec.execution.tree import DraftTree
 from tests import tiny_models
+from tests.fake_gpu import standing
 
 # The adaptive tokens of `sdsat` run as they come.
 STRATEGIES = [name for name in tiny_models.STRATEGIES if name not in {"none", "sdsat"}]
@@ -105,23 +109,17 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     replays: list[int] = []
 
     def record(self: Any, compute: Any, pool: Any, memory: Any) -> None:
-        buffers = [*pool.keys.values(), *pool.values.values()]
+        bound = standing(pool)
         self.outputs = [
             torch.full_like(t, torch.nan) for t in compute(self.inputs, self.step(pool))
         ]
 
         def replay() -> None:
-            standing = KVPool(pool.num_slots)
-            standing.capacity, standing.keys, standing.values = pool.capacity, *layers(buffers)
-            outputs = compute(self.inputs, self.step(standing))
+            outputs = compute(self.inputs, self.step(bound))
             for mine, new in zip(self.outputs, outputs, strict=True):
                 mine.copy_(new)
 
         self.graph = SimpleNamespace(replay=replay)
-
-    def layers(buffers: list[Tensor]) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        half = len(buffers) // 2
-        return dict(enumerate(buffers[:half])), dict(enumerate(buffers[half:]))
 
     close = StepGraphs.close
     monkeypatch.setattr(step_graphs, "DEVICES", {"cpu"})
@@ -147,7 +145,7 @@ def test_replayed_steps_say_the_same(strategy: str, kind: str, recorded: list[in
     replayed = generate("llama", kind, **options)
     stats = replayed.spec_stats
     assert sum(recorded) > 0
-    assert len(recorded) == (2 if strategy in {"draft", "tree"} else 1), "draft model, target"
+    assert len(recorded) == (1 if strategy == "lookup" else 2), "draft model or head, target"
     assert stats.graph_replays == recorded[-1]
     assert (stats.graph_captures > 0) == (stats.graph_replays > 0)
     assert stats.graph_refusal is None
@@ -207,17 +205,33 @@ def test_when_the_storage_grows_recording_starts_again(recorded: list[int]) -> N
     torch.testing.assert_close(grown, plain, atol=2e-4, rtol=1e-4)
 
 
-def test_room_for_the_whole_call_is_made_at_the_start(
-    recorded: list[int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("rows", "capacity"), [(1, 1024), (8, 1024), (16, 512)])
+def test_room_is_made_at_the_start(rows: int, capacity: int, recorded: list[int]) -> None:
+    runner = ModelRunner(tiny_models.build("llama"), rows)
+    runner.expected_length = 1024 - step_graphs.DRAFT_ROOM
+    with runner.active():
+        assert runner.pool.capacity == capacity, "but not for more tokens than is reasonable"
+
+
+@pytest.mark.parametrize(("most", "captures"), [(2**13, 1), (2**9, 5)])
+def test_captures_of_two_thousand_tokens(
+    most: int, captures: int, recorded: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    capacities = []
-    for rows, most in ((1, 2**16), (4, 2**16), (4, 2**11)):
-        monkeypatch.setattr(step_graphs, "MAX_RESERVED", most)
-        runner = ModelRunner(tiny_models.build("llama"), rows)
-        runner.expected_length = 1024 - step_graphs.DRAFT_ROOM
-        with runner.active():
-            capacities.append(runner.pool.capacity)
-    assert capacities == [1024, 1024, 512], "but not for more tokens than is reasonable"
+    """One for every size of steps, and again when the storage grows, which it rarely does."""
+    monkeypatch.setattr(kv_cache, "MAX_RESERVED", most)
+    monkeypatch.setattr(step_graphs, "MAX_RESERVED", most)
+    runner, sequence = ModelRunner(tiny_models.build("llama"), 1), [7]
+    # The last one of many, so that positions stay within those of the tiny model.
+    runner.expected_length = 2**17
+    with runner.active():
+        assert runner._graphs is not None
+        while len(sequence) < 2000:
+            sequence += [3, 8, 9, 4, 5, 6, 2, 7] * 2
+            logits = forward(runner, sequence, 2)
+        assert runner._graphs.captures == captures
+        assert runner._graphs.replays > 100
+    plain = tiny_models.build("llama")(torch.tensor([sequence])).logits[0, -1]
+    torch.testing.assert_close(logits[0], plain, atol=2e-4, rtol=1e-4)
 
 
 def test_long_steps_run_as_they_come(shapes: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,14 +285,31 @@ class TestLaterCalls:
         assert torch.equal(output.sequences, model.generate(**call))
         return output.spec_stats.graph_captures, output.spec_stats.graph_replays
 
-    def test_nothing_is_recorded_twice(self, recorded: list[int]) -> None:
-        first, one = self.counts()
-        _, batch = self.counts("ragged")
-        again, more = self.counts()
+    @pytest.mark.parametrize("kind", ["one", "ragged"])
+    def test_nothing_is_recorded_twice(self, kind: str, recorded: list[int]) -> None:
+        first, once = self.counts(kind)
+        again, more = self.counts(kind)
         assert first > 0
         assert again == 0
-        assert more > one
-        assert self.counts("ragged")[1] > batch
+        assert more > once
+
+    def test_another_batch_size_takes_the_place(self, recorded: list[int]) -> None:
+        model = tiny_models.build("llama")
+        first, _ = self.counts()
+        for kind in ("ragged", "one"):
+            self.counts(kind)
+            assert graph_store._kept[model].buffers[0][0].shape[0] == len(
+                tiny_models.prompts("llama", kind)["input_ids"]
+            )
+        assert first > 0
+        assert self.counts()[0] == 0
+
+    def test_a_large_pool_is_not_kept(
+        self, recorded: list[int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(step_graphs, "MAX_KEPT_TOKENS", 100)
+        self.counts()
+        assert len(graph_store._kept) == 0
 
     def test_a_draft_model_keeps_its_own(self, recorded: list[int]) -> None:
         options = tiny_models.speculation("llama", "draft")
@@ -361,6 +392,133 @@ def test_a_recording_that_fails_is_not_tried_again(
         assert torch.equal(output.sequences, plain.sequences)
         assert output.spec_stats.graph_refusal == "recording failed: no"
     assert tried == [1]
+
+
+class TestOutOfMemory:
+    """A step that finds no memory runs again when graphs, stored pools and spare room are freed."""
+
+    @staticmethod
+    def check(model: Any, refusal: str | None) -> None:
+        call = {**tiny_models.prompts("llama", "one"), "max_new_tokens": 12, "do_sample": False}
+        output = model.generate(**call, spec_strategy="lookup", return_dict_in_generate=True)
+        assert torch.equal(output.sequences, model.generate(**call))
+        assert output.spec_stats.graph_refusal == refusal
+        assert (output.spec_stats.graph_captures > 0) == (refusal is None)
+
+    @pytest.fixture
+    def model(self) -> Any:
+        return copy.deepcopy(tiny_models.build("llama"))
+
+    def test_a_step(self, model: Any, recorded: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+        """The second one: keys and values of the first are kept."""
+        compute, calls = ModelRunner._compute, []
+
+        def failing(self: ModelRunner, *args: Any) -> list[Tensor]:
+            calls.append(self.pool.capacity)
+            if len(calls) == 2:
+                raise torch.OutOfMemoryError("no room")
+            return compute(self, *args)
+
+        monkeypatch.setattr(ModelRunner, "_compute", failing)
+        other = torch.nn.Linear(1, 1)
+        graph_store.give(other, Kept("a", None, 1, ({}, {}), {}, None))
+        self.check(model, step_graphs.OUT_OF_MEMORY)
+        length = tiny_models.prompts("llama", "one")["input_ids"].shape[1]
+        assert calls[0] == calls[1] > length + 12
+        assert length < calls[2] < length + 12
+        assert other not in graph_store._kept
+        self.check(model, None)
+
+    def test_the_storage_itself(self, model: Any, recorded: list[int]) -> None:
+        """A device too small for what the call may need, and large enough for what it does."""
+        with pytest.MonkeyPatch.context() as patch:
+            make = torch.Tensor.new_zeros
+
+            def limited(like: Tensor, *size: int) -> Tensor:
+                made = make(like, *size)
+                if made.ndim == 4 and made.shape[2] > 300:
+                    raise torch.OutOfMemoryError("no room")
+                return made
+
+            patch.setattr(torch.Tensor, "new_zeros", limited)
+            runner, sequence = ModelRunner(model, 1), [7]
+            runner.expected_length = 8000
+            with runner.active():
+                assert runner._graphs is not None
+                for _ in range(6):
+                    logits = forward(runner, sequence, 3)
+                    sequence.append(8)
+                assert runner.pool.capacity < 100
+                assert runner._graphs.refusal == step_graphs.OUT_OF_MEMORY
+        plain = model(torch.tensor([sequence[:-1]])).logits[0, -1]
+        torch.testing.assert_close(logits[0], plain, atol=2e-4, rtol=1e-4)
+
+    def test_recording(
+        self, model: Any, recorded: list[int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(*_: Any) -> None:
+            raise torch.OutOfMemoryError("no room")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(step_graphs.Shape, "record", fail)
+            self.check(model, step_graphs.OUT_OF_MEMORY)
+        self.check(model, None)
+
+    def test_a_second_time_it_is_raised(self) -> None:
+        def fail(*_: Any) -> list[Tensor]:
+            raise torch.OutOfMemoryError("no room")
+
+        with pytest.raises(torch.OutOfMemoryError, match="no room"):
+            self.run_once(fail)
+
+    def test_what_the_failed_step_made_is_gone(self) -> None:
+        made: list[Any] = []
+
+        def compute(tensors: list[Tensor], step: PackedStep) -> list[Tensor]:
+            large = torch.zeros(1000)
+            if not made:
+                made.append(weakref.ref(large))
+                raise torch.OutOfMemoryError("no room")
+            assert made[0]() is None
+            return tensors
+
+        assert self.run_once(compute)[0].tolist() == [5]
+
+    @staticmethod
+    def run_once(compute: Any) -> list[Tensor]:
+        model = tiny_models.build("llama")
+        graphs = StepGraphs(model, KVPool(1), torch.device("cpu"))
+        return graphs.run(compute, [torch.tensor([5])], PackedStep(KVPool(1), (), ()))
+
+
+def test_every_device_records_on_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch takes for all devices the stream of the first one."""
+    used = []
+
+    class Recording(torch.cuda.graph):
+        def __enter__(self) -> None:
+            used.append(self.capture_stream)
+
+        def __exit__(self, *_: object) -> None:
+            """Nothing is recorded."""
+
+    def stream(device: Any = None) -> Any:
+        return SimpleNamespace(device=current[0] if device is None else device)
+
+    monkeypatch.setattr(torch.cuda, "graph", Recording)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    step_shapes.capture_stream.cache_clear()
+    devices = [torch.device("cuda", index) for index in (0, 1, 0)]
+    for device in devices:
+        current = [device]
+        shape: Any = object.__new__(step_shapes.Shape)
+        shape.inputs, shape.step, shape._device = [], lambda pool: None, device
+        shape.record(lambda tensors, step: tensors, None, (0, 1))
+    step_shapes.capture_stream.cache_clear()
+    assert [stream.device for stream in used] == devices
+    assert used[0] is used[2]
 
 
 class TestObstacles:
