@@ -33,6 +33,7 @@ from transformers import PreTrainedModel
 
 from hf_spec.devices import graph_store
 from hf_spec.devices.graph_store import Kept
+from hf_spec.devices.placement import looks_for_outliers
 from hf_spec.devices.transfer import send
 from hf_spec.devices.waits import NoWaits, WaitError
 from hf_spec.errors import OptionError
@@ -126,6 +127,11 @@ def obstacle(model: nn.Module) -> str | None:
         # Those of transformers collect hidden states, which a graph holds on to.
         if hasattr(module, "_hf_hook") or not all(map(is_of_transformers, hooks)):
             return f"{name or 'the model'} has hooks"
+        if looks_for_outliers(module):
+            return (
+                f"{name} looks for outliers on the host; load with llm_int8_threshold=0, or in 4 "
+                "bits"
+            )
     if any(device.type not in DEVICES for device in devices):
         return f"it is on {devices.pop()}"
     return None

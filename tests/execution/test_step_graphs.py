@@ -544,6 +544,19 @@ class TestObstacles:
         getattr(model.model.norm, kind)(lambda *_: None)
         assert obstacle(model) == "model.norm has hooks"
 
+    @pytest.mark.parametrize("threshold", [0.0, 6.0])
+    def test_eight_bits(self, threshold: float) -> None:
+        bitsandbytes = pytest.importorskip("bitsandbytes")
+        model = on_meta()
+        part = model.model.layers[1].mlp
+        part.up_proj = bitsandbytes.nn.Linear8bitLt(4, 4, threshold=threshold, device="meta")
+        found = obstacle(model)
+        assert found is not None
+        if threshold:
+            assert found.startswith("model.layers.1.mlp.up_proj looks for outliers on the host")
+        else:
+            assert found == "it is on meta"
+
     def test_switched_off(self) -> None:
         with cuda_graphs("auto"):
             set_cuda_graphs("off")

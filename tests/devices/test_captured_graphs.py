@@ -1,4 +1,4 @@
-"""CUDA graphs of rounds that a head drafts: captured by target and head, once for all calls."""
+"""CUDA graphs on the pretended device: captured by target and head, once for all calls."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging import version
 from transformers import MaxLengthCriteria
 
 from hf_spec import BlockConfig, EagleConfig, HeadsConfig, MtpConfig
@@ -26,11 +28,13 @@ from hf_spec.heads.eagle_head import build as build_eagle
 from hf_spec.heads.feature_heads import build_medusa, build_mlp_speculator
 from hf_spec.models.pair_drafter import PairDrafter
 from hf_spec.strategies.falcon import FalconDrafter
+from hf_spec.strategies.lookup import LookupConfig, LookupDrafter
 from hf_spec.strategies.registry import make_drafter
 from tests import mtp_reference, tiny_models
 from tests.fake_gpu import OnGpu, on_gpu, pretended, recording
 from tests.falcon_reference import random_head
 from tests.feature_reference import deepspec, dflash, medusa, speculator
+from tests.generation.test_own_prefill import longrope
 from tests.published_heads import sample
 
 NEW_TOKENS = 24
@@ -161,3 +165,15 @@ def test_graphs_are_captured_once(name: str, monkeypatch: pytest.MonkeyPatch) ->
             assert captures > 0
             assert after[0] > replays
             assert after[1:] == (0, None)
+
+
+@pytest.mark.skipif(
+    version.parse(transformers.__version__) < version.parse("5.24"),
+    reason="transformers itself asks the device which frequencies apply",
+)
+def test_frequencies_of_long_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pretended(monkeypatch) as gpu, recording(monkeypatch, gpu):
+        model, drafter = on_gpu(longrope()), LookupDrafter(LookupConfig())
+        first, again = decode(model, drafter), decode(model, drafter)
+    assert first.target[1] > 0
+    assert again.target[1:] == (0, None)
