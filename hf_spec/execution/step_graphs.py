@@ -122,18 +122,21 @@ def obstacle(model: nn.Module) -> str | None:
     if len(devices) > 1:
         return "its weights are on " + ", ".join(sorted(map(str, devices)))
     for name, module in model.named_modules():
-        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        # A replayed graph calls no Python; accelerate's own hook also brings offloaded weights.
-        # Those of transformers collect hidden states, which a graph holds on to.
-        if hasattr(module, "_hf_hook") or not all(map(is_of_transformers, hooks)):
-            return f"{name or 'the model'} has hooks"
-        if looks_for_outliers(module):
-            return (
-                f"{name} looks for outliers on the host; load with llm_int8_threshold=0, or in 4 "
-                "bits"
-            )
+        if (reason := _module_obstacle(module)) is not None:
+            return f"{name or 'the model'} {reason}"
     if any(device.type not in DEVICES for device in devices):
         return f"it is on {devices.pop()}"
+    return None
+
+
+def _module_obstacle(module: nn.Module) -> str | None:
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    # A replayed graph calls no Python; accelerate's own hook also brings offloaded weights.
+    # Those of transformers collect hidden states, which a graph holds on to.
+    if hasattr(module, "_hf_hook") or not all(map(is_of_transformers, hooks)):
+        return "has hooks"
+    if looks_for_outliers(module):
+        return "looks for outliers on the host; load with llm_int8_threshold=0, or in 4 bits"
     return None
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -30,6 +32,28 @@ Compute = Callable[[list[Tensor], PackedStep], list[Tensor]]
 MAX_GROWTH = 2
 
 
+class _Variant(threading.local):
+    """What the steps of this thread compute, if a model computes several things."""
+
+    key: Hashable = None
+
+
+_variant = _Variant()
+
+
+@contextmanager
+def step_variant(key: Hashable) -> Iterator[None]:
+    """Give steps of this thread inside the block shapes of their own.
+
+    For a model that computes something else there with inputs of the same sizes.
+    """
+    before, _variant.key = _variant.key, (_variant.key, key)
+    try:
+        yield
+    finally:
+        _variant.key = before
+
+
 @dataclass
 class Inputs:
     """What a step is told: tensors on the host or the device; places and layout on the host.
@@ -44,8 +68,8 @@ class Inputs:
 
     @property
     def kinds(self) -> list[tuple[object, ...]]:
-        """All but the rows of the tensors."""
-        return [(t.device, t.dtype, t.shape[1:]) for t in self.tensors]
+        """All but the rows of the tensors, and what is computed from them."""
+        return [(_variant.key,), *((t.device, t.dtype, t.shape[1:]) for t in self.tensors)]
 
     def hosted(self, bucket: Bucket, capacity: int) -> list[Tensor]:
         """What is on the host, padded: the tensors among them, the places, and the layout's."""

@@ -35,6 +35,8 @@ from hf_spec.execution.step_graphs import (
     set_cuda_graphs,
 )
 from hf_spec.execution.tree import DraftTree
+from hf_spec.models.draft_head import DraftHead
+from hf_spec.models.truncated import truncated_draft
 from tests import tiny_models
 from tests.fake_gpu import standing
 
@@ -152,6 +154,14 @@ def test_replayed_steps_say_the_same(strategy: str, kind: str, recorded: list[in
     assert torch.equal(replayed.sequences, generate("llama", kind).sequences)
 
 
+def few_tokens_draft() -> Any:
+    """A draft model that knows four tokens."""
+    draft = truncated_draft(tiny_models.build("llama"), 1)
+    head = DraftHead(draft.get_output_embeddings(), torch.tensor([3, 5, 8, 9]))
+    draft.set_output_embeddings(head)
+    return draft
+
+
 def forward(runner: ModelRunner, sequence: list[int], nodes: int) -> Tensor:
     tree = DraftTree.from_rows([([sequence[-1], *range(5, 4 + nodes)], range(-1, nodes - 1))])
     with torch.no_grad():
@@ -232,6 +242,21 @@ def test_captures_of_two_thousand_tokens(
         assert runner._graphs.replays > 100
     plain = tiny_models.build("llama")(torch.tensor([sequence])).logits[0, -1]
     torch.testing.assert_close(logits[0], plain, atol=2e-4, rtol=1e-4)
+
+
+def test_few_tokens_and_all_of_them_are_shapes_of_their_own(recorded: list[int]) -> None:
+    """A processor that joins a running batch may ask for all of them."""
+    draft = few_tokens_draft()
+    head: Any = draft.get_output_embeddings()
+    runner, sequence, widths = ModelRunner(draft, 1), [7], []
+    with runner.active():
+        assert runner._graphs is not None
+        for step in range(8):
+            with head.alone() if step < 4 else nullcontext():
+                widths.append(forward(runner, sequence, 3).shape[1])
+            sequence.append(8)
+        assert runner._graphs.captures == 2
+    assert widths == [4] * 4 + [tiny_models.VOCAB] * 4
 
 
 def test_long_steps_run_as_they_come(shapes: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,6 +342,13 @@ class TestLaterCalls:
         before = list(recorded)
         self.counts(**options)
         assert all(later > first for first, later in zip(before, recorded[2:], strict=True))
+
+    def test_a_draft_model_of_few_tokens_keeps_its_own(self, recorded: list[int]) -> None:
+        options = {"spec_strategy": "draft", "assistant": few_tokens_draft()}
+        self.counts(**options)
+        first = list(recorded)
+        self.counts(**options)
+        assert recorded[2] > first[0] > 0
 
     def test_a_model_that_has_changed_is_recorded_again(self, recorded: list[int]) -> None:
         model = copy.deepcopy(tiny_models.build("llama"))
