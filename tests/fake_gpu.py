@@ -14,7 +14,7 @@ import copy
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -246,7 +246,6 @@ def recording(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu) -> Iterator[None]:
 
     with monkeypatch.context() as patch:
         patch.setattr(step_graphs, "DEVICES", {DEVICE.type})
-        patch.setattr(step_graphs, "_this_stream", lambda _: nullcontext())
         patch.setattr(torch.cuda, "graph_pool_handle", object)
         patch.setattr(step_graphs.Shape, "record", record)
         yield

@@ -19,10 +19,7 @@ runs once more, and the rest of the call runs without graphs.
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 from typing import Any
 
@@ -32,11 +29,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_spec.devices import graph_store
+from hf_spec.devices.capture import switch
 from hf_spec.devices.graph_store import Kept
 from hf_spec.devices.placement import looks_for_outliers
 from hf_spec.devices.transfer import send
 from hf_spec.devices.waits import NoWaits, WaitError
-from hf_spec.errors import OptionError
 from hf_spec.execution.attention import PackedStep
 from hf_spec.execution.kv_cache import MAX_RESERVED, KVPool
 from hf_spec.execution.mixers import mixers_of
@@ -44,7 +41,6 @@ from hf_spec.execution.step_shapes import Bucket, Compute, Inputs, Shape
 
 logger = logging.getLogger(__name__)
 
-MODES = ("auto", "off")
 # Types of devices that can record graphs.
 DEVICES = {"cuda"}
 # Larger steps keep a GPU busy by themselves, and a prompt has no size of its own.
@@ -59,62 +55,9 @@ WARM_UPS = 2
 OUT_OF_MEMORY = "the device ran out of memory in this call"
 
 
-@dataclass
-class _Switch:
-    mode: str = "auto"
-    # The padded form on every device, for tests where nothing can be recorded.
-    always_padded: bool = False
-
-
-_switch = _Switch()
-_recording = threading.Lock()
-
-
-def set_cuda_graphs(mode: str) -> None:
-    """Choose whether decoding steps on a GPU are recorded as CUDA graphs.
-
-    Args:
-        mode: `auto` records wherever it can be done, `off` nothing. A generation under way goes on
-            as it began. Either gives back what earlier calls have left on the GPU, and tries again
-            what could not be recorded.
-
-    Raises:
-        OptionError: if `mode` is none of these.
-    """
-    _switch.mode = _checked(mode)
-    graph_store.forget()
-
-
-@contextmanager
-def cuda_graphs(mode: str) -> Iterator[None]:
-    """The mode for what begins inside the block; what earlier calls have left stays."""
-    before, _switch.mode = _switch.mode, _checked(mode)
-    try:
-        yield
-    finally:
-        _switch.mode = before
-
-
-def _checked(mode: str) -> str:
-    if mode not in MODES:
-        raise OptionError(f"unknown CUDA graph mode {mode!r}; choose one of {', '.join(MODES)}")
-    return mode
-
-
-@contextmanager
-def padded_steps() -> Iterator[None]:
-    """Run steps that begin inside the block in the form of graphs, recorded or not."""
-    before = _switch.always_padded
-    _switch.always_padded = True
-    try:
-        yield
-    finally:
-        _switch.always_padded = before
-
-
 def obstacle(model: nn.Module) -> str | None:
     """Why the steps of `model` cannot be recorded, or None; trying may still show a reason."""
-    if _switch.mode == "off":
+    if switch.mode == "off":
         return "set_cuda_graphs('off')"
     if mixers_of(model):
         return "its recurrent layers run row by row"
@@ -170,6 +113,7 @@ class StepGraphs:
         self.replays = self.captures = 0
         self._model = model
         self._owner = owner or model
+        self._recurrent = bool(mixers_of(model))
         self._pool = pool
         self._device = device
         self._kernels = serves(torch.empty(0, dtype=model.dtype, device=device))
@@ -177,7 +121,7 @@ class StepGraphs:
         if self.refusal is None and not self._kernels:
             self.refusal = "the kernels do not serve it"
         if self.refusal is not None:
-            wanted = device.type in DEVICES and _switch.mode != "off"
+            wanted = device.type in DEVICES and switch.mode != "off"
             level = logging.WARNING if wanted else logging.INFO
             _say_once(type(model).__name__, self.refusal, level)
         # That was said when it failed.
@@ -197,12 +141,17 @@ class StepGraphs:
 
         Tensors are (T, ...), the first one whole, the others maybe with fewer rows, on the host or
         the device. `compute` must ask the device nothing, and may be called a second time.
+
+        Raises:
+            OutOfMemoryError: a second time, or of a model with recurrent layers, whose states a
+                failed step may have changed.
         """
         try:
             return self._run(compute, tensors, step)
         except torch.OutOfMemoryError:
+            if self._recurrent:
+                raise
             # Not here: while the error is handled, it keeps the tensors of the failed step.
-            pass
         self._free_memory()
         step.written.clear()
         return self._run(compute, tensors, step)
@@ -275,7 +224,7 @@ class StepGraphs:
         self._pool.trim()
 
     def _is_padded(self, tensors: Sequence[Tensor], step: PackedStep) -> bool:
-        if self.refusal is not None and not _switch.always_padded:
+        if self.refusal is not None and not switch.always_padded:
             return False
         longest = max(segment.end - segment.start for segment in step.segments)
         return len(tensors[0]) <= MAX_TOKENS and longest <= MAX_QUERIES
@@ -315,10 +264,8 @@ class StepGraphs:
             # Not earlier: a first forward may register hooks of transformers, or fill tables.
             self._state = graph_store.state_of(self._owner)
         try:
-            # PyTorch records one graph at a time, and leaves its stream current if that fails.
-            with _recording, _this_stream(self._device):
-                self._memory = self._memory or torch.cuda.graph_pool_handle()
-                shape.record(compute, self._pool, self._memory)
+            self._memory = self._memory or torch.cuda.graph_pool_handle()
+            shape.record(compute, self._pool, self._memory)
         except torch.OutOfMemoryError:
             # No refusal: `run` frees memory and goes on.
             raise
@@ -339,12 +286,6 @@ class StepGraphs:
         self.clear()
         graph_store.refuse(self._model, reason)
         _say_once(type(self._model).__name__, reason, logging.WARNING)
-
-
-@contextmanager
-def _this_stream(device: torch.device) -> Iterator[None]:
-    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream()):
-        yield
 
 
 def is_of_transformers(hook: Callable[..., Any]) -> bool:

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +13,7 @@ from hf_spec_kernels import RaggedLayout
 from torch import Tensor
 from torch.nn import functional as F
 
+from hf_spec.devices.capture import recording
 from hf_spec.devices.transfer import Block
 from hf_spec.execution.attention import PackedStep
 from hf_spec.execution.kv_cache import KVPool
@@ -142,31 +142,9 @@ class Shape:
 
     def record(self, compute: Compute, pool: KVPool, memory: Any) -> None:
         """Record what `compute` launches; nothing runs yet."""
-        graph = torch.cuda.CUDAGraph()
-        # The copies of weights that autocast keeps are of today's weights, and go when it ends: the
-        # graph makes its own in every replay, and nobody else reads those.
-        torch.clear_autocast_cache()
-        # Other threads of the process may go on using the GPU.
-        recording = torch.cuda.graph(
-            graph,
-            pool=memory,
-            stream=capture_stream(self._device),
-            capture_error_mode="thread_local",
-        )
-        with recording:
+        with recording(self._device, memory) as graph:
             self.outputs = compute(self.inputs, self.step(pool))
-        torch.clear_autocast_cache()
         self.graph = graph
-
-
-@cache
-def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream of `device` on which graphs are recorded.
-
-    By default PyTorch records on the device that was recorded on first, and steps of a model on
-    another one would run at once and leave an empty graph.
-    """
-    return torch.cuda.Stream(device)
 
 
 def _lengthened(tensor: Tensor, rows: int) -> Tensor:
