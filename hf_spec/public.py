@@ -6,12 +6,12 @@ from hf_spec.cpu.packed_copies import clear_cpu_packing, cpu_packing_bytes, set_
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.streaming import BatchStreamer, BatchTextStreamer
+from hf_spec.devices.capture import set_cuda_graphs
 from hf_spec.drafting.config import StrategyConfig
 from hf_spec.drafting.lookup_store import LookupStore
 from hf_spec.errors import AssistantError, HubError, OptionError, SpecError, UnsupportedError
 from hf_spec.execution.forward_output import ForwardOutput
 from hf_spec.execution.runner import ModelRunner
-from hf_spec.execution.step_graphs import set_cuda_graphs
 from hf_spec.execution.tree import DraftTree, Verdict
 from hf_spec.generation.compiling import CompileReport, compile  # noqa: A004 - as torch's
 from hf_spec.generation.custom_generate import custom_generate

@@ -14,7 +14,7 @@ import copy
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +29,8 @@ from hf_spec.decoding import verification
 from hf_spec.devices import transfer
 from hf_spec.devices.waits import READS
 from hf_spec.execution import attention, kv_cache, step_graphs
+from hf_spec.execution.kv_cache import KVPool
+from hf_spec.heads import block_runner
 
 DEVICE = torch.device("meta")
 # They give another look at the same memory.
@@ -218,25 +220,32 @@ def _map(value: Any, change: Callable[[Any], Any]) -> Any:
     return change(value)
 
 
+def standing(pool: KVPool) -> KVPool:
+    """The buffers of a pool as they are now, where a graph that is recorded reads and writes."""
+    bound = KVPool(pool.num_slots)
+    bound.capacity, bound.keys, bound.values = pool.capacity, dict(pool.keys), dict(pool.values)
+    return bound
+
+
 @contextmanager
 def recording(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu) -> Iterator[None]:
     """Let steps be recorded on the pretended device: a replay is one launch."""
 
     def record(shape: Any, compute: Any, pool: Any, memory: Any) -> None:
-        step = shape.step(pool)
+        bound = standing(pool)
+        step = shape.step(bound)
         shape.outputs = [torch.empty_like(t) for t in compute(shape.inputs, step)]
 
         def replay() -> None:
             with gpu.one_launch():
-                outputs = compute(shape.inputs, shape.step(pool))
+                outputs = compute(shape.inputs, shape.step(bound))
                 for mine, new in zip(shape.outputs, outputs, strict=True):
                     mine.copy_(new)
 
         shape.graph = SimpleNamespace(replay=replay)
 
     with monkeypatch.context() as patch:
-        patch.setattr(step_graphs, "obstacle", lambda _: None)
-        patch.setattr(step_graphs, "_this_stream", lambda _: nullcontext())
+        patch.setattr(step_graphs, "DEVICES", {DEVICE.type})
         patch.setattr(torch.cuda, "graph_pool_handle", object)
         patch.setattr(step_graphs.Shape, "record", record)
         yield
@@ -285,6 +294,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
         )
         for module, name in (
             (attention, "kv_write"),
+            (block_runner, "kv_write"),
             (attention, "ragged_tree_attention"),
             (kv_cache, "kv_keep"),
             (verification, "verify_tree"),

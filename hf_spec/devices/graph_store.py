@@ -17,11 +17,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-# Pools of one model that are kept, such as those of two batch sizes.
-MAX_KEPT = 2
-
 _lock = threading.Lock()
-_kept: WeakKeyDictionary[nn.Module, list[Kept]] = WeakKeyDictionary()
+# One pool per model: those of several batch sizes would each take memory that a call may need.
+_kept: WeakKeyDictionary[nn.Module, Kept] = WeakKeyDictionary()
 _refusals: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
@@ -46,25 +44,29 @@ class Kept:
     memory: Any
 
 
-def take(model: nn.Module, key: Hashable, state: object, length: int) -> Kept | None:
-    """What was kept by `key`, with room for `length` tokens, or None; nobody else gets it."""
+def take(model: nn.Module, key: Hashable, length: int) -> Kept | None:
+    """Remove and return what was kept for `model`, or None if it does not fit.
+
+    It fits a call with the same key, with room for `length` tokens per slot, on a model that has
+    not changed. What does not fit is freed.
+    """
     with _lock:
-        mine = _kept.get(model, [])
-        # Those of a model that has changed are of no use to anybody.
-        mine[:] = [one for one in mine if one.state == state]
-        for one in reversed(mine):
-            if one.key == key:
-                mine.remove(one)
-                return one if one.capacity >= length else None
-    return None
+        kept = _kept.pop(model, None)
+    if kept is None or kept.key != key or kept.capacity < length:
+        return None
+    return kept if kept.state == state_of(model) else None
 
 
 def give(model: nn.Module, kept: Kept) -> None:
-    """Keep these for a later call; those that were kept first go where there are too many."""
+    """Keep graphs and their pool for a later call, instead of what was kept before."""
     with _lock:
-        mine = _kept.setdefault(model, [])
-        mine.append(kept)
-        del mine[:-MAX_KEPT]
+        _kept[model] = kept
+
+
+def free() -> None:
+    """Free the graphs and pools of all models."""
+    with _lock:
+        _kept.clear()
 
 
 def refuse(model: nn.Module, reason: str) -> None:
@@ -79,9 +81,8 @@ def refusal(model: nn.Module) -> str | None:
 
 def forget() -> None:
     """Give back all that is kept, and try again what failed."""
-    with _lock:
-        _kept.clear()
-        _refusals.clear()
+    free()
+    _refusals.clear()
 
 
 def state_of(model: nn.Module) -> object:
@@ -89,9 +90,7 @@ def state_of(model: nn.Module) -> object:
 
     A graph goes on computing with the weights, numbers and branches that it was recorded with.
     """
-    frozen = _Frozen()
-    modules = [(name, type(m).forward, frozen(vars(m))) for name, m in model.named_modules()]
-    return modules, _settings()
+    return _Frozen()(model), _settings()
 
 
 def _settings() -> tuple[object, ...]:
@@ -109,16 +108,19 @@ def _settings() -> tuple[object, ...]:
 
 
 class _Frozen:
-    """Values to compare later; an object counts as the same while it is that object."""
+    """Values to compare later; an object counts as the same while it is that object.
+
+    Modules and configs are compared by what they hold.
+    """
 
     def __init__(self) -> None:
-        self._configs: dict[int, object] = {}
+        self._numbers: dict[int, int] = {}
 
     def __call__(self, value: Any) -> object:
         if type(value) in _PLAIN:
             return value
         if type(value) in (Tensor, nn.Parameter):
-            return value.data_ptr(), value.dtype, value.shape, value.stride()
+            return value.data_ptr(), value.device, value.dtype, value.shape, value.stride()
         if isinstance(value, dict):
             # Written for speed: modules are full of numbers and empty containers.
             return [
@@ -130,13 +132,17 @@ class _Frozen:
             value = sorted(value, key=repr)
         if isinstance(value, (list, tuple)):
             return tuple(map(self, value))
-        if isinstance(value, PreTrainedConfig):
-            if id(value) not in self._configs:
-                # In case it leads back to itself.
-                self._configs[id(value)] = None
-                self._configs[id(value)] = self(vars(value))
-            return self._configs[id(value)]
+        if isinstance(value, (nn.Module, PreTrainedConfig)):
+            return self._members(value)
         return _Same(value)
+
+    def _members(self, value: Any) -> object:
+        # The second time by a number: modules are shared, and may lead back to themselves.
+        if id(value) in self._numbers:
+            return self._numbers[id(value)]
+        self._numbers[id(value)] = len(self._numbers)
+        kind = type(value).forward if isinstance(value, nn.Module) else type(value)
+        return kind, self(vars(value))
 
 
 _PLAIN = {bool, int, float, str, bytes, type(None), torch.dtype, torch.device, type}

@@ -76,6 +76,15 @@ def is_quantised(layer: nn.Module) -> bool:
     return hasattr(layer, "in_features") and hasattr(layer, "out_features") and not plain
 
 
+def looks_for_outliers(layer: Any) -> bool:
+    """Whether `layer` is an 8-bit layer of bitsandbytes that computes some columns unquantized.
+
+    Which columns depends on the input, so the host waits for the device in every call (Dettmers et
+    al. 2022, arXiv 2208.07339, section 3.2).
+    """
+    return type(layer).__name__ == "Linear8bitLt" and layer.state.threshold > 0
+
+
 @torch.no_grad()
 def _as_linear(layer: Any, dtype: torch.dtype) -> nn.Linear:
     """What a linear layer says of the unit vectors is its weight, whatever it keeps."""

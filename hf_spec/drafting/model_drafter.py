@@ -106,9 +106,7 @@ class DraftModelDrafter(LevelDrafter):
         self._head = None if self._translates else _few_tokens(self.model)
         if self._head is not None:
             self.draft_few(self._head, state.device)
-        # Whether those alone are asked for is no property of the model, so no graph can tell.
-        if _few_tokens(self.model) is None:
-            self._runner.expected_length = state.expected_length
+        self._runner.expected_length = state.expected_length
 
     @property
     def _translates(self) -> bool:

@@ -119,7 +119,10 @@ class ProposalHead(Protocol):
 
 
 class ProposalDrafter(LevelDrafter):
-    """Grows a chain or a tree per row from what a head proposes, run for a number of rows."""
+    """Grows a chain or a tree per row from what a head proposes.
+
+    `make_runner` returns what runs the head for the rows of a generation.
+    """
 
     # From `start` on.
     _runner: ProposalRunner
@@ -130,7 +133,7 @@ class ProposalDrafter(LevelDrafter):
         self,
         config: LevelConfig,
         head: ProposalHead,
-        make_runner: Callable[[int], ProposalRunner],
+        make_runner: Callable[[GenerationState], ProposalRunner],
         policy: LengthPolicy,
     ):
         super().__init__(config, policy)
@@ -156,7 +159,7 @@ class ProposalDrafter(LevelDrafter):
     def start(self, state: GenerationState) -> None:
         """Rows of which nothing is known."""
         super().start(state)
-        self._runner = self._make_runner(state.num_rows)
+        self._runner = self._make_runner(state)
 
     def restart(self, row: int) -> None:
         """A row of which nothing is known."""

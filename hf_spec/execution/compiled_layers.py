@@ -295,7 +295,7 @@ class CompiledLayer:
         self.owner = owner
         self._name = name
         self._attention = attention
-        # None where the layer runs uncompiled. Replaced as a whole: other threads may be reading it.
+        # None where the layer runs uncompiled. Replaced as a whole: other threads read it.
         self._binding: _Binding | None = None
         # Whether the program of a kind of layer and call equals the layer; a single token is a
         # kind of its own.

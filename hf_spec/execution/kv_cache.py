@@ -9,7 +9,7 @@ keep full-length storage; the window is in the attention mask.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -27,10 +27,15 @@ from transformers.cache_utils import (
 )
 
 from hf_spec.compat import CACHE_NAME
+from hf_spec.devices import graph_store
 from hf_spec.devices.transfer import send
 from hf_spec.errors import UnsupportedError
 
 MIN_CAPACITY = 256
+# Tokens of all slots together for which there may be room before they are needed.
+MAX_RESERVED = 2**13
+# Room per slot beyond the tokens needed, where memory suffices for no more.
+LITTLE_ROOM = 64
 
 REUSABLE_LAYERS = (
     DynamicLayer,
@@ -47,29 +52,57 @@ class KVPool:
 
     Layers appear when they are first written, on the device and in the dtype of what is written, so
     a model spread over devices and layers of different head sizes need no special care.
+
+    Attributes:
+        capacity: tokens per slot that there is room for.
+        before_resize: called before buffers move to other addresses.
     """
 
     def __init__(self, num_slots: int):
         self.num_slots = num_slots
-        self.capacity = MIN_CAPACITY
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
+        self.before_resize: Callable[[], None] | None = None
+        self._max_ahead = max(MAX_RESERVED // num_slots, 1)
+        self.capacity = min(MIN_CAPACITY, self._max_ahead)
+        # Tokens per slot: the most that were asked for, and the most that the call can need.
+        self._needed = 0
+        self._expected = 0
+
+    def expect(self, length: int) -> None:
+        """Set how many tokens a slot will hold at most, and make room for them within the bound.
+
+        Args:
+            length: tokens per slot; 0 if it is unknown.
+        """
+        self._expected = length
+        first = min(length, self._max_ahead)
+        if first > self.capacity:
+            self._resize(first)
 
     def reserve(self, length: int) -> None:
-        """Make room for `length` tokens per slot; capacity doubles, so copies stay rare."""
+        """Make room for `length` tokens per slot.
+
+        Capacity grows by half, so copies stay rare. Where memory is short, stored graphs are freed
+        and there is little more room than needed.
+        """
+        self._needed = max(self._needed, length)
         if length <= self.capacity:
             return
-        while self.capacity < length:
-            self.capacity *= 2
-        for buffers in (self.keys, self.values):
-            for layer, old in buffers.items():
-                buffers[layer] = self._new(old[:, :, :1])
-                buffers[layer][:, :, : old.shape[2]] = old
+        if not self._try_resize(self._with_room(length)):
+            graph_store.free()
+            self._resize(length + LITTLE_ROOM)
+
+    def trim(self) -> None:
+        """Give back the room that no token needs yet."""
+        if self._needed < self.capacity:
+            self._resize(max(self._needed, 1))
 
     def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """The buffers of layer `index`, made to fit `key` and `value` (B, H, T, D) if new."""
         if index not in self.keys:
-            self.keys[index], self.values[index] = self._new(key), self._new(value)
+            new = self._new(key, self.capacity), self._new(value, self.capacity)
+            self.keys[index], self.values[index] = new
         return self.keys[index], self.values[index]
 
     def move_rows(self, moves: Sequence[tuple[int, Sequence[int], int]]) -> None:
@@ -132,9 +165,39 @@ class KVPool:
             cache.update(pair[0], pair[1], index)
         return cache
 
-    def _new(self, like: Tensor) -> Tensor:
+    def _with_room(self, length: int) -> int:
+        """Capacity to grow to for `length` tokens per slot."""
+        most = self._max_ahead
+        room = length + min(length // 2, most)
+        if length <= most:
+            room = min(room, most)
+        return min(room, self._expected) if length <= self._expected else room
+
+    def _try_resize(self, capacity: int) -> bool:
+        try:
+            self._resize(capacity)
+        except torch.OutOfMemoryError:
+            return False
+        return True
+
+    def _resize(self, capacity: int) -> None:
+        """Move every buffer to one of `capacity` tokens per slot.
+
+        An interrupted call leaves the pool usable: buffers are replaced one by one.
+        """
+        if self.before_resize is not None:
+            self.before_resize()
+        held = min(self.capacity, capacity)
+        for buffers in (self.keys, self.values):
+            for layer, old in buffers.items():
+                new = self._new(old, capacity)
+                new[:, :, :held] = old[:, :, :held]
+                buffers[layer] = new
+        self.capacity = capacity
+
+    def _new(self, like: Tensor, capacity: int) -> Tensor:
         # Zeros, not empty: a masked position still enters the softmax product, and 0 * NaN is NaN.
-        return like.new_zeros(self.num_slots, like.shape[1], self.capacity, like.shape[3])
+        return like.new_zeros(self.num_slots, like.shape[1], capacity, like.shape[3])
 
 
 def _on_device(moves: Sequence[tuple[int, Sequence[int], int]], device: torch.device) -> Moves:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +18,7 @@ BEFORE_NORM = sys.maxsize
 
 
 class LastLayer:
-    """Keeps what the last layer of `model` gave in the newest forward."""
+    """Keeps the output of the last layer of `model` in the newest watched forward pass."""
 
     def __init__(self, model: PreTrainedModel):
         depth = model.config.get_text_config().num_hidden_layers
@@ -33,19 +34,24 @@ class LastLayer:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Read along while the block runs."""
-        handle = self._layer.register_forward_hook(self._note)
+        """Keep what the forward passes of this thread give while the block runs.
+
+        The hook is there for that long only: a model with hooks is not captured as a CUDA graph.
+        """
+        thread = threading.get_ident()
+
+        def note(module: nn.Module, inputs: Any, output: Any) -> None:
+            if threading.get_ident() == thread:
+                self._states = output if isinstance(output, Tensor) else output[0]
+
+        handle = self._layer.register_forward_hook(note)
         try:
             yield
         finally:
             handle.remove()
-            self._states = None
 
     def take(self) -> Tensor:
-        """(B, T, H) of the newest forward."""
+        """Return the (B, T, H) output of the newest forward pass, once."""
         assert self._states is not None, "forwards happen while watched"
         states, self._states = self._states, None
         return states
-
-    def _note(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self._states = output if isinstance(output, Tensor) else output[0]

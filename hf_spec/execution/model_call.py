@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -50,18 +50,14 @@ class ModelCall:
         if selected:
             self._always["output_hidden_states"] = selected if SELECTS_LAYERS else True
 
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        """Make the model ready to be told positions and read; it is as before after the block."""
-        with ExitStack() as stack:
-            if self._last is not None:
-                stack.enter_context(self._last.watched())
-            stack.enter_context(own_positions.active(self._model))
-            yield
+    def active(self) -> AbstractContextManager[None]:
+        """Make the model ready to be told positions; it is as before after the block."""
+        return own_positions.active(self._model)
 
     def plainly(self, inputs: Mapping[str, Any]) -> Any:
         """The result for arguments as plain `generate()` gives them."""
-        return self._model(**inputs, **self._always)
+        with self._watched():
+            return self._model(**inputs, **self._always)
 
     def __call__(
         self,
@@ -92,7 +88,7 @@ class ModelCall:
         kwargs |= self._always
         if self.cross_attention is not None:
             kwargs = self.cross_attention.arguments(kwargs)
-        with own_positions.told(positions):
+        with own_positions.told(positions), self._watched():
             return self._model(**kwargs)
 
     def kept(self, result: Any, kept: Tensor) -> Tensor:
@@ -109,6 +105,9 @@ class ModelCall:
     def hidden(self, result: Any) -> list[Tensor]:
         """(B * T, hidden size) of each of the hidden layers."""
         return [self._states(result, layer).flatten(0, 1) for layer in self.hidden_layers]
+
+    def _watched(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._last is None else self._last.watched()
 
     def _states(self, result: Any, layer: int) -> Tensor:
         if self._last is not None and layer == BEFORE_NORM:

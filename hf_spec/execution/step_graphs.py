@@ -4,21 +4,22 @@ A small step takes a GPU less time than the host takes to launch it. A recorded 
 Its inputs have to stand where they stood when it was recorded, in the same shapes, so tokens are
 padded to a few sizes, inside the graph only: padding is stored nowhere, seen by no token and cut
 off from the outputs. What a token looks at comes from the layout, which the kernels read on the
-device, so lengths need no sizes of their own; when the storage grows, recording starts again.
+device, so lengths need no sizes of their own. When the storage grows, its addresses change and
+recording starts again.
 
 A shape runs twice in this form before it is recorded the third time, the second time with nothing
 allowed that waits for the device. A step goes to the smallest shape recorded that holds it. What is
 recorded stays for later calls on the model, together with the storage (see `graph_store`). Where
 nothing can be recorded (see `obstacle`) steps run as they come, and one line of the log says why.
+
+When the device runs out of memory, all graphs, stored pools and unused room are freed, the step
+runs once more, and the rest of the call runs without graphs.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 from typing import Any
 
@@ -28,84 +29,35 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_spec.devices import graph_store
+from hf_spec.devices.capture import switch
 from hf_spec.devices.graph_store import Kept
+from hf_spec.devices.placement import looks_for_outliers
 from hf_spec.devices.transfer import send
 from hf_spec.devices.waits import NoWaits, WaitError
-from hf_spec.errors import OptionError
 from hf_spec.execution.attention import PackedStep
-from hf_spec.execution.kv_cache import KVPool
+from hf_spec.execution.kv_cache import MAX_RESERVED, KVPool
 from hf_spec.execution.mixers import mixers_of
 from hf_spec.execution.step_shapes import Bucket, Compute, Inputs, Shape
 
 logger = logging.getLogger(__name__)
 
-MODES = ("auto", "off")
+# Types of devices that can record graphs.
+DEVICES = {"cuda"}
 # Larger steps keep a GPU busy by themselves, and a prompt has no size of its own.
 MAX_TOKENS, MAX_QUERIES = 1024, 256
 # Of one model at a time, and bytes of all their outputs, of which logits are most.
 MAX_GRAPHS, MAX_OUTPUT_BYTES = 32, 2**29
-# Tokens of all slots for which room is made at the start, so that no growth drops the graphs; and
-# of a slot for the last draft, which may reach beyond the end.
-MAX_RESERVED, DRAFT_ROOM = 2**16, 64
+# Tokens of a slot for the last draft, which may reach beyond the end.
+DRAFT_ROOM = 64
+# Tokens of all slots of a pool that is kept for later calls.
+MAX_KEPT_TOKENS = 2**16
 WARM_UPS = 2
-
-
-@dataclass
-class _Switch:
-    mode: str = "auto"
-    # The padded form on every device, for tests where nothing can be recorded.
-    always_padded: bool = False
-
-
-_switch = _Switch()
-_recording = threading.Lock()
-
-
-def set_cuda_graphs(mode: str) -> None:
-    """Choose whether decoding steps on a GPU are recorded as CUDA graphs.
-
-    Args:
-        mode: `auto` records wherever it can be done, `off` nothing. A generation under way goes on
-            as it began. Either gives back what earlier calls have left on the GPU, and tries again
-            what could not be recorded.
-
-    Raises:
-        OptionError: if `mode` is none of these.
-    """
-    _switch.mode = _checked(mode)
-    graph_store.forget()
-
-
-@contextmanager
-def cuda_graphs(mode: str) -> Iterator[None]:
-    """The mode for what begins inside the block; what earlier calls have left stays."""
-    before, _switch.mode = _switch.mode, _checked(mode)
-    try:
-        yield
-    finally:
-        _switch.mode = before
-
-
-def _checked(mode: str) -> str:
-    if mode not in MODES:
-        raise OptionError(f"unknown CUDA graph mode {mode!r}; choose one of {', '.join(MODES)}")
-    return mode
-
-
-@contextmanager
-def padded_steps() -> Iterator[None]:
-    """Run steps that begin inside the block in the form of graphs, recorded or not."""
-    before = _switch.always_padded
-    _switch.always_padded = True
-    try:
-        yield
-    finally:
-        _switch.always_padded = before
+OUT_OF_MEMORY = "the device ran out of memory in this call"
 
 
 def obstacle(model: nn.Module) -> str | None:
     """Why the steps of `model` cannot be recorded, or None; trying may still show a reason."""
-    if _switch.mode == "off":
+    if switch.mode == "off":
         return "set_cuda_graphs('off')"
     if mixers_of(model):
         return "its recurrent layers run row by row"
@@ -113,13 +65,21 @@ def obstacle(model: nn.Module) -> str | None:
     if len(devices) > 1:
         return "its weights are on " + ", ".join(sorted(map(str, devices)))
     for name, module in model.named_modules():
-        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        # A replayed graph calls no Python; accelerate's own hook also brings offloaded weights.
-        # Those of transformers collect hidden states, which a graph holds on to.
-        if hasattr(module, "_hf_hook") or not all(map(is_of_transformers, hooks)):
-            return f"{name or 'the model'} has hooks"
-    if any(device.type != "cuda" for device in devices):
+        if (reason := _module_obstacle(module)) is not None:
+            return f"{name or 'the model'} {reason}"
+    if any(device.type not in DEVICES for device in devices):
         return f"it is on {devices.pop()}"
+    return None
+
+
+def _module_obstacle(module: nn.Module) -> str | None:
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    # A replayed graph calls no Python; accelerate's own hook also brings offloaded weights.
+    # Those of transformers collect hidden states, which a graph holds on to.
+    if hasattr(module, "_hf_hook") or not all(map(is_of_transformers, hooks)):
+        return "has hooks"
+    if looks_for_outliers(module):
+        return "looks for outliers on the host; load with llm_int8_threshold=0, or in 4 bits"
     return None
 
 
@@ -127,12 +87,13 @@ class StepGraphs:
     """Runs the packed steps of one model, recorded where that is possible.
 
     Args:
-        model: whose steps; a head is one too.
+        model: whose steps.
         pool: where they write; empty, or no graph of an earlier call fits.
         device: where they run.
-        keep_as: under which key graphs and pool go on to later calls on the model; nothing is kept
-            without one.
-        length: how many tokens a slot will hold, as far as that is known.
+        keep_as: key under which graphs and pool are kept for later calls; None to keep nothing.
+        length: how many tokens a slot will hold at most; 0 if it is unknown.
+        owner: the module that holds all that steps read, and to which kept graphs belong; `model`
+            by default. A head is more than its layers.
 
     Attributes:
         replays: graphs launched in place of steps.
@@ -147,9 +108,12 @@ class StepGraphs:
         device: torch.device,
         keep_as: Hashable = None,
         length: int = 0,
+        owner: nn.Module | None = None,
     ):
         self.replays = self.captures = 0
         self._model = model
+        self._owner = owner or model
+        self._recurrent = bool(mixers_of(model))
         self._pool = pool
         self._device = device
         self._kernels = serves(torch.empty(0, dtype=model.dtype, device=device))
@@ -157,7 +121,7 @@ class StepGraphs:
         if self.refusal is None and not self._kernels:
             self.refusal = "the kernels do not serve it"
         if self.refusal is not None:
-            wanted = device.type == "cuda" and _switch.mode != "off"
+            wanted = device.type in DEVICES and switch.mode != "off"
             level = logging.WARNING if wanted else logging.INFO
             _say_once(type(model).__name__, self.refusal, level)
         # That was said when it failed.
@@ -166,24 +130,35 @@ class StepGraphs:
         # Least recently used first.
         self._recorded: dict[Bucket, Shape] = {}
         self._met: dict[Bucket, Shape] = {}
-        self._keep_as = None if self.refusal else keep_as
+        self._key = None if self.refusal or keep_as is None else (device, keep_as)
         self._state: object = None
+        pool.before_resize = self.clear
         if self.refusal is None:
-            room = length + DRAFT_ROOM if length else 0
-            self._begin(min(room, MAX_RESERVED // pool.num_slots))
-        self._capacity = pool.capacity
+            self._begin(length + DRAFT_ROOM if length else 0)
 
     def run(self, compute: Compute, tensors: Sequence[Tensor], step: PackedStep) -> list[Tensor]:
         """The outputs of a step of T tokens, and maybe further rows; good until the next step.
 
         Tensors are (T, ...), the first one whole, the others maybe with fewer rows, on the host or
-        the device. `compute` must ask the device nothing.
+        the device. `compute` must ask the device nothing, and may be called a second time.
+
+        Raises:
+            OutOfMemoryError: a second time, or of a model with recurrent layers, whose states a
+                failed step may have changed.
         """
+        try:
+            return self._run(compute, tensors, step)
+        except torch.OutOfMemoryError:
+            if self._recurrent:
+                raise
+            # Not here: while the error is handled, it keeps the tensors of the failed step.
+        self._free_memory()
+        step.written.clear()
+        return self._run(compute, tensors, step)
+
+    def _run(self, compute: Compute, tensors: Sequence[Tensor], step: PackedStep) -> list[Tensor]:
         if not self._is_padded(tensors, step):
             return compute(self.put(tensors, step), step)
-        if self._capacity != self._pool.capacity:
-            self.clear()
-            self._capacity = self._pool.capacity
         inputs = Inputs(tensors, *step.on_host, step.sees)
         shape = self._fitting(inputs) or self._warming(inputs)
         shape.fill(inputs)
@@ -215,31 +190,41 @@ class StepGraphs:
     def close(self) -> None:
         """End the call: a later one on the same model gets what was recorded, and the pool."""
         pool = self._pool
-        if self._keep_as is not None and self._recorded and self._capacity == pool.capacity:
+        pool.before_resize = None
+        small = pool.capacity * pool.num_slots <= MAX_KEPT_TOKENS
+        if self._key is not None and self._recorded and small:
             buffers = pool.keys, pool.values
             kept = Kept(
-                self._keep_as, self._state, self._capacity, buffers, self._recorded, self._memory
+                self._key, self._state, pool.capacity, buffers, self._recorded, self._memory
             )
-            graph_store.give(self._model, kept)
+            graph_store.give(self._owner, kept)
             pool.keys, pool.values, self._recorded = {}, {}, {}
         self.clear()
 
     def _begin(self, length: int) -> None:
-        """Take over what an earlier call has kept, or make room for the whole of this one."""
+        """Take over what an earlier call has kept, and make room for up to `length` tokens."""
         pool = self._pool
-        if self._keep_as is not None:
-            self._state = graph_store.state_of(self._model)
-            if not pool.keys and (
-                kept := graph_store.take(self._model, self._keep_as, self._state, length)
-            ):
+        if self._key is not None and not pool.keys:
+            first = min(length, MAX_RESERVED // pool.num_slots)
+            if kept := graph_store.take(self._owner, self._key, first):
                 pool.capacity, (pool.keys, pool.values) = kept.capacity, kept.buffers
                 self._recorded, self._memory = kept.recorded, kept.memory
+                self._state = kept.state
                 for buffer in (*pool.keys.values(), *pool.values.values()):
                     buffer.zero_()
-        pool.reserve(length)
+        pool.expect(length)
+
+    def _free_memory(self) -> None:
+        """Free what this call can do without, and what other calls have left."""
+        if self.refusal is None:
+            self.refusal = OUT_OF_MEMORY
+            _say_once(type(self._model).__name__, OUT_OF_MEMORY, logging.WARNING)
+        self.clear()
+        graph_store.free()
+        self._pool.trim()
 
     def _is_padded(self, tensors: Sequence[Tensor], step: PackedStep) -> bool:
-        if self.refusal is not None and not _switch.always_padded:
+        if self.refusal is not None and not switch.always_padded:
             return False
         longest = max(segment.end - segment.start for segment in step.segments)
         return len(tensors[0]) <= MAX_TOKENS and longest <= MAX_QUERIES
@@ -255,7 +240,8 @@ class StepGraphs:
     def _warming(self, inputs: Inputs) -> Shape:
         """A shape that is not recorded yet; those that never will be make room for it."""
         bucket = Bucket.of(inputs)
-        shape = self._met.pop(bucket, None) or Shape(bucket, inputs, self._capacity, self._device)
+        capacity = self._pool.capacity
+        shape = self._met.pop(bucket, None) or Shape(bucket, inputs, capacity, self._device)
         self._met[bucket] = shape
         if len(self._met) > MAX_GRAPHS:
             del self._met[next(iter(self._met))]
@@ -274,11 +260,15 @@ class StepGraphs:
     def _record(self, compute: Compute, shape: Shape) -> None:
         if self.refusal is not None:
             return
+        if self._key is not None and self._state is None:
+            # Not earlier: a first forward may register hooks of transformers, or fill tables.
+            self._state = graph_store.state_of(self._owner)
         try:
-            # PyTorch records one graph at a time, and leaves its stream current if that fails.
-            with _recording, _this_stream(self._device):
-                self._memory = self._memory or torch.cuda.graph_pool_handle()
-                shape.record(compute, self._pool, self._memory)
+            self._memory = self._memory or torch.cuda.graph_pool_handle()
+            shape.record(compute, self._pool, self._memory)
+        except torch.OutOfMemoryError:
+            # No refusal: `run` frees memory and goes on.
+            raise
         except RuntimeError as error:
             self._refuse(f"recording failed: {error}")
             return
@@ -296,12 +286,6 @@ class StepGraphs:
         self.clear()
         graph_store.refuse(self._model, reason)
         _say_once(type(self._model).__name__, reason, logging.WARNING)
-
-
-@contextmanager
-def _this_stream(device: torch.device) -> Iterator[None]:
-    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream()):
-        yield
 
 
 def is_of_transformers(hook: Callable[..., Any]) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,6 +13,7 @@ from hf_spec_kernels import RaggedLayout
 from torch import Tensor
 from torch.nn import functional as F
 
+from hf_spec.devices.capture import recording
 from hf_spec.devices.transfer import Block
 from hf_spec.execution.attention import PackedStep
 from hf_spec.execution.kv_cache import KVPool
@@ -29,6 +32,28 @@ Compute = Callable[[list[Tensor], PackedStep], list[Tensor]]
 MAX_GROWTH = 2
 
 
+class _Variant(threading.local):
+    """What the steps of this thread compute, if a model computes several things."""
+
+    key: Hashable = None
+
+
+_variant = _Variant()
+
+
+@contextmanager
+def step_variant(key: Hashable) -> Iterator[None]:
+    """Give steps of this thread inside the block shapes of their own.
+
+    For a model that computes something else there with inputs of the same sizes.
+    """
+    before, _variant.key = _variant.key, (_variant.key, key)
+    try:
+        yield
+    finally:
+        _variant.key = before
+
+
 @dataclass
 class Inputs:
     """What a step is told: tensors on the host or the device; places and layout on the host.
@@ -43,8 +68,8 @@ class Inputs:
 
     @property
     def kinds(self) -> list[tuple[object, ...]]:
-        """All but the rows of the tensors."""
-        return [(t.device, t.dtype, t.shape[1:]) for t in self.tensors]
+        """All but the rows of the tensors, and what is computed from them."""
+        return [(_variant.key,), *((t.device, t.dtype, t.shape[1:]) for t in self.tensors)]
 
     def hosted(self, bucket: Bucket, capacity: int) -> list[Tensor]:
         """What is on the host, padded: the tensors among them, the places, and the layout's."""
@@ -117,14 +142,8 @@ class Shape:
 
     def record(self, compute: Compute, pool: KVPool, memory: Any) -> None:
         """Record what `compute` launches; nothing runs yet."""
-        graph = torch.cuda.CUDAGraph()
-        # The copies of weights that autocast keeps are of today's weights, and go when it ends: the
-        # graph makes its own in every replay, and nobody else reads those.
-        torch.clear_autocast_cache()
-        # Other threads of the process may go on using the GPU.
-        with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
+        with recording(self._device, memory) as graph:
             self.outputs = compute(self.inputs, self.step(pool))
-        torch.clear_autocast_cache()
         self.graph = graph
 
 

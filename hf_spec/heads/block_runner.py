@@ -30,13 +30,20 @@ LEARNED_AT_ONCE = 4096
 
 
 class BlockRunner:
-    """A head, what it knows of `num_rows` sequences, and its passes."""
+    """A head, what it knows of `num_rows` sequences, and its passes.
 
-    def __init__(self, head: BlockHead, num_rows: int):
+    Args:
+        head: the head.
+        num_rows: sequences that it drafts for.
+        expected_length: see `ModelRunner`.
+    """
+
+    def __init__(self, head: BlockHead, num_rows: int, expected_length: int = 0):
         self.head = head
         self.pool = KVPool(num_rows)
         self.forwards = 0
         self.device = head.device
+        self._expected_length = expected_length
         # Per row: the position of its first context vector, -1 without any; how many have keys and
         # values; and those that have none yet.
         self._first = [-1] * num_rows
@@ -50,8 +57,14 @@ class BlockRunner:
         with ExitStack() as stack:
             stack.enter_context(fast_cpu_linears(self.head, rounded=True))
             head: Any = self.head
-            self._graphs = StepGraphs(head, self.pool, self.device)
-            stack.callback(self._graphs.clear)
+            self._graphs = StepGraphs(
+                head,
+                self.pool,
+                self.device,
+                keep_as=self.pool.num_slots if self._expected_length else None,
+                length=self._expected_length,
+            )
+            stack.callback(self._graphs.close)
             yield self
 
     def restart(self, row: int) -> None:

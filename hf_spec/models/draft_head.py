@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from hf_spec.devices.placement import weight_rows
 from hf_spec.errors import UnsupportedError
+from hf_spec.execution.step_shapes import step_variant
 
 
 class _Alone(threading.local):
@@ -87,7 +88,8 @@ class FewTokensHead(nn.Module):
         """Let this thread's forwards of the whole model end in the (..., R) of `known`."""
         before, _alone.heads = _alone.heads, (*_alone.heads, self)
         try:
-            yield
+            with step_variant(id(self)):
+                yield
         finally:
             _alone.heads = before
 

@@ -70,7 +70,7 @@ class PairDrafter(LevelDrafter):
         """Rows without pairs."""
         super().start(state)
         self.draft_few(self.head.head, state.device)
-        self._runner = HeadRunner(self.head, state.num_rows)
+        self._runner = HeadRunner(self.head, state.num_rows, state.expected_length)
         device: torch.device = self.head.attention.device
         self._pairs = PairRows(state.num_rows, self.head.hidden_size, device)
 

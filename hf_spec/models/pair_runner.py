@@ -116,15 +116,20 @@ class Blocks:
 
 
 class HeadRunner:
-    """A head in evaluation mode, its key-value pool for `num_slots` sequences, and its passes."""
+    """A head in evaluation mode, its key-value pool for `num_slots` sequences, and its passes.
 
-    def __init__(self, head: PairHead, num_slots: int):
+    Args:
+        head: the head.
+        num_slots: sequences that it drafts for.
+        expected_length: see `ModelRunner`.
+    """
+
+    def __init__(self, head: PairHead, num_slots: int, expected_length: int = 0):
         self.head = head
         self.pool = KVPool(num_slots)
         self.forwards = 0
         self._size = head.shape.block_size
-        device: torch.device = head.attention.device
-        self._mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+        self._expected_length = expected_length
 
     @contextmanager
     def active(self) -> Iterator[HeadRunner]:
@@ -136,8 +141,15 @@ class HeadRunner:
             stack.enter_context(fast_cpu_linears(head, rounded=True))
             layers = self.head.attention
             self._layers = stack.enter_context(CompiledLayers.of(layers).active(layers))
-            self._graphs = StepGraphs(self.head.attention, self.pool, self._mask.device)
-            stack.callback(self._graphs.clear)
+            self._graphs = StepGraphs(
+                layers,
+                self.pool,
+                layers.device,
+                keep_as=self.pool.num_slots if self._expected_length else None,
+                length=self._expected_length,
+                owner=head,
+            )
+            stack.callback(self._graphs.close)
             yield self
 
     @fast_products(rounded=True)
@@ -247,7 +259,9 @@ class HeadRunner:
         return PackedStep(self.pool, writes, segments), positions
 
     def _attend(self, mixed: Tensor, positions: Tensor, step: PackedStep) -> Tensor:
-        where: dict[str, Any] = {"attention_mask": self._mask, "position_ids": positions[None]}
+        # A 4D mask of one element is passed through as it is: no model builds a mask of its own.
+        mask = mixed.new_ones(1, 1, 1, 1, dtype=torch.bool)
+        where: dict[str, Any] = {"attention_mask": mask, "position_ids": positions[None]}
         if scales_by_place(self.head.attention):
             where[CACHE_NAME] = TokenPlaces(positions)
         with self._attention.chosen():

@@ -11,12 +11,12 @@ the likeliest tokens, and are judged by node draw.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from hf_spec.decoding.drafter import Drafter
+from hf_spec.decoding.state import GenerationState
 from hf_spec.drafting.length_policy import HEAD
 from hf_spec.errors import AssistantError, OptionError
 from hf_spec.heads.block_head import BlockHead
@@ -34,7 +34,11 @@ def _make(config: BlockConfig, target: PreTrainedModel, assistant: object) -> Dr
         raise AssistantError(
             f"length_policy={HEAD!r}: this head has no confidence head; choose 'confidence'"
         )
-    return make_proposal_drafter(config, head, partial(BlockRunner, head), target)
+
+    def make_runner(state: GenerationState) -> BlockRunner:
+        return BlockRunner(head, state.num_rows, state.expected_length)
+
+    return make_proposal_drafter(config, head, make_runner, target)
 
 
 def _make_for_auto(target: PreTrainedModel, assistant: object, batching: str) -> Drafter:

@@ -169,7 +169,7 @@ class FalconDrafter(Drafter):
 
     def start(self, state: GenerationState) -> None:
         """Rows without pairs."""
-        self._runner = HeadRunner(self.head, state.num_rows)
+        self._runner = HeadRunner(self.head, state.num_rows, state.expected_length)
         device = self.head.attention.device
         self._pairs = PairRows(state.num_rows, self.head.hidden_size, device)
         # The same in every round.

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from hf_spec.decoding.drafter import Drafter
+from hf_spec.decoding.state import GenerationState
 from hf_spec.drafting.growth import TreeShape
 from hf_spec.drafting.length_policy import MEASURED, make_policy
 from hf_spec.drafting.measured import measured, resolve, weighs_nodes
@@ -65,10 +65,13 @@ class ProposalConfig(TreeConfig):
 def make_proposal_drafter(
     config: ProposalConfig,
     head: ProposalHead,
-    make_runner: Callable[[int], ProposalRunner],
+    make_runner: Callable[[GenerationState], ProposalRunner],
     target: PreTrainedModel,
 ) -> Drafter:
-    """The drafter of a config, the head that was found for it, and what runs it for some rows."""
+    """Return the drafter of a config with the head that was found for it.
+
+    `make_runner` returns what runs the head for the rows of a generation.
+    """
     deepest = config.max_draft_tokens or (RankTree(config.tree).height if config.tree else 0)
     if deepest > head.num_levels:
         raise OptionError(
@@ -91,7 +94,11 @@ def make_proposal_drafter(
 
 def _make(config: HeadsConfig, target: PreTrainedModel, assistant: object) -> Drafter:
     head = resolve_published(config.strategy, assistant, target, (MEDUSA, MLP_SPECULATOR))
-    return make_proposal_drafter(config, head, partial(NewestFeatures, head), target)
+
+    def make_runner(state: GenerationState) -> ProposalRunner:
+        return NewestFeatures(head, state.num_rows)
+
+    return make_proposal_drafter(config, head, make_runner, target)
 
 
 def _make_for_auto(target: PreTrainedModel, assistant: object, batching: str) -> Drafter:

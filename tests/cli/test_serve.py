@@ -13,6 +13,7 @@ from hf_spec.cli.app import build_app
 from tests.serving.conftest import folder, plain  # noqa: F401 - a fixture
 
 pytest.importorskip("fastapi", reason="needs the extra 'serve'")
+pytest.importorskip("openai", reason="needs the extra 'serve'")
 
 import openai
 

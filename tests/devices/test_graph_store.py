@@ -25,43 +25,51 @@ def nothing_kept() -> Iterator[None]:
     graph_store.forget()
 
 
-def kept(key: object, state: object = 0, capacity: int = 256) -> Kept:
-    return Kept(key, state, capacity, ({}, {}), {}, None)  # type: ignore[arg-type]
+def kept(net: nn.Module, key: object, capacity: int = 256) -> Kept:
+    return Kept(key, state_of(net), capacity, ({}, {}), {}, None)  # type: ignore[arg-type]
 
 
 def model() -> Any:
-    return copy.deepcopy(tiny_models.build("llama"))
+    """A model that also reads a module which is not one of its own, and itself."""
+    net: Any = copy.deepcopy(tiny_models.build("llama"))
+    net.others = [nn.Embedding(2, 2), net]
+    return net
 
 
 class TestStore:
     """Giving and taking."""
 
     def test_what_is_taken_is_gone(self) -> None:
-        net, one = nn.Linear(1, 1), kept("a")
+        net = nn.Linear(1, 1)
+        one = kept(net, "a")
         graph_store.give(net, one)
-        assert graph_store.take(nn.Linear(1, 1), "a", 0, 0) is None
-        assert graph_store.take(net, "b", 0, 0) is None
-        assert graph_store.take(net, "a", 0, 256) is one
-        assert graph_store.take(net, "a", 0, 0) is None
+        assert graph_store.take(nn.Linear(1, 1), "a", 0) is None
+        assert graph_store.take(net, "a", 256) is one
+        assert graph_store.take(net, "a", 0) is None
 
-    def test_too_little_room_and_another_state_are_of_no_use(self) -> None:
+    @pytest.mark.parametrize("reason", ["key", "room", "state"])
+    def test_what_does_not_fit_is_freed(self, reason: str) -> None:
         net = nn.Linear(1, 1)
-        graph_store.give(net, kept("a"))
-        assert graph_store.take(net, "a", 0, 257) is None
-        graph_store.give(net, kept("a"))
-        graph_store.give(net, kept("b", state=1))
-        assert graph_store.take(net, "b", 1, 0) is not None
-        assert graph_store.take(net, "a", 0, 0) is None, "it was dropped when the state differed"
+        graph_store.give(net, kept(net, "a"))
+        if reason == "state":
+            net.weight = nn.Parameter(net.weight.detach().clone())
+        found = graph_store.take(net, "b" if reason == "key" else "a", 257 * (reason == "room"))
+        assert found is None
+        assert net not in graph_store._kept
 
-    def test_few_are_kept(self) -> None:
+    def test_one_pool_is_kept_of_a_model(self) -> None:
         net = nn.Linear(1, 1)
-        for key in range(graph_store.MAX_KEPT + 1):
-            graph_store.give(net, kept(key))
-        found = [graph_store.take(net, key, 0, 0) for key in range(graph_store.MAX_KEPT + 1)]
-        assert [one is None for one in found] == [True] + [False] * graph_store.MAX_KEPT
+        first, second = kept(net, "a"), kept(net, "b")
+        gone = weakref.ref(first)
+        graph_store.give(net, first)
+        graph_store.give(net, second)
+        del first
+        assert gone() is None
+        assert graph_store.take(net, "b", 0) is second
 
     def test_it_goes_with_the_model(self) -> None:
-        net, one = nn.Linear(1, 1), kept("a")
+        net = nn.Linear(1, 1)
+        one = kept(net, "a")
         gone = weakref.ref(one)
         graph_store.give(net, one)
         graph_store.refuse(net, "why")
@@ -70,17 +78,24 @@ class TestStore:
         gc.collect()
         assert gone() is None
 
-    def test_forgetting(self) -> None:
-        net = nn.Linear(1, 1)
-        graph_store.give(net, kept("a"))
-        graph_store.refuse(net, "why")
-        graph_store.forget()
-        assert graph_store.take(net, "a", 0, 0) is None
-        assert graph_store.refusal(net) is None
+    def test_freeing_and_forgetting(self) -> None:
+        nets = nn.Linear(1, 1), nn.Linear(1, 1)
+        for forget, refusal in ((graph_store.free, "why"), (graph_store.forget, None)):
+            for net in nets:
+                graph_store.give(net, kept(net, "a"))
+                graph_store.refuse(net, "why")
+            forget()
+            assert [graph_store.take(net, "a", 0) for net in nets] == [None, None]
+            assert [graph_store.refusal(net) for net in nets] == [refusal, refusal]
 
 
 def replace_weight(net: Any) -> None:
     net.lm_head.weight = nn.Parameter(net.lm_head.weight.detach().clone())
+
+
+def replace_others_weight(net: Any) -> None:
+    other = net.others[0]
+    other.weight = nn.Parameter(other.weight.detach().clone())
 
 
 def patch_forward(net: Any) -> None:
@@ -94,6 +109,7 @@ def hook(net: Any) -> None:
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "a weight": replace_weight,
+    "a weight of another module": replace_others_weight,
     "a forward": patch_forward,
     "a hook": hook,
     "a dtype": lambda net: net.half(),

@@ -5,8 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import nbformat
 import pytest
+
+pytest.importorskip("nbformat", reason="needs the extra 'notebooks'")
+pytest.importorskip("nbclient", reason="needs the extra 'notebooks'")
+
+import nbformat
 from nbformat.v4 import new_code_cell, new_notebook, new_output
 
 from tests.adapters.local_hub import local_hub

@@ -13,11 +13,11 @@ from transformers import DynamicCache, PreTrainedModel
 import hf_spec
 from hf_spec import SpecGenerateOutput
 from hf_spec.compat import CACHE_NAME
+from hf_spec.devices.capture import padded_steps
 from hf_spec.execution import attention, runner
 from hf_spec.execution.model_checks import check_model
 from hf_spec.execution.packing import PackedInputs
 from hf_spec.execution.row_work import BATCHING
-from hf_spec.execution.step_graphs import padded_steps
 from hf_spec.execution.token_places import TokenPlaces, scales_by_place
 from hf_spec.generation.one_call import generate_with
 from tests.partly_right import PartlyRight

@@ -17,6 +17,7 @@ from tests import tiny_models
 from tests.serving.conftest import LIMIT, plain, speller
 
 pytest.importorskip("fastapi", reason="needs the extra 'serve'")
+pytest.importorskip("openai", reason="needs the extra 'serve'")
 
 import openai
 from transformers.cli.serve import Serve

@@ -17,8 +17,8 @@ from hf_spec_kernels import launches, using
 from transformers import PreTrainedModel
 
 import hf_spec
+from hf_spec.devices.capture import cuda_graphs
 from hf_spec.execution.kv_cache import KVPool
-from hf_spec.execution.step_graphs import cuda_graphs
 from hf_spec.models.disco_classifier import draft_features
 from hf_spec.models.falcon_head import FalconHead, FalconShape
 from hf_spec.training.csgd import CsgdSettings, GlancingLoss

@@ -92,7 +92,7 @@ def plain(text: str, new_tokens: int = 12, **settings: Any) -> str:
 def start(folder: Path) -> Iterator[Callable[..., Served]]:
     """Start servers; all are stopped at the end."""
     pytest.importorskip("fastapi", reason="needs the extra 'serve'")
-    import openai
+    openai = pytest.importorskip("openai", reason="needs the extra 'serve'")
 
     from hf_spec.serving.app import build_app, make_server
 

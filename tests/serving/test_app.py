@@ -11,6 +11,7 @@ import pytest
 from tests.serving.conftest import Served, plain, speller
 
 pytest.importorskip("fastapi", reason="needs the extra 'serve'")
+pytest.importorskip("openai", reason="needs the extra 'serve'")
 
 import httpx2
 import openai

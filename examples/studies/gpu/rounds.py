@@ -27,7 +27,7 @@ from examples.studies.kernels.step_time import time_steps
 from examples.studies.kernels.tree_attention import bandwidth
 from hf_spec.bench.timing import timed
 from hf_spec.data.machine import environment
-from hf_spec.execution.step_graphs import cuda_graphs
+from hf_spec.devices.capture import cuda_graphs
 from hf_spec.files import write_json
 
 NAMES = (

@@ -30,8 +30,9 @@ from hf_spec.data.machine import environment
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.stopping import StopRules
 from hf_spec.decoding.verification import NodeDraw
+from hf_spec.devices.capture import cuda_graphs, padded_steps
 from hf_spec.execution.runner import ModelRunner
-from hf_spec.execution.step_graphs import WARM_UPS, cuda_graphs, padded_steps
+from hf_spec.execution.step_graphs import WARM_UPS
 from hf_spec.execution.tree import DraftTree
 from hf_spec.files import write_json
 

@@ -29,11 +29,11 @@ from hf_spec.bench.summary import spread
 from hf_spec.bench.tables import Table
 from hf_spec.bench.timing import timed
 from hf_spec.data.machine import environment
+from hf_spec.devices.capture import cuda_graphs
 from hf_spec.devices.transfer import send
 from hf_spec.execution.packing import RowWork, pack
 from hf_spec.execution.ragged_layout import ragged_layout, tensors_of, with_tensors
 from hf_spec.execution.runner import ModelRunner
-from hf_spec.execution.step_graphs import cuda_graphs
 from hf_spec.execution.tree import DraftTree
 from hf_spec.files import write_json
 
