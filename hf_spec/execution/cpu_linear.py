@@ -116,12 +116,12 @@ class PackedLinears:
 
         A change through `.data` is seen if this thread has made another speculative call since.
         """
-        _checks.ran = True
         weights = [one.weight for one in self._linears]
         if not all(map(is_, weights, self._weights)) or _versions(weights) != self._seen:
             _checks.renew()
         if self._epoch != _checks.epoch:
             self._compare()
+        _checks.ran = True
 
     def _compare(self) -> None:
         """Compare weights with their packed copies, which reads every weight once."""

@@ -250,7 +250,7 @@ class LayerState:
             return Same(function)
         self._roots[function] = None
         self.view(attrgetter("__code__", "__defaults__", "__kwdefaults__"), function)
-        cells = []
+        cells: list[Any] = []
         for cell in function.__closure__ or ():
             self.view(_cell, cell)
             cells += _cell(cell)

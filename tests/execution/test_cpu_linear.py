@@ -23,7 +23,12 @@ from hf_spec.cpu.packed_copies import (
 )
 from hf_spec.cpu.packed_products import EVERY_ROW, NO_LIMIT, Rows, form_of, pack
 from hf_spec.execution import cpu_linear
-from hf_spec.execution.cpu_linear import fast_cpu_linears, fast_products, served_weight
+from hf_spec.execution.cpu_linear import (
+    PackedLinears,
+    fast_cpu_linears,
+    fast_products,
+    served_weight,
+)
 from tests import tiny_models
 from tests.compiler import needs_compiler
 from tests.tied_linears import WIDTH, Tied, assert_same, nothing_packed, run, run_fast
@@ -564,3 +569,43 @@ class TestRounded:
         found = model.generate(prompt, **call, **tiny_models.speculation("llama", strategy))
         assert torch.equal(found, plain)
         assert used
+
+
+@torch.no_grad()
+def test_a_session_inside_another_sees_every_change(
+    model: Tied, packed_calls: list[nn.Linear]
+) -> None:
+    """The outer session has just compared the weights when the inner one begins."""
+    x = torch.randn(8, WIDTH)
+
+    def run_once(linears: PackedLinears) -> Tensor:
+        linears.refresh()
+        with fast_products():
+            return model.up(x)
+
+    with fast_cpu_linears(model) as outer:
+        for change in (change_in_place, change_through_data) * 2:
+            before = run_once(outer)
+            change(model)
+            with fast_cpu_linears(model) as inner:
+                changed = run_once(inner)
+                assert_same(changed, F.linear(x, model.up.weight, model.up.bias))
+                assert not torch.allclose(changed, before)
+            change(model)
+            assert_same(run_once(outer), F.linear(x, model.up.weight, model.up.bias))
+    assert packed_calls
+
+
+def replace_weight(model: Tied) -> None:
+    model.up.weight = nn.Parameter(-model.up.weight)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", [change_in_place, replace_weight])
+def test_a_change_is_seen_before_the_next_pass(change: Callable[[Tied], None], model: Tied) -> None:
+    x = torch.randn(8, WIDTH)
+    with fast_cpu_linears(model) as linears, fast_products():
+        linears.refresh()
+        change(model)
+        linears.refresh()
+        assert_same(model.up(x), F.linear(x, model.up.weight, model.up.bias))
