@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.cli.serving.model_manager import ModelManager
-
 from hf_spec.serving.manager import SpeculativeManager
 from hf_spec.serving.settings import ServeSettings
 from tests import tiny_models
@@ -94,14 +92,14 @@ def start(folder: Path) -> Iterator[Callable[..., Served]]:
     pytest.importorskip("fastapi", reason="needs the extra 'serve'")
     openai = pytest.importorskip("openai", reason="needs the extra 'serve'")
 
-    from hf_spec.serving.app import build_app, make_server
+    from hf_spec.serving.app import load_app, make_server
 
     running: list[tuple[Any, threading.Thread, SpeculativeManager]] = []
 
     def begin(strategy: Any = "lookup", assistant: Any = None, **settings: Any) -> Served:
         manager = SpeculativeManager(strategy, assistant, ServeSettings(port=0, **settings))
-        models = ModelManager(device="cpu", dtype="float32", force_model=str(folder))
-        server = make_server(build_app(models, manager), "127.0.0.1", 0)
+        app = load_app(str(folder), manager, device="cpu", dtype="float32")
+        server = make_server(app, manager, "127.0.0.1", 0)
         thread = threading.Thread(target=server.run)
         thread.start()
         running.append((server, thread, manager))
