@@ -79,7 +79,7 @@ class CompletionRequest(TextRequest):
 class ResponseRequest(TextRequest):
     """Body of `/v1/responses`."""
 
-    input: Text | list[dict[str, Any]]
+    input: Text | Annotated[list[dict[str, Any]], Field(min_length=1)]
     instructions: Text | None = None
     max_output_tokens: Whole | None = None
     parallel_tool_calls: Annotated[bool, Field(strict=True)] = False

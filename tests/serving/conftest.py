@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ class Served:
     manager: SpeculativeManager
     model: str
     url: str
+    server: Any
 
     def ask(self, text: str = "babebi", **given: Any) -> Any:
         """One chat completion, greedy and of 12 tokens unless told otherwise."""
@@ -89,6 +91,13 @@ def plain(text: str, new_tokens: int = 12, **settings: Any) -> str:
 @pytest.fixture
 def start(folder: Path) -> Iterator[Callable[..., Served]]:
     """Start servers; all are stopped at the end."""
+    with starting(folder) as begin:
+        yield begin
+
+
+@contextmanager
+def starting(folder: Path) -> Iterator[Callable[..., Served]]:
+    """Yield what starts servers; all are stopped at the end."""
     pytest.importorskip("fastapi", reason="needs the extra 'serve'")
     openai = pytest.importorskip("openai", reason="needs the extra 'serve'")
 
@@ -110,7 +119,7 @@ def start(folder: Path) -> Iterator[Callable[..., Served]]:
         port = server.servers[0].sockets[0].getsockname()[1]
         url = f"http://127.0.0.1:{port}"
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=LIMIT)
-        return Served(client, manager, str(folder), url)
+        return Served(client, manager, str(folder), url, server)
 
     yield begin
     for server, thread, manager in running:
