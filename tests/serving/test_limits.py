@@ -136,7 +136,6 @@ class TestOneWrongRequest:
             ("responses", {"input": 5}),
             ("responses", {"input": [5]}),
             ("responses", {"input": []}),
-            ("responses", {"input": [{"type": "unheard_of"}]}),
             ("responses", {"input": "ba", "max_output_tokens": -1}),
             ("responses", {"input": "ba", "parallel_tool_calls": None}),
             ("systemone", {}),
