@@ -4,8 +4,8 @@ The rows of a batch are slots. In every step the slots that are free take prompt
 a newcomer's prompt runs in the same packed forward as the drafts of the others. Sequences share
 nothing but forwards: each has the processors and the stop rules that `generate()` prepares for it
 alone, so each comes out as it would from a batch of one. An error in a processor, a stop rule or a
-draw ends the sequence that it belongs to; the others go on. (Yu et al. 2022, OSDI 22; named as future
-work by Ni et al. 2024, arXiv 2405.07542.)
+draw ends the sequence that it belongs to; the others go on. (Yu et al. 2022, OSDI 22; named as
+future work by Ni et al. 2024, arXiv 2405.07542.)
 """
 
 from __future__ import annotations

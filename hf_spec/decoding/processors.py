@@ -203,9 +203,7 @@ class RowProcessors:
 class _OfRow:
     """The processors of each row's own list."""
 
-    def __init__(
-        self, lists: Sequence[NodeProcessors], on_error: Callable[[int, Exception], None]
-    ):
+    def __init__(self, lists: Sequence[NodeProcessors], on_error: Callable[[int, Exception], None]):
         self.lists, self._on_error = lists, on_error
 
     @property

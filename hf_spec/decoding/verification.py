@@ -218,14 +218,15 @@ def _walk_on_device(tree: DraftTree, scores: Tensor, state: GenerationState) -> 
     accepted: list[list[int]] = []
     bonus: list[int | None] = []
     for row, (count, last, *path) in enumerate(fetch(torch.cat(columns, dim=1))):
-        if last < 0 and tree.nodes(row):
-            state.fail(row, _undefined(row))
-            last = tree.tokens[tree.row_start[row]]
         drafted = [tree.tokens[node] for node in path[:count]]
         # What lies after the end of a sequence is cut off by the stop rule, here as in `verify`.
         end = next((i for i, token in enumerate(drafted) if state.stop.ends_sequence(token)), None)
         accepted.append(path[:count] if end is None else path[: end + 1])
         bonus.append(drafted[end] if end is not None else last if last >= 0 else None)
+        if last < 0 and tree.nodes(row):
+            state.fail(row, _undefined(row))
+            # As in `verify`.
+            bonus[-1] = tree.tokens[tree.row_start[row]]
     return Verdict(tree, accepted, bonus)
 
 

@@ -19,7 +19,7 @@ def _number(low: float, high: float) -> Any:
 
 
 class TextRequest(BaseModel):
-    """Fields that all endpoints for text share; the endpoint rejects names that it does not know."""
+    """Fields that all endpoints for text share; each rejects names that it does not know."""
 
     model_config = ConfigDict(extra="allow")
 

@@ -79,7 +79,9 @@ class ServedModel(ModelManager):
                 code="model_not_found",
             )
 
-    def load_model_and_processor(self, model_id_and_revision: str, *args: Any, **kwargs: Any) -> Any:
+    def load_model_and_processor(
+        self, model_id_and_revision: str, *args: Any, **kwargs: Any
+    ) -> Any:
         """Load the model, or return it if it is loaded; every endpoint comes by here."""
         if model_id_and_revision != self._key or kwargs.get("gguf_file") != self._gguf_file:
             self.check(model_id_and_revision)

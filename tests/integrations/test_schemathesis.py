@@ -13,8 +13,9 @@ import pytest
 from tests.serving.conftest import Served, folder, plain, starting  # noqa: F401 - a fixture
 
 pytest.importorskip("fastapi", reason="needs the extra 'serve'")
-schemathesis = pytest.importorskip("schemathesis", reason="needs the extra 'test'")
+pytest.importorskip("schemathesis", reason="needs the extra 'test'")
 
+import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings, strategies
 
 from hf_spec.serving.bodies import ChatRequest, CompletionRequest, ResponseRequest, TextRequest

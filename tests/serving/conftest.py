@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from hf_spec.serving.manager import SpeculativeManager
 from hf_spec.serving.settings import ServeSettings
 from tests import tiny_models

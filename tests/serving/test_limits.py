@@ -209,7 +209,7 @@ class TestLimitsOfTheServer:
     def test_tokens(self, start: Callable[..., Served]) -> None:
         served = start(max_prompt=5, max_tokens=7)
         assert served.ask("babe", max_tokens=7).usage.completion_tokens == 7
-        with pytest.raises(openai.BadRequestError, match="max_tokens=8: .* may have 7"):
+        with pytest.raises(openai.BadRequestError, match=r"max_tokens=8: .* may have 7"):
             served.ask("babe", max_tokens=8)
         with pytest.raises(openai.BadRequestError, match=r"has 7 tokens; it may have 5"):
             served.ask("bababababaca", max_tokens=7)
