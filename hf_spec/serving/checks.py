@@ -27,6 +27,8 @@ MAX_NUMBER = 2**31 - 1
 # Scores are divided by it in float32; 0 asks for greedy decoding.
 MIN_TEMPERATURE = 1e-3
 
+# Settings that a field of another name sets.
+FIELDS = {"sequence_bias": "logit_bias (sequence_bias)"}
 # Settings that hold token ids, one or more.
 TOKEN_SETTINGS = {
     "bos_token_id",
@@ -116,15 +118,15 @@ def check_config(config: GenerationConfig, model: PreTrainedModel, settings: Ser
         own = getattr(model.generation_config, name, None)
         if name.startswith("_") or value is None or value == own:
             continue
-        wrong = f"{name}={value!r:.60}"
+        wrong = f"{FIELDS.get(name, name)}={value!r:.60}"
         numbers = list(_numbers(value))
         if len(numbers) > MAX_VALUES:
-            raise OptionError(f"{wrong} holds {len(numbers)} values; at most {MAX_VALUES} may be")
+            raise OptionError(f"{wrong} holds {len(numbers)} values; it may have {MAX_VALUES}")
         for number in numbers:
             # Written so that NaN is wrong, too.
             if not abs(number) <= MAX_NUMBER:
                 raise OptionError(
-                    f"{wrong} holds {number!r:.30}; numbers must be within {MAX_NUMBER}"
+                    f"{wrong} holds {number!r:.30}; numbers must be finite and at most {MAX_NUMBER}"
                 )
         _check_range(name, value, wrong)
         _check_tokens(name, value, wrong, vocab)
@@ -203,7 +205,7 @@ def _check_stop_strings(strings: Any, settings: ServeSettings) -> None:
     if not isinstance(found, list) or not all(isinstance(text, str) and text for text in found):
         raise OptionError(f"stop={strings!r:.60} must be a text or a list of texts, none empty")
     if len(found) > settings.max_stop:
-        raise OptionError(f"stop holds {len(found)} texts; at most {settings.max_stop} may be")
+        raise OptionError(f"stop holds {len(found)} texts; a request may have {settings.max_stop}")
     if (longest := max(map(len, found), default=0)) > settings.max_stop_length:
         raise OptionError(
             f"stop holds a text of {longest} characters; each may have {settings.max_stop_length}"

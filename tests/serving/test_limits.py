@@ -78,7 +78,7 @@ FIELDS = [
 CONFIGS = [
     ({"bad_words_ids": [[HUGE]]}, "bad_words_ids"),
     ({"bad_words_ids": [[5.5]]}, "bad_words_ids"),
-    ({"bad_words_ids": [[5, 6]] * 4000}, "at most 4096"),
+    ({"bad_words_ids": [[5, 6]] * 4000}, "may have 4096"),
     ({"forced_eos_token_id": HUGE}, "forced_eos_token_id"),
     ({"forced_bos_token_id": HUGE}, "forced_bos_token_id"),
     ({"forced_eos_token_id": [1, -1]}, "forced_eos_token_id"),
