@@ -135,15 +135,15 @@ class _OffLoop:
         return partial(answer, *args, **kwargs)
 
 
-class _Chat(_OffLoop, ChatCompletionHandler):
+class _Chat(_OffLoop, ChatCompletionHandler):  # type: ignore[misc]
     pass
 
 
-class _Completions(_OffLoop, CompletionHandler):
+class _Completions(_OffLoop, CompletionHandler):  # type: ignore[misc]
     pass
 
 
-class _Responses(_OffLoop, ResponseHandler):
+class _Responses(_OffLoop, ResponseHandler):  # type: ignore[misc]
     pass
 
 

@@ -142,8 +142,7 @@ class RequestGeneration(GenerateManager):
         tokenizer = getattr(processor, "tokenizer", processor)
         streamer = _Streamer(tokenizer._tokenizer, loop, queue, response_parser)
         if self._ready is None:
-            given = self._alone(model, processor, inputs, gen_config)
-            streamer.follow(self.submit(model.generate, **given, streamer=streamer))
+            streamer.follow(self._run_alone(model, processor, inputs, gen_config, streamer))
         else:
             streamer.put(inputs["input_ids"][0])
             streamer.follow(self._submit(lambda tokens: streamer.put(torch.tensor(tokens))))
@@ -160,9 +159,8 @@ class RequestGeneration(GenerateManager):
         """Return the whole answer: its text, the length of the prompt and the new tokens."""
         prompt_len = inputs["input_ids"].shape[-1]
         if self._ready is None:
-            given = self._alone(model, processor, inputs, gen_config)
             watch = _Watch()
-            future = self.submit(model.generate, **given, streamer=watch)
+            future = self._run_alone(model, processor, inputs, gen_config, watch)
             watch.future = future
         else:
             future = self._submit(lambda tokens: None)
@@ -197,15 +195,16 @@ class RequestGeneration(GenerateManager):
         with _counted(self._scheduler):
             return self._scheduler.submit(self._ready, on_tokens)
 
-    def _alone(
-        self, model: PreTrainedModel, processor: Any, inputs: Any, config: GenerationConfig
-    ) -> dict[str, Any]:
-        """Arguments of a call of `generate()`; the strategy is in the generation config."""
+    def _run_alone(
+        self, model: Any, processor: Any, inputs: Any, config: GenerationConfig, streamer: Any
+    ) -> Future[Any]:
+        """Queue a call of `generate()`; the strategy is in the generation config."""
         given = {**inputs, "generation_config": config, "tokenizer": processor}
         if hasattr(model, "has_talker"):
             # The answer is text.
             given["generation_mode"] = "text"
-        return {**given, "assistant": self._manager.assistant}
+        assistant = self._manager.assistant
+        return self.submit(model.generate, **given, assistant=assistant, streamer=streamer)
 
 
 class SpeculativeState(GenerationState):

@@ -165,7 +165,8 @@ class Scheduler:
                 return None
             first = self._waiting[0]
             if isinstance(first, _Call):
-                self._call = self._waiting.popleft()
+                self._waiting.popleft()
+                self._call = first
             return first
 
     def _run_batch(self) -> None:

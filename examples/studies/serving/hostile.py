@@ -222,7 +222,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     del model
     command = [sys.executable, "-m", "hf_spec", "serve", arguments.model, "--device", "cpu"]
     command += ["--strategy", arguments.strategy, "--max-length", "512"]
-    with served("hf-spec serve", command, folder / "serve.log") as server:
+    with served("hf-spec serve", command, arguments.log or folder / "serve.log") as server:
         before = server.memory
         turns = [turn(server, n, arguments, expected) for n in range(arguments.turns)]
         metrics = server.metrics()
@@ -243,6 +243,7 @@ def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--requests", type=int, default=200, help="of each client in each turn")
     parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--log", type=Path, help="file for the server's log; kept if it is named")
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args(argv)
 

@@ -39,7 +39,8 @@ def test_what_counts_as_it_should_be() -> None:
 
 def test_no_innocent_request_is_lost(folder: Path, tmp_path: Path) -> None:  # noqa: F811
     out = tmp_path / "hostile.json"
-    options = {"--model": folder, "--clients": 8, "--requests": 25, "--turns": 2, "--out": out}
+    options = {"--model": folder, "--clients": 8, "--requests": 25, "--turns": 2}
+    options |= {"--log": tmp_path / "serve.log", "--out": out}
     hostile.main([str(part) for pair in options.items() for part in pair])
     found = json.loads(out.read_text())
     for turn in found["turns"]:
