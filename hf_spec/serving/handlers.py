@@ -37,6 +37,7 @@ CLIENT_ERRORS = (
     ArithmeticError,
     AttributeError,
     LookupError,
+    NotImplementedError,
     RecursionError,
     TemplateError,
     TypeError,
@@ -49,7 +50,10 @@ def reading() -> Iterator[None]:
     """Turn errors about the contents of a request into `RequestError` with status 400."""
     try:
         yield
-    except CLIENT_ERRORS as error:
+    except (*CLIENT_ERRORS, RuntimeError) as error:
+        # torch raises it about values that make no tensor. Its subclasses are about the device.
+        if not isinstance(error, CLIENT_ERRORS) and type(error) is not RuntimeError:
+            raise
         # The message of a missing key is its name alone.
         plain = isinstance(error, (ValueError, TemplateError))
         message = str(error) if plain else f"{type(error).__name__}: {error}"

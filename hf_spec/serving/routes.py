@@ -141,5 +141,7 @@ async def _http_error(request: Any, error: Any) -> Response:
 
 
 async def _failure(request: Any, error: Any) -> Response:
-    # The traceback is in the log; a client learns no more than the message.
-    return await _request_error(request, RequestError(500, f"{type(error).__name__}: {error}"))
+    # The traceback is in the log; a client learns no more than the message. The connection is
+    # closed, which a client must know before it uses it again.
+    message, headers = f"{type(error).__name__}: {error}", {"Connection": "close"}
+    return await _request_error(request, RequestError(500, message, headers=headers))

@@ -102,6 +102,8 @@ CONFIGS = [
     ({"stop_strings": [5]}, "stop"),
     ({"max_time": float("inf")}, "max_time"),
     ({"spec_strategy": "none"}, "spec_strategy"),
+    # Without a token that ends a sequence, which a config of its own does not have.
+    ({"exponential_decay_length_penalty": [1, 2.0]}, "dtype of NoneType"),
 ]
 
 

@@ -48,7 +48,7 @@ CONFIGS: list[dict[str, Any]] = [
     {"no_repeat_ngram_size": 10**9},
     {"num_return_sequences": 10**9},
     # Passes every check and makes an infinite score, from which nothing can be drawn.
-    {"do_sample": True, "exponential_decay_length_penalty": [-5, 2e9]},
+    {"do_sample": True, "eos_token_id": 2, "exponential_decay_length_penalty": [-5, 2e9]},
 ]
 FIELDS: list[dict[str, Any]] = [
     {"logit_bias": {str(HUGE): 5}},
