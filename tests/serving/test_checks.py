@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -244,34 +242,3 @@ class TestLimitsOfTheServer:
             check_config(GenerationConfig(pad_token_id=-1), model, ServeSettings())
         with pytest.raises(OptionError, match="pad_token_id=-1"):
             check_config(GenerationConfig(pad_token_id=-1), model, ServeSettings())
-
-
-def test_health_answers_while_requests_are_read(start: Callable[..., Served]) -> None:
-    """A chat template that runs for seconds, prompts and stop strings as long as they may be."""
-    served = start(client_templates=True, max_stop=500)
-    slow = "{% for a in range(1500) %}{% for b in range(1000) %}{% endfor %}{% endfor %}"
-    bodies = [{"chat_template_kwargs": {"chat_template": slow + "user"}}] * 4
-    bodies += [{"messages": [{"role": "user", "content": "ba" * 1_900_000}]}] * 2
-    bodies += [{"stop": [f"{number:05}" * 8 for number in range(500)]}] * 2
-    stop, slowest = threading.Event(), 0.0
-
-    def watch() -> None:
-        nonlocal slowest
-        with httpx2.Client(timeout=30) as client:
-            while not stop.is_set():
-                began = time.perf_counter()
-                assert client.get(f"{served.url}/health").status_code == 200
-                slowest = max(slowest, time.perf_counter() - began)
-                time.sleep(0.02)
-
-    watching = threading.Thread(target=watch)
-    watching.start()
-    began = time.perf_counter()
-    with ThreadPoolExecutor(8) as pool:
-        statuses = [r.status_code for r in pool.map(lambda body: post(served, body), bodies)]
-    took = time.perf_counter() - began
-    stop.set()
-    watching.join()
-    assert set(statuses) <= {200, 400}
-    assert took > 1, "reading takes long enough to be noticed"
-    assert slowest < 1
