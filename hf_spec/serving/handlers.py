@@ -83,6 +83,12 @@ class ServedModel(ModelManager):
                 code="model_not_found",
             )
 
+    def name_in(self, body: dict[str, Any]) -> None:
+        """Check the name in a body, and add it where there is none; errors are those of `check`."""
+        if body.get("model") is None:
+            body["model"] = self.name
+        self.check(body["model"])
+
     def load_model_and_processor(
         self, model_id_and_revision: str, *args: Any, **kwargs: Any
     ) -> Any:
@@ -116,7 +122,7 @@ class _OffLoop:
     def _read(self, body: dict[str, Any], request_id: str) -> Callable[[], Any]:
         """Return what starts the answer; in a thread."""
         with reading():
-            self.model_manager.check(body.setdefault("model", self.model_manager.name))
+            self.model_manager.name_in(body)
             check_body(body, self.generation_state.manager.settings)
             # It waits for nothing that needs the event loop of the server.
             return asyncio.run(super().handle_request(body, request_id))  # type: ignore[misc]
@@ -195,7 +201,7 @@ def _decisions(model: ServedModel, state: SpeculativeState) -> Any:
 
     class Decisions(SystemOneHandler):
         async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
-            model.check(body.setdefault("model", model.name))
+            model.name_in(body)
             with reading():
                 await asyncio.to_thread(self._open)
                 return await super().handle_request(body, request_id)

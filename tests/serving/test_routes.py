@@ -70,8 +70,9 @@ class TestModels:
         assert response.status_code == 404
 
     def test_no_name_means_the_served_one(self, served: Served) -> None:
-        response = httpx2.post(f"{served.url}/v1/chat/completions", json=CHAT)
-        assert response.json()["choices"][0]["message"]["content"] == plain("babebi", 2)
+        for body in (CHAT, {**CHAT, "model": None}):
+            response = httpx2.post(f"{served.url}/v1/chat/completions", json=body)
+            assert response.json()["choices"][0]["message"]["content"] == plain("babebi", 2)
 
 
 class TestManagement:
