@@ -76,12 +76,15 @@ class ServedModel(ModelManager):
             RequestError: with status 404.
         """
         if requested != self.name:
-            raise RequestError(
-                404,
-                f"the model {requested!r:.200} does not exist; this server has {self.name!r}",
-                param="model",
-                code="model_not_found",
-            )
+            raise self._missing(requested)
+
+    def _missing(self, requested: object) -> RequestError:
+        return RequestError(
+            404,
+            f"the model {requested!r:.200} does not exist; this server has {self.name!r}",
+            param="model",
+            code="model_not_found",
+        )
 
     def name_in(self, body: dict[str, Any]) -> None:
         """Check the name in a body, and add it where there is none; errors are those of `check`."""
@@ -93,8 +96,8 @@ class ServedModel(ModelManager):
         self, model_id_and_revision: str, *args: Any, **kwargs: Any
     ) -> Any:
         """Load the model, or return it if it is loaded; every endpoint comes by here."""
-        if model_id_and_revision != self._key or kwargs.get("gguf_file") != self._gguf_file:
-            self.check(model_id_and_revision)
+        if (model_id_and_revision, kwargs.get("gguf_file")) != (self._key, self._gguf_file):
+            raise self._missing(model_id_and_revision)
         return super().load_model_and_processor(model_id_and_revision, *args, **kwargs)
 
     @property
