@@ -28,8 +28,9 @@ from hf_spec.serving.checks import check_body
 from hf_spec.serving.errors import RequestError
 from hf_spec.serving.manager import SpeculativeManager, SpeculativeState
 
-# Requests that are read at a time; more wait for a thread.
-READERS = 4
+# Requests that are read at a time; more wait for a thread. Each takes the interpreter from the
+# event loop for 5 ms at a time, so more of them would delay streams and `/health`.
+READERS = 2
 
 # What wrong contents of a body raise in handlers, templates and tokenizers. Without a translation
 # each would be a status 500, which clients take for a reason to try again.

@@ -30,7 +30,7 @@ class ServeSettings(Settings):
         max_tokens: largest max_tokens of a request; by default an answer may fill max_length.
         max_stop: most stop strings of a request.
         max_stop_length: longest stop string in characters.
-        max_body: largest request body in bytes.
+        max_body: largest request body in bytes; images in a request need more than the default.
         client_templates: accept a chat template in a request. A template is a program that may
             run for as long as it likes.
         management: answer /load_model and /reset, which load the model again and drop it.
@@ -47,7 +47,7 @@ class ServeSettings(Settings):
     max_tokens: Count | None = None
     max_stop: Annotated[int, Within(0)] = 8
     max_stop_length: Count = 64
-    max_body: Count = 4 * 2**20
+    max_body: Count = 2**20
     client_templates: bool = False
     management: bool = False
 

@@ -66,7 +66,7 @@ def test_health_answers_while_requests_are_read(start: Callable[..., Served]) ->
     served = start(client_templates=True, max_stop=500)
     slow = "{% for a in range(1500) %}{% for b in range(1000) %}{% endfor %}{% endfor %}"
     bodies = [{"chat_template_kwargs": {"chat_template": slow + "user"}}] * 4
-    bodies += [{"messages": [{"role": "user", "content": "ba" * 1_900_000}]}] * 2
+    bodies += [{"messages": [{"role": "user", "content": "ba" * 500_000}]}] * 2
     bodies += [{"stop": [f"{number:05}" * 8 for number in range(500)]}] * 2
     stop, slowest = threading.Event(), 0.0
 
@@ -89,4 +89,4 @@ def test_health_answers_while_requests_are_read(start: Callable[..., Served]) ->
     watching.join()
     assert set(statuses) <= {200, 400}
     assert took > 1, "reading takes long enough to be noticed"
-    assert slowest < 1
+    assert slowest < 1, slowest
