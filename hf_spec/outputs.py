@@ -331,7 +331,9 @@ class SpecRequestOutput(GenerationOutput):
     """One sequence of `generate_batch()`: transformers' own output with the counts of the sequence.
 
     `logprobs` stays empty; `lifespan` says when the sequence took its place in the batch and when
-    it ended, in seconds of `time.perf_counter()`.
+    it ended, in seconds of `time.perf_counter()`. As in transformers, an error in a processor, a
+    stopping criterion or a draw of this sequence ends it alone: `error` has its text, `status` is
+    `FAILED`, and `generated_tokens` has what was committed before that round.
     """
 
     status: RequestStatus = RequestStatus.FINISHED

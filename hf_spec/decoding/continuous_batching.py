@@ -3,8 +3,9 @@
 The rows of a batch are slots. In every step the slots that are free take prompts from the queue;
 a newcomer's prompt runs in the same packed forward as the drafts of the others. Sequences share
 nothing but forwards: each has the processors and the stop rules that `generate()` prepares for it
-alone, so each comes out as it would from a batch of one. (Yu et al. 2022, OSDI 22; named as future
-work by Ni et al. 2024, arXiv 2405.07542.)
+alone, so each comes out as it would from a batch of one. An error in a processor, a stop rule or a
+draw ends the sequence that it belongs to; the others go on. (Yu et al. 2022, OSDI 22; named as
+future work by Ni et al. 2024, arXiv 2405.07542.)
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.generation.continuous_batching.requests import RequestStatus
 
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.loop import count_models, speculative_step
@@ -67,18 +69,20 @@ class Slots(ABC):
         batching: str = "unpadded",
     ):
         self._running: dict[int, tuple[Request, float]] = {}
-        self._processors = RowProcessors(num_slots)
         device = execution_device(model.get_input_embeddings())
         empty = torch.zeros(num_slots, 0, dtype=torch.long, device=device)
         self._state = GenerationState.create(
             empty,
             empty,
             sample.stop,
-            processors=[self._processors] if sample.processors else [],
+            isolated=True,
             do_sample=sample.do_sample,
             streamer=streamer,
         )
         self._state.finished = [True] * num_slots
+        self._processors = RowProcessors(num_slots, self._state.fail)
+        if sample.processors:
+            self._state.processors = [self._processors]
         self._drafter = drafter
         self._target = ModelRunner(
             model, num_slots, drafter.hidden_layers, drafter.virtual_tokens, batching
@@ -139,8 +143,9 @@ class Slots(ABC):
 
     def _begin(self, row: int, request: Request, prepared: Prepared) -> None:
         """Give a free row a request."""
-        self._state.begin(row, request.index, request.prompt, prepared.stop, prepared.do_sample)
+        # First what may raise: a processor that cannot be copied.
         self._processors.begin(row, prepared.processors)
+        self._state.begin(row, request.index, request.prompt, prepared.stop, prepared.do_sample)
         self._running[row] = request, time.perf_counter()
 
     def _restart(self, row: int) -> None:
@@ -149,8 +154,9 @@ class Slots(ABC):
         self._drafter.restart(row)
 
     def _output(self, row: int) -> SpecRequestOutput:
-        """Take a sequence out of its row, as far as it has come."""
+        """Take a sequence out of its row, as far as it has come; `error` says what ended it."""
         request, began = self._running.pop(row)
+        error = self._state.errors.get(row)
         return SpecRequestOutput(
             request_id=request.request_id,
             prompt_ids=request.prompt,
@@ -158,6 +164,8 @@ class Slots(ABC):
             created_time=self._created,
             lifespan=(began, time.perf_counter()),
             spec_stats=self.stats.rows[request.index],
+            error=error,
+            status=RequestStatus.FINISHED if error is None else RequestStatus.FAILED,
         )
 
 

@@ -127,7 +127,7 @@ class NodeProcessors:
         self._steps: list[Any] = []
         for processor in processors:
             if isinstance(processor, RowProcessors):
-                self._steps.append(_OfRow(processor.stateless if stateless_only else processor.all))
+                self._steps.append(processor.step(stateless_only))
             elif not stateless_only or (_is_known(processor) and not _may_fail(processor)):
                 self._steps.append(_step(processor, num_rows))
 
@@ -175,11 +175,23 @@ class RowProcessors:
 
     It stands in a list of processors for all that `generate()` would have prepared. `begin` may
     follow at any time: what was made from that list knows of it.
+
+    An error of a row's processor is passed to `on_error` and leaves the scores of that row as they
+    are; other rows are processed as usual.
     """
 
-    def __init__(self, num_rows: int):
+    def __init__(self, num_rows: int, on_error: Callable[[int, Exception], None]):
         self.all = [NodeProcessors([], 1) for _ in range(num_rows)]
         self.stateless = list(self.all)
+        self._on_error = on_error
+
+    def step(self, stateless_only: bool) -> _OfRow:
+        """Return what applies each row's own list, whatever the row holds at that time."""
+        if stateless_only:
+            # Draft scores may be any. A processor that fails on them alone costs acceptance, not
+            # the row; one that fails on the target's scores is reported by the verifier.
+            return _OfRow(self.stateless, lambda row, error: None)
+        return _OfRow(self.all, self._on_error)
 
     def begin(self, row: int, processors: Sequence[Any]) -> None:
         """Give a row the processors of its new sequence, as prepared for a batch of one."""
@@ -191,8 +203,8 @@ class RowProcessors:
 class _OfRow:
     """The processors of each row's own list."""
 
-    def __init__(self, lists: Sequence[NodeProcessors]):
-        self.lists = lists
+    def __init__(self, lists: Sequence[NodeProcessors], on_error: Callable[[int, Exception], None]):
+        self.lists, self._on_error = lists, on_error
 
     @property
     def reads_prefix(self) -> bool:
@@ -209,7 +221,10 @@ class _OfRow:
                 groups[row].append(node)
         for row, nodes in groups.items():
             mine = [prefixes[node] for node in nodes] if prefixes else None
-            scores[nodes] = self.lists[row]([0] * len(nodes), mine, scores[nodes])
+            try:
+                scores[nodes] = self.lists[row]([0] * len(nodes), mine, scores[nodes])
+            except Exception as error:  # noqa: BLE001 - a row's error must not reach other rows
+                self._on_error(row, error)
         return scores
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ from hf_spec.decoding.streaming import StreamFeed
 from hf_spec.devices.clock import Stopwatch, clock_of
 from hf_spec.execution.tree import Verdict
 from hf_spec.outputs import RowStats, SpecGenerateOutput, SpecStats
+
+logger = logging.getLogger(__name__)
 
 # How many tokens a row may be ahead of the step that criteria are asked about. Drafts that would
 # lead further are left out: a stop before them would make them useless.
@@ -39,6 +42,8 @@ class GenerationState:
         streamer: receives the tokens of each round: one of transformers for a single row, else a
             `BatchStreamer`.
         keep_scores, keep_logits: whether the output wants them.
+        isolated: whether an error in a row's processor, stop rule or draw ends that row alone, as
+            sequences of different calls need it; otherwise it is raised.
         expected_length: how long the rows will get, where all of them end with the call; 0 where
             others follow in their place, or nobody knows.
         device: of the user's `input_ids`; processors, stop rules and the output are there.
@@ -47,6 +52,7 @@ class GenerationState:
         sequence: per row which sequence of the call it holds; `stats.rows` is in that order.
         draws: per row whether its tokens are drawn.
         feed: what the streamer was given.
+        errors: the errors that ended rows, until these rows `begin` again.
     """
 
     frames: Tensor
@@ -59,6 +65,7 @@ class GenerationState:
     streamer: Any = None
     keep_scores: bool = False
     keep_logits: bool = False
+    isolated: bool = False
     expected_length: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     stats: SpecStats = field(init=False)
@@ -67,6 +74,7 @@ class GenerationState:
     sequence: list[int] = field(init=False)
     draws: list[bool] = field(init=False)
     feed: StreamFeed = field(init=False)
+    errors: dict[int, str] = field(init=False)
     scores: list[list[Tensor]] = field(init=False)
     logits: list[list[Tensor]] = field(init=False)
 
@@ -75,6 +83,7 @@ class GenerationState:
         self.generated = [0] * self.num_rows
         self.sequence = list(range(self.num_rows))
         self.draws = [self.do_sample] * self.num_rows
+        self.errors = {}
         self._stops = [self.stop] * self.num_rows
         self._prompt_lengths = [self.prompt_length] * self.num_rows
         # Per row: at which generated token the first rule held; the last step that criteria were
@@ -196,10 +205,28 @@ class GenerationState:
         self.finished[row] = False
         self._stops[row], self._ends[row], self._asked[row] = stop, None, 0
         self._depths[row] = []
+        self.errors.pop(row, None)
         self.scores[row], self.logits[row] = [], []
         self.feed.begin(row, sequence)
         missing = sequence + 1 - len(self.stats.rows)
         self.stats.rows += [RowStats() for _ in range(missing)]
+
+    def fail(self, row: int, error: Exception) -> None:
+        """End an isolated row with an error; it commits nothing more. Raise it otherwise."""
+        if not self.isolated:
+            raise error
+        logger.warning("a sequence ended with an error", exc_info=error)
+        # As text: a traceback would keep the frames of this step, and with them the KV cache.
+        self.errors.setdefault(row, f"{type(error).__name__}: {error}")
+        self.finished[row] = True
+
+    @contextmanager
+    def containing(self, row: int) -> Iterator[None]:
+        """Pass an error that the block raises to `fail`."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - user code may raise anything
+            self.fail(row, error)
 
     def commit(self, verdict: Verdict) -> None:
         """Append each row's new tokens and cut off what lies after a stop.
@@ -278,9 +305,10 @@ class GenerationState:
                 self.scores[row].append(verdict.scores[row][index])
             if verdict.logits is not None:
                 self.logits[row].append(verdict.logits[row][index])
-            if self._ends[row] is None and stop.end_row(self._newest_frame(row), token):
-                self._ends[row] = self.generated[row]
-            if self._ends[row] is not None and stop.pads:
+            with self.containing(row):
+                if self._ends[row] is None and stop.end_row(self._newest_frame(row), token):
+                    self._ends[row] = self.generated[row]
+            if row in self.errors or (self._ends[row] is not None and stop.pads):
                 break
         tree, gained = verdict.tree, self.generated[row] - before
         self.stats.rows[self.sequence[row]].count(
@@ -296,16 +324,18 @@ class GenerationState:
         """Ask the criteria as far as all is there, then hand on what is certain."""
         try:
             for stop in dict.fromkeys(self._stops):
-                if stop.asks:
-                    self._ask(stop)
+                rows = [row for row in range(self.num_rows) if self._stops[row] is stop]
+                # Isolated rows have rules of their own, so an error belongs to one row.
+                if stop.asks and self.errors.keys().isdisjoint(rows):
+                    with self.containing(rows[0]):
+                        self._ask(stop, rows)
         finally:
             # A criterion may raise: what it let pass before is out, as in plain generate().
             if self.streamer is not None:
                 self._stream()
 
-    def _ask(self, stop: StopRules) -> None:
+    def _ask(self, stop: StopRules, rows: Sequence[int]) -> None:
         """Ask the criteria of one call about every step that all of its rows have reached."""
-        rows = [row for row in range(self.num_rows) if self._stops[row] is stop]
         while self._reached(stop, rows, step := self._asked[rows[0]] + 1):
             scores = self._scores_until(rows, step) if self.keep_scores else None
             ended = stop.ask(self._frames_at(rows, step), scores)
@@ -400,7 +430,7 @@ class GenerationState:
         for row, certain in enumerate(lengths):
             length = min(certain, self._asked[row]) if self._stops[row].asks else certain
             prompt = len(self.tokens[row]) - self.generated[row]
-            ended = self.finished[row] and length == self.generated[row]
+            ended = self.finished[row] and (length == self.generated[row] or row in self.errors)
             self.feed.send(row, self.tokens[row][prompt : prompt + length], ended)
 
     @staticmethod

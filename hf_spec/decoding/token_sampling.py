@@ -34,6 +34,19 @@ def draw(probs: Tensor, count: int = 1) -> Tensor:
     return first_to_ring(probs, count)
 
 
+def draw_or_none(probs: Tensor) -> Tensor:
+    """Draw one token per line of (M, V) `probs`: (M,) int64, -1 where the line has NaN.
+
+    A softmax over scores with NaN, an infinite score or only -inf is NaN throughout.
+    """
+    undefined = probs[:, 0].isnan()
+    # A GPU is not asked, because the host would wait for the answer.
+    if probs.device.type == "cpu" and not undefined.any():
+        return draw(probs)[:, 0]
+    drawn = draw(probs.masked_fill(undefined[:, None], 1.0))[:, 0]
+    return drawn.masked_fill(undefined, -1)
+
+
 def first_to_ring(rates: Tensor, count: int) -> Tensor:
     """Which of the clocks of each line ring first, the rates being anything but negative."""
     return (rates / torch.empty_like(rates).exponential_()).topk(count, dim=-1).indices

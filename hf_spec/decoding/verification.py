@@ -31,7 +31,7 @@ from transformers import LogitsProcessor
 
 from hf_spec.decoding.processors import NodeProcessors
 from hf_spec.decoding.state import GenerationState
-from hf_spec.decoding.token_sampling import draw
+from hf_spec.decoding.token_sampling import draw_or_none
 from hf_spec.devices.transfer import fetch, send
 from hf_spec.execution.tree import DraftTree, Verdict
 
@@ -61,13 +61,18 @@ class Verifier(LogitsProcessor):
         while here:
             paths = {row: [tree.tokens[node] for node in accepted[row]] for row in here}
             for row, (token, node) in self._step(tree, walk, here, paths).items():
-                if node is None:
+                if token < 0:
+                    state.fail(row, _undefined(row))
+                if row in state.errors:
+                    # Nothing of the verdict is committed, but drafters read it.
+                    bonus[row] = tree.tokens[tree.row_start[row]]
+                elif node is None:
                     bonus[row] = token
-                    continue
-                accepted[row].append(node)
-                if state.stop.ends_sequence(token):
-                    # Plain generate() asks nobody what follows; this is cut off by the stop rule.
-                    bonus[row] = token
+                else:
+                    accepted[row].append(node)
+                    if state.stop.ends_sequence(token):
+                        # Plain generate() asks nobody what follows; the stop rule cuts this off.
+                        bonus[row] = token
             here = {row: accepted[row][-1] for row in here if bonus[row] is None}
         return Verdict(
             tree,
@@ -89,7 +94,10 @@ class Verifier(LogitsProcessor):
     def _step(
         self, tree: DraftTree, walk: Walk, here: dict[int, int], paths: dict[int, list[int]]
     ) -> dict[int, tuple[int, int | None]]:
-        """Per row the token that follows its current node, and the child that carries it if any."""
+        """Per row the token that follows its current node, and the child that carries it if any.
+
+        The token is -1 where the scores of a row that draws define no distribution.
+        """
 
 
 class Walk:
@@ -168,10 +176,17 @@ class NodeDraw(Verifier):
         scores = walk.visit(here, paths)
         if walk.state.drawing:
             scores = _decided(scores, list(here), walk.state)
-            tokens = torch.multinomial(scores.softmax(dim=-1), 1)[:, 0].tolist()
+            tokens = draw_or_none(scores.softmax(dim=-1)).tolist()
         else:
             tokens = scores.argmax(dim=-1).tolist()
         return carried(tree, here, tokens)
+
+
+def _undefined(row: int) -> RuntimeError:
+    return RuntimeError(
+        f"row {row}: no token can be drawn, since the probability tensor contains inf or nan after "
+        "the logits processors; check temperature and the other sampling settings"
+    )
 
 
 def rows_of(tree: DraftTree) -> list[int]:
@@ -203,13 +218,15 @@ def _walk_on_device(tree: DraftTree, scores: Tensor, state: GenerationState) -> 
     accepted: list[list[int]] = []
     bonus: list[int | None] = []
     for row, (count, last, *path) in enumerate(fetch(torch.cat(columns, dim=1))):
-        if last < 0 and tree.nodes(row):
-            raise RuntimeError(f"row {row}: no token has a probability above 0, so none is drawn")
         drafted = [tree.tokens[node] for node in path[:count]]
         # What lies after the end of a sequence is cut off by the stop rule, here as in `verify`.
         end = next((i for i, token in enumerate(drafted) if state.stop.ends_sequence(token)), None)
         accepted.append(path[:count] if end is None else path[: end + 1])
         bonus.append(drafted[end] if end is not None else last if last >= 0 else None)
+        if last < 0 and tree.nodes(row):
+            state.fail(row, _undefined(row))
+            # As in `verify`.
+            bonus[-1] = tree.tokens[tree.row_start[row]]
     return Verdict(tree, accepted, bonus)
 
 
@@ -257,7 +274,7 @@ class ResidualRejection(Verifier):
             target = torch.where(rejected, _normalised(residual, target), target)
             others = draft.scatter(1, token, 0.0)
             draft = torch.where(rejected, _normalised(others, others), draft)
-        return torch.where(chosen < 0, draw(target)[:, 0], chosen)
+        return torch.where(chosen < 0, draw_or_none(target), chosen)
 
 
 def carried(

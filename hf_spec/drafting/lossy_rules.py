@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from hf_spec.decoding.processors import NodeProcessors
+from hf_spec.decoding.token_sampling import draw_or_none
 from hf_spec.decoding.verification import Verifier, Walk
 from hf_spec.errors import UnsupportedError
 from hf_spec.execution.tree import DraftTree
@@ -56,7 +57,7 @@ class LongestPath(Verifier):
         self, tree: DraftTree, walk: Walk, here: dict[int, int], paths: dict[int, list[int]]
     ) -> dict[int, tuple[int, int | None]]:
         probs = walk.visit(here, paths).softmax(dim=-1)
-        drawn = torch.multinomial(probs, 1)[:, 0]
+        drawn = draw_or_none(probs)
         steps: dict[int, tuple[int, int | None]] = {}
         for (row, node), bonus in zip(here.items(), drawn.tolist(), strict=True):
             child = self._next.get(node)
@@ -99,7 +100,7 @@ class PathSampling(LongestPath):
             while tree.parent[path[-1]] >= 0:
                 path.append(tree.parent[path[-1]])
             for node in path[-2::-1]:
-                if int(torch.multinomial(probs[tree.parent[node]], 1)) != tree.tokens[node]:
+                if int(draw_or_none(probs[tree.parent[node]][None])) != tree.tokens[node]:
                     break
                 accepted.add(node)
         return accepted

@@ -1,6 +1,7 @@
 """One thread that runs one model: requests join its batch in the order in which they came.
 
 A request is a `Future`: cancelling it takes the sequence out before the next step, wherever it is.
+A sequence whose own settings raise an error gets that error; the others go on.
 The batch lives as long as anything runs, and its memory with it.
 """
 
@@ -10,19 +11,17 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from hf_spec.decoding.open_batch import OpenBatch
+from hf_spec.errors import SpecError
 from hf_spec.generation.open_generation import OpenGeneration, Ready
 from hf_spec.outputs import SpecRequestOutput, SpecStats
 from hf_spec.serving.counts import Counts, Load
-
-
-class QueueFullError(RuntimeError):
-    """So many requests wait that no more are taken."""
+from hf_spec.serving.errors import QueueFullError, SequenceError, StoppedError
 
 
 @dataclass(frozen=True)
@@ -42,12 +41,25 @@ class _Call:
     future: Future[Any] = field(default_factory=Future)
 
     def run(self) -> None:
-        if not self.future.set_running_or_notify_cancel():
+        if self.future.done():
             return
         try:
-            self.future.set_result(self.work())
+            _resolve(self.future, self.work())
         except Exception as error:  # noqa: BLE001 - it belongs to whoever waits for the result
-            self.future.set_exception(error)
+            _resolve(self.future, error=error)
+
+
+def _resolve(future: Future[Any], result: Any = None, error: Exception | None = None) -> bool:
+    """Set the outcome; False if the future was cancelled or has one."""
+    # Futures are never marked as running, so that cancelling works at any time.
+    try:
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+    except InvalidStateError:
+        return False
+    return True
 
 
 class Scheduler:
@@ -61,6 +73,7 @@ class Scheduler:
         self._max_batch, self._max_waiting = max_batch, max_waiting
         self._waiting: deque[_Sequence | _Call] = deque()
         self._running: dict[str, _Sequence] = {}
+        self._call: _Call | None = None
         self._outcomes: Counter[str] = Counter()
         # Of batches and sequences that have ended; and the same with what runs now.
         self._ended = self._seen = Counts()
@@ -75,6 +88,7 @@ class Scheduler:
 
         Raises:
             QueueFullError: if too many wait.
+            StoppedError: if the scheduler has been stopped.
         """
         return self._queue(_Sequence(ready, on_tokens))
 
@@ -104,19 +118,29 @@ class Scheduler:
         """Whether requests are still worked off."""
         return self._thread.is_alive()
 
-    def stop(self, timeout: float = 10.0) -> None:
-        """Cancel everything and end the thread, within `timeout` seconds."""
+    def stop(self, timeout: float = 2.0) -> None:
+        """Fail what runs or waits with `StoppedError`, and end the thread after its step.
+
+        Args:
+            timeout: seconds to wait for the thread.
+        """
         with self._changed:
             self._stopping = True
+            left = [*self._waiting, *self._running.values()]
+            left += [self._call] if self._call is not None else []
+            self._waiting.clear()
             self._changed.notify()
+        for item in left:
+            if _resolve(item.future, error=StoppedError()):
+                self.count("failed")
         self._thread.join(timeout)
 
     def _queue(self, item: Any) -> Future[Any]:
         with self._changed:
             if self._stopping:
-                raise QueueFullError("the server is about to stop")
+                raise StoppedError()
             if (number := self._num_waiting()) >= self._max_waiting:
-                raise QueueFullError(f"{number} requests wait already; try again later")
+                raise QueueFullError(number)
             self._waiting.append(item)
             self._changed.notify()
         return item.future
@@ -128,10 +152,10 @@ class Scheduler:
         while (item := self._first()) is not None:
             if isinstance(item, _Call):
                 item.run()
+                self._call = None
             else:
                 self._run_batch()
-        for left in (*self._waiting, *self._running.values()):
-            left.future.cancel()
+        self._running.clear()
 
     def _first(self) -> _Sequence | _Call | None:
         """What is next, once there is something; a call is taken out. None at the end."""
@@ -140,7 +164,10 @@ class Scheduler:
             if self._stopping:
                 return None
             first = self._waiting[0]
-            return self._waiting.popleft() if isinstance(first, _Call) else first
+            if isinstance(first, _Call):
+                self._waiting.popleft()
+                self._call = first
+            return first
 
     def _run_batch(self) -> None:
         """Work off sequences until none is left, or a call is next and those before it are done."""
@@ -166,11 +193,21 @@ class Scheduler:
                 assert output is not None
                 self._end(output)
         for sequence in self._admitted(batch.num_free):
-            ready = sequence.ready
-            batch.add(ready.request, ready.prepared)
-            prompt_tokens = self._ended.prompt_tokens + len(ready.request.prompt)
-            self._ended = replace(self._ended, prompt_tokens=prompt_tokens)
+            self._add(batch, sequence)
         return batch.unfinished and not self._stopping
+
+    def _add(self, batch: OpenBatch, sequence: _Sequence) -> None:
+        ready = sequence.ready
+        try:
+            batch.add(ready.request, ready.prepared)
+        except SpecError as error:
+            # A processor that cannot be copied, for instance.
+            with self._changed:
+                del self._running[ready.request.request_id]
+            self._settle(sequence, error=error)
+            return
+        prompt_tokens = self._ended.prompt_tokens + len(ready.request.prompt)
+        self._ended = replace(self._ended, prompt_tokens=prompt_tokens)
 
     def _admitted(self, places: int) -> list[_Sequence]:
         """Sequences from the head of the queue, up to the first call."""
@@ -196,7 +233,8 @@ class Scheduler:
         try:
             sequence.on_tokens(tokens)
         except Exception as error:  # noqa: BLE001 - one listener's mistake is no other's
-            self._settle(sequence, error=error)
+            if not sequence.future.cancelled():
+                self._settle(sequence, error=error)
 
     def _end(self, output: SpecRequestOutput) -> None:
         """Hand over a sequence that has left the batch, and count it."""
@@ -205,9 +243,9 @@ class Scheduler:
             del self._running[output.request_id]
         assert output.spec_stats is not None
         self._ended = self._ended.plus(SpecStats([output.spec_stats]))
-        if sequence.future.cancelled():
-            self.count("cancelled")
-        elif not sequence.future.done():
+        if output.error is not None:
+            self._settle(sequence, error=SequenceError(output.error))
+        else:
             self._settle(sequence, output.generated_tokens)
 
     def _fail(self, error: Exception) -> None:
@@ -215,27 +253,22 @@ class Scheduler:
         with self._changed:
             failed = [*self._running.values()]
             self._running.clear()
-            if not failed:
+            if not failed and self._waiting:
                 first = self._waiting.popleft()
                 assert isinstance(first, _Sequence)
                 failed = [first]
         self._ended = self._seen
         for sequence in failed:
-            if not sequence.future.done():
-                self._settle(sequence, error=error)
+            self._settle(sequence, error=error)
 
     def _settle(
         self, sequence: _Sequence, tokens: list[int] | None = None, error: Exception | None = None
     ) -> None:
-        """Let a future have its end, unless it was cancelled at this very moment."""
-        if not sequence.future.set_running_or_notify_cancel():
+        """Give a future its outcome, unless it has one; count what came of the request."""
+        if _resolve(sequence.future, tokens, error):
+            self.count("answered" if error is None else "failed")
+        elif sequence.future.cancelled():
             self.count("cancelled")
-        elif tokens is None:
-            self.count("failed")
-            sequence.future.set_exception(error)
-        else:
-            self.count("answered")
-            sequence.future.set_result(tokens)
 
     def _see(self, stats: SpecStats, began: float) -> Counts:
         """Publish what has been counted with a batch that began then."""

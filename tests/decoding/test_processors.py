@@ -455,11 +455,16 @@ def test_where_few_tokens_are_possible_the_others_are_left_out(warper: Any, firs
     torch.testing.assert_close(found.softmax(dim=-1), expected[:, wanted])
 
 
+def raised(row: int, error: Exception) -> None:
+    """No row of these tests may fail."""
+    raise error
+
+
 class TestRowProcessors:
     """Rows with lists of their own, which change while the batch goes on."""
 
     def test_each_row_has_the_processors_of_its_sequence(self) -> None:
-        lists = RowProcessors(2)
+        lists = RowProcessors(2, raised)
         every = NodeProcessors([lists], 2)
         assert not every.reads_prefix
         assert every.idle
@@ -486,7 +491,7 @@ class TestRowProcessors:
                 self.calls += 1
                 return scores + self.calls
 
-        mine, lists = Counting(), RowProcessors(2)
+        mine, lists = Counting(), RowProcessors(2, raised)
         every = NodeProcessors([lists], 2)
         drafts = NodeProcessors([lists], 2, stateless_only=True)
         for _ in range(2):
@@ -498,6 +503,23 @@ class TestRowProcessors:
         assert mine.calls == 0
         assert drafts([0], [torch.tensor([3])], torch.zeros(1, 2)).tolist() == [[0, 0]]
 
+    def test_an_error_is_reported_and_leaves_the_other_rows_alone(self) -> None:
+        class Failing(hf.LogitsProcessor):
+            def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+                raise LookupError("no such token")
+
+        errors: list[tuple[int, str]] = []
+        lists = RowProcessors(2, lambda row, error: errors.append((row, str(error))))
+        lists.begin(0, [hf.TemperatureLogitsWarper(2.0), hf.SuppressTokensLogitsProcessor([9])])
+        lists.begin(1, [Failing()])
+        prefixes = [torch.tensor([1])] * 3
+        found = NodeProcessors([lists], 2)([0, 1, 0], prefixes, torch.ones(3, 4))
+        assert found.tolist() == [[0.5] * 4, [1] * 4, [0.5] * 4]
+        assert errors == [(1, "no such token")]
+        drafts = NodeProcessors([lists], 2, stateless_only=True)
+        assert drafts([0, 1], prefixes[:2], torch.ones(2, 4))[0].tolist() == [0.5] * 4
+        assert len(errors) == 1, "draft scores end no row"
+
     def test_what_cannot_be_copied_is_refused(self) -> None:
         class Unique:
             def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -507,7 +529,7 @@ class TestRowProcessors:
                 raise TypeError("there is only one")
 
         with pytest.raises(UnsupportedError, match=r"Unique cannot be copied.*several sequences"):
-            RowProcessors(1).begin(0, [Unique()])
+            RowProcessors(1, raised).begin(0, [Unique()])
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

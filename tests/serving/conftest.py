@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers.cli.serving.model_manager import ModelManager
 
 from hf_spec.serving.manager import SpeculativeManager
 from hf_spec.serving.settings import ServeSettings
@@ -32,6 +32,7 @@ class Served:
     manager: SpeculativeManager
     model: str
     url: str
+    server: Any
 
     def ask(self, text: str = "babebi", **given: Any) -> Any:
         """One chat completion, greedy and of 12 tokens unless told otherwise."""
@@ -91,17 +92,24 @@ def plain(text: str, new_tokens: int = 12, **settings: Any) -> str:
 @pytest.fixture
 def start(folder: Path) -> Iterator[Callable[..., Served]]:
     """Start servers; all are stopped at the end."""
+    with starting(folder) as begin:
+        yield begin
+
+
+@contextmanager
+def starting(folder: Path) -> Iterator[Callable[..., Served]]:
+    """Yield what starts servers; all are stopped at the end."""
     pytest.importorskip("fastapi", reason="needs the extra 'serve'")
     openai = pytest.importorskip("openai", reason="needs the extra 'serve'")
 
-    from hf_spec.serving.app import build_app, make_server
+    from hf_spec.serving.app import load_app, make_server
 
     running: list[tuple[Any, threading.Thread, SpeculativeManager]] = []
 
     def begin(strategy: Any = "lookup", assistant: Any = None, **settings: Any) -> Served:
         manager = SpeculativeManager(strategy, assistant, ServeSettings(port=0, **settings))
-        models = ModelManager(device="cpu", dtype="float32", force_model=str(folder))
-        server = make_server(build_app(models, manager), "127.0.0.1", 0)
+        app = load_app(str(folder), manager, device="cpu", dtype="float32")
+        server = make_server(app, manager, "127.0.0.1", 0)
         thread = threading.Thread(target=server.run)
         thread.start()
         running.append((server, thread, manager))
@@ -112,7 +120,7 @@ def start(folder: Path) -> Iterator[Callable[..., Served]]:
         port = server.servers[0].sockets[0].getsockname()[1]
         url = f"http://127.0.0.1:{port}"
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=LIMIT)
-        return Served(client, manager, str(folder), url)
+        return Served(client, manager, str(folder), url, server)
 
     yield begin
     for server, thread, manager in running:

@@ -128,14 +128,14 @@ class TestMistakes:
     @pytest.mark.parametrize(
         ("given", "said"),
         [
-            ({"messages": []}, "empty conversation"),
-            ({"messages": "text"}, "TypeError"),
-            ({"messages": [{"content": "no role"}]}, "KeyError: 'role'"),
-            ({"max_tokens": "many"}, "many"),
-            ({"max_tokens": 0}, "max_new_tokens"),
+            ({"messages": []}, "messages: .*at least 1 item"),
+            ({"messages": "text"}, "messages: .*valid list, not 'text'"),
+            ({"messages": [{"content": "no role"}]}, "messages.0.role: Field required"),
+            ({"max_tokens": "many"}, "max_tokens: .*integer, not 'many'"),
+            ({"max_tokens": 0}, "max_tokens: .*greater than or equal to 1, not 0"),
             ({"extra_body": {"generation_config": "no JSON"}}, "Expecting value"),
             ({"extra_body": {"generation_config": '{"num_beams": 3}'}}, "num_beams=3"),
-            ({"stream": True, "max_tokens": -1}, "max_new_tokens"),
+            ({"stream": True, "max_tokens": -1}, "max_tokens: .*not -1"),
         ],
     )
     def test_are_named_and_not_tried_again(
@@ -148,11 +148,9 @@ class TestMistakes:
     def test_a_body_that_is_none(self, served: Served) -> None:
         url = f"{served.url}/v1/chat/completions"
         assert httpx2.post(url, json={"model": served.model}).status_code == 400
-        assert httpx2.post(url, content=b"{").status_code == 422
-        with pytest.raises(openai.UnprocessableEntityError, match="422"):
+        assert httpx2.post(url, content=b"{").status_code == 400
+        with pytest.raises(openai.UnprocessableEntityError, match="unheard_of"):
             served.ask(extra_body={"unheard_of": 1})
-        with pytest.raises(openai.BadRequestError):
-            served.client.chat.completions.create(model="another", messages=[])
 
     @pytest.mark.parametrize("stream", [False, True])
     def test_a_prompt_that_fills_the_context(self, served: Served, stream: bool) -> None:
@@ -199,7 +197,9 @@ class TestMistakes:
                 list(served.ask(TEXTS[0], stream=stream))
         assert not isinstance(failed.value, openai.BadRequestError)
         assert served.metric('requests_total{outcome="failed"}') == 1
-        assert served.text(TEXTS[0]) == plain(TEXTS[0])
+        # On the same connections: a client knows which of them the failure has closed.
+        for text in TEXTS[:2]:
+            assert served.text(text) == plain(text)
 
 
 class TestHealthAndMetrics:
@@ -207,7 +207,7 @@ class TestHealthAndMetrics:
         assert httpx2.get(f"{served.url}/health").json() == {"status": "ok"}
         served.manager.stop()
         assert httpx2.get(f"{served.url}/health").status_code == 503
-        with pytest.raises(openai.RateLimitError, match="about to stop"):
+        with pytest.raises(openai.InternalServerError, match="503 - the server is stopping"):
             served.ask()
 
     def test_responses_are_counted_by_route(self, served: Served) -> None:

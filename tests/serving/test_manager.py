@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -12,7 +14,8 @@ from transformers import GenerationConfig
 
 from hf_spec import LookupConfig
 from hf_spec.execution.compiled_layers import CompiledLayers
-from hf_spec.serving.manager import SpeculativeManager, SpeculativeState
+from hf_spec.serving.errors import StoppedError
+from hf_spec.serving.manager import RequestGeneration, SpeculativeManager, SpeculativeState
 from hf_spec.serving.settings import ServeSettings
 from tests import tiny_models
 from tests.serving.conftest import plain, speller
@@ -32,7 +35,9 @@ def inputs(**more: Any) -> dict[str, Any]:
 def answer(manager: SpeculativeManager, model: Any, given: dict[str, Any]) -> str:
     config = GenerationConfig(max_new_tokens=12, do_sample=False, pad_token_id=0)
     config.spec_strategy = model.generation_config.spec_strategy  # type: ignore[attr-defined]
-    work = manager.generate_non_streaming(model, speller(), given, config, "name")
+    generation = RequestGeneration(manager)
+    generation.prepare(model, speller(), given, config)
+    work = generation.generate_non_streaming(model, speller(), given, config, "name")
     text, prompt_len, tokens = asyncio.run(work)
     assert prompt_len == given["input_ids"].shape[1]
     assert len(tokens) == 12
@@ -82,11 +87,31 @@ def test_layers_are_compiled_where_that_is_asked(model: Any) -> None:
     manager.stop()
 
 
-def test_the_state_hands_out_the_manager_and_its_health(model: Any) -> None:
+def test_a_closed_model_is_forgotten_and_opened_again() -> None:
+    model: Any = copy.deepcopy(tiny_models.build("llama"))
+    manager = SpeculativeManager("lookup", None, ServeSettings())
+    first = manager.open(model, speller())
+    manager.close()
+    assert manager.scheduler is None
+    assert manager.is_alive
+    assert not first.is_alive
+    dropped, again = weakref.ref(model), copy.deepcopy(model)
+    del model, first
+    gc.collect()
+    assert dropped() is None
+    assert manager.open(again, speller()).is_alive
+    manager.stop()
+    with pytest.raises(StoppedError):
+        manager.open(again, speller())
+
+
+def test_the_state_hands_out_a_generation_per_request_and_its_health(model: Any) -> None:
     manager = SpeculativeManager("lookup", None, ServeSettings())
     manager.open(model, speller())
     state = SpeculativeState(manager)
-    assert state.get_manager("any") is state.get_manager("other", use_cb=True) is manager
+    one, other = state.get_manager("any"), state.get_manager("any", use_cb=True)
+    assert isinstance(one, RequestGeneration)
+    assert one is not other
     assert state.is_cb_alive()
     state.shutdown()
     assert not state.is_cb_alive()

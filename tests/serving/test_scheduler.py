@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from hf_spec.serving.counts import Load
-from hf_spec.serving.scheduler import QueueFullError, Scheduler
+from hf_spec.serving.errors import QueueFullError, SequenceError, StoppedError
+from hf_spec.serving.scheduler import Scheduler
 from tests.decoding.test_open_batch import PROMPTS, alone, generation, greedy
 
 LIMIT = 60.0
@@ -112,14 +113,31 @@ def test_no_more_wait_than_may() -> None:
     go_on.set()
     assert waits.result(LIMIT)
     scheduler.stop(LIMIT)
-    with pytest.raises(QueueFullError, match="about to stop"):
+    with pytest.raises(StoppedError):
         submit(scheduler, 3)
 
 
-def test_stopping_cancels_what_is_left() -> None:
+def test_an_error_of_one_request_leaves_the_others_exact(scheduler: Scheduler) -> None:
+    # No model has this token, which is set in the last step.
+    config = greedy(forced_eos_token_id=10**6)
+    poison = scheduler.generation.prepare("poison", PROMPTS[3], config)
+    futures = [submit(scheduler, 0), scheduler.submit(poison, lambda tokens: None)]
+    futures += [submit(scheduler, number) for number in (1, 2)]
+    error = futures.pop(1).exception(LIMIT)
+    assert isinstance(error, SequenceError)
+    assert error.status == 422
+    assert "IndexError" in str(error)
+    found = [future.result(LIMIT) for future in futures]
+    assert found == [alone(PROMPTS[number], greedy()) for number in (0, 1, 2)]
+    assert scheduler.counts.outcomes == {"answered": 3, "failed": 1}
+
+
+def test_stopping_fails_what_is_left_at_once() -> None:
     scheduler = Scheduler(generation(), max_batch=1, max_waiting=8)
     futures = [submit(scheduler, number, new_tokens=200) for number in range(3)]
     scheduler.stop(LIMIT)
     assert not scheduler.is_alive
-    assert futures[-1].cancelled()
+    assert isinstance(futures[-1].exception(0), StoppedError)
     assert all(future.done() for future in futures)
+    assert sum(scheduler.counts.outcomes.values()) == 3
+    assert scheduler.load == Load()

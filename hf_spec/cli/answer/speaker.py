@@ -94,13 +94,19 @@ class Speaker:
         """Generate after each (1, L) ids, so many at a time: its number and its new tokens.
 
         They come in the order in which they end; errors are those of `generate`.
+
+        Raises:
+            RuntimeError: if one cannot be generated to its end.
         """
         for ids in prompts:
             check_room(self.model, ids.shape[1], self.settings.max_new_tokens)
         given = [ids[0].tolist() for ids in prompts]
         ended = self.model.generate_batch_iter(given, max_batch=batch_size, **self._arguments)
         for output in ended:
-            yield int(output.request_id.removeprefix("req_")), output.generated_tokens
+            number = int(output.request_id.removeprefix("req_"))
+            if output.error is not None:
+                raise RuntimeError(f"prompt {number} ended with an error: {output.error}")
+            yield number, output.generated_tokens
 
     @property
     def _arguments(self) -> dict[str, Any]:

@@ -1,0 +1,147 @@
+"""The endpoints of the server."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.exceptions import HTTPException
+from transformers.cli.serving.utils import split_model_id
+
+from hf_spec.serving.bodies import ChatRequest, CompletionRequest, ResponseRequest
+from hf_spec.serving.counts import CONTENT_TYPE, Counts, Load, prometheus_text
+from hf_spec.serving.errors import RequestError
+from hf_spec.serving.guard import AccessGuard, ResponseCounter
+from hf_spec.serving.handlers import Handlers, ServedModel
+from hf_spec.serving.manager import SpeculativeManager
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"description": "The request is wrong, or too large for the server."},
+    "5XX": {"description": "The server has failed or is stopping."},
+}
+
+
+def build_app(model: ServedModel, manager: SpeculativeManager) -> FastAPI:
+    """Return the app for a model that `manager` has opened."""
+    handlers = Handlers(model, manager)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        handlers.close()
+        model.shutdown()
+
+    app = FastAPI(title="hf-spec serve", lifespan=lifespan, responses=ERRORS)
+    _add_text(app, handlers)
+    _add_service(app, model, manager)
+    if manager.settings.management:
+        _add_management(app, model, manager)
+    app.add_exception_handler(RequestError, _request_error)
+    app.add_exception_handler(RequestValidationError, _invalid_body)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _failure)
+    return app
+
+
+def _add_text(app: FastAPI, handlers: Handlers) -> None:
+    def given(body: Any) -> dict[str, Any]:
+        return body.model_dump(exclude_unset=True)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request, body: ChatRequest) -> Response:
+        return await handlers.chat.handle_request(given(body), request.state.request_id)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request, body: CompletionRequest) -> Response:
+        return await handlers.completions.handle_request(given(body), request.state.request_id)
+
+    @app.post("/v1/responses")
+    async def responses(request: Request, body: ResponseRequest) -> Response:
+        return await handlers.responses.handle_request(given(body), request.state.request_id)
+
+    @app.post("/v1/audio/transcriptions")
+    async def audio_transcriptions(request: Request) -> Response:
+        return await handlers.transcriptions.handle_request(request)
+
+    if handlers.decisions is not None:
+
+        @app.post("/v1/systemone")
+        async def systemone(request: Request, body: dict[str, Any]) -> Response:
+            return await handlers.decisions.handle_request(body, request.state.request_id)
+
+
+def _add_service(app: FastAPI, model: ServedModel, manager: SpeculativeManager) -> None:
+    counted: Counter[tuple[str, int]] = Counter()
+    # The last one that is added comes first.
+    app.add_middleware(AccessGuard, settings=manager.settings)
+    app.add_middleware(ResponseCounter, responses=counted)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [model.description]}
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> dict[str, Any]:
+        # Clients may merge the slash that begins an absolute path with the one before it.
+        model.check(model.name if name == model.name.lstrip("/") else name)
+        return model.description
+
+    @app.get("/health")
+    async def health() -> Response:
+        alive = manager.is_alive
+        return JSONResponse({"status": "ok" if alive else "unhealthy"}, 200 if alive else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        scheduler = manager.scheduler
+        counts, load = (scheduler.counts, scheduler.load) if scheduler else (Counts(), Load())
+        return Response(prometheus_text(counts, load, counted), media_type=CONTENT_TYPE)
+
+
+def _add_management(app: FastAPI, model: ServedModel, manager: SpeculativeManager) -> None:
+    @app.post("/load_model")
+    async def load_model(body: dict[str, Any]) -> Response:
+        model.check(body.get("model"))
+        repository, gguf_file = split_model_id(model.name)
+        named = {} if gguf_file is None else {"gguf_file": gguf_file}
+        progress = model.load_model_streaming(model.process_model_name(repository), **named)
+        return StreamingResponse(progress, media_type="text/event-stream")
+
+    @app.post("/reset")
+    def reset() -> dict[str, str]:
+        manager.close()
+        model.shutdown()
+        return {"status": "ok"}
+
+
+async def _request_error(request: Any, error: Any) -> Response:
+    return JSONResponse(error.body, error.status, error.headers)
+
+
+async def _invalid_body(request: Any, error: Any) -> Response:
+    """Name the first field that is wrong, and its value."""
+    first = error.errors()[0]
+    # A place in the body, without the names of the alternatives that a field may be.
+    field = ".".join(str(part) for part in first["loc"][1:] if "[" not in str(part))
+    value = f", not {first['input']!r:.60}" if "input" in first else ""
+    message = f"{field or 'the body'}: {first['msg']}{value}"
+    return await _request_error(request, RequestError(400, message, param=field or None))
+
+
+async def _http_error(request: Any, error: Any) -> Response:
+    message = error.detail if isinstance(error.detail, str) else repr(error.detail)
+    return await _request_error(
+        request, RequestError(error.status_code, message, headers=error.headers)
+    )
+
+
+async def _failure(request: Any, error: Any) -> Response:
+    # The traceback is in the log; a client learns no more than the message. The connection is
+    # closed, which a client must know before it uses it again.
+    message, headers = f"{type(error).__name__}: {error}", {"Connection": "close"}
+    return await _request_error(request, RequestError(500, message, headers=headers))

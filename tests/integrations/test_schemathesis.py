@@ -1,0 +1,97 @@
+"""Random requests after `/openapi.json`: whatever they hold, none is a failure of the server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.serving.conftest import Served, folder, plain, starting  # noqa: F401 - a fixture
+
+pytest.importorskip("fastapi", reason="needs the extra 'serve'")
+pytest.importorskip("schemathesis", reason="needs the extra 'test'")
+
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings, strategies
+
+from hf_spec.serving.bodies import ChatRequest, CompletionRequest, ResponseRequest, TextRequest
+
+pytestmark = pytest.mark.integration
+
+# A random generation config is hardly ever JSON.
+FIELDS = TextRequest.model_fields.keys() - {"generation_config"}
+ROUTES = {
+    "/v1/chat/completions": ChatRequest.model_fields,
+    "/v1/completions": CompletionRequest.model_fields,
+    "/v1/responses": ResponseRequest.model_fields,
+}
+
+EXAMPLES = 60
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path) -> Iterator[Served]:  # noqa: F811
+    """A server of short answers, with every endpoint."""
+    with starting(folder) as begin:
+        yield begin(max_length=24, max_batch=4, management=True)
+
+
+@settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+@given(data=strategies.data())
+def check(operation: Any, statuses: set[int], data: Any) -> None:
+    case = data.draw(operation.as_strategy())
+    response = case.call(timeout=60)
+    assert response.status_code < 500, response.text
+    statuses.add(response.status_code)
+    if response.status_code >= 400:
+        assert response.json()["error"]["message"]
+
+
+def test_no_request_is_a_failure_of_the_server(served: Served) -> None:
+    # Not with its decorator of tests, which reads a private attribute of pytest.
+    schema = schemathesis.openapi.from_url(f"{served.url}/openapi.json")
+    found: dict[str, set[int]] = {}
+    for operation in (result.ok() for result in schema.get_all_operations()):
+        check(operation, found.setdefault(operation.path, set()))
+    assert {"/v1/chat/completions", "/v1/audio/transcriptions", "/reset"} < found.keys()
+    assert 200 in found["/v1/models"]
+    assert 404 in found["/v1/chat/completions"], "the model of a random request is another"
+
+
+def test_with_the_name_of_the_model(served: Served) -> None:
+    """The requests of the first test end at the name; these go on to the model."""
+    schema = schemathesis.openapi.from_url(f"{served.url}/openapi.json")
+    found: dict[str, set[int]] = {}
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses"):
+        operation = schema[path]["POST"]
+        strategy = operation.as_strategy().map(partial(named, served.model))
+        check(SimpleNamespace(as_strategy=lambda s=strategy: s), found.setdefault(path, set()))
+    assert 200 in found["/v1/completions"]
+
+
+def named(model: str, case: Any) -> Any:
+    """A case without the fields that the endpoints do not know, and for the served model."""
+    known = FIELDS | (ROUTES[case.operation.path].keys() - TextRequest.model_fields.keys())
+    body = case.body if isinstance(case.body, dict) else {}
+    case.body = {name: value for name, value in body.items() if name in known}
+    case.body["model"] = model
+    if isinstance(prompt := case.body.get("prompt"), str):
+        # Syllables: random text has none that the tokenizer knows.
+        case.body["prompt"] = f"baba{prompt}"
+    return case
+
+
+def test_it_answers_as_before(served: Served) -> None:
+    assert served.text("babe", max_tokens=8) == plain("babe", 8)
+    assert served.metric('requests_total{outcome="answered"}') > 0
