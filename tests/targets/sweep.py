@@ -124,7 +124,8 @@ def _generate(model: Any, kind: str, **options: Any) -> Tensor:
 
 def _line(error: Exception) -> str:
     """The first line of what an error says, without what differs from run to run."""
-    return str(error).strip().splitlines()[0][:160]
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0][:160]
 
 
 @cache
