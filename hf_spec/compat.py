@@ -30,17 +30,30 @@ CACHE_NAME = next(name for name in CACHE_NAMES if name in _FIELDS)
 
 
 def cache_parameter(function: Callable[..., Any]) -> str | None:
-    """Return the name under which a function takes a cache; None if it takes none."""
+    """Return the name under which a function takes a cache; None if it takes none.
+
+    XLM has always had a dictionary of its own that it calls `cache`; annotations tell them apart.
+    """
     parameters = inspect.signature(function).parameters
-    return next((name for name in CACHE_NAMES if name in parameters), None)
+    names = [name for name in CACHE_NAMES if name in parameters]
+    if "cache" in names and not _may_be_cache(parameters["cache"]):
+        names.remove("cache")
+    return next(iter(names), None)
+
+
+def _may_be_cache(parameter: inspect.Parameter) -> bool:
+    annotation = parameter.annotation
+    return annotation is parameter.empty or Cache.__name__ in _text(annotation)
+
+
+def _text(annotation: Any) -> str:
+    return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
 
 
 def unknown_cache_parameter(function: Callable[..., Any]) -> str | None:
     """Return the name of a parameter that is annotated as a cache but is not in `CACHE_NAMES`."""
     for name, parameter in inspect.signature(function).parameters.items():
-        annotation = parameter.annotation
-        text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
-        if name not in CACHE_NAMES and Cache.__name__ in text:
+        if name not in CACHE_NAMES and Cache.__name__ in _text(parameter.annotation):
             return name
     return None
 

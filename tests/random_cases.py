@@ -19,6 +19,8 @@ from hf_spec.strategies.registry import parse_strategy
 from tests import tiny_models
 from tests.tiny_models import ARCHITECTURES, STRATEGIES, VOCAB
 
+# Levels of the deepest draft of heads that propose all levels in one pass.
+SHALLOW = {"heads": 3, "block": 5}
 BATCHING = ("unpadded", "unpadded", "unpadded_kv", "unpadded_input", "padded")
 
 
@@ -62,6 +64,8 @@ class Case:
         if self.strategy == "disco":
             # Its classifier is its policy.
             known.pop("length_policy", None)
+        if self.strategy in SHALLOW and "max_draft_tokens" in known:
+            known["max_draft_tokens"] = min(known["max_draft_tokens"], SHALLOW[self.strategy])
         if not takes_packed(tiny_models.build(self.model)):
             known.pop("batching", None)
         return {**given, "spec_strategy": replace(config, **known)}

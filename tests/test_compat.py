@@ -57,6 +57,14 @@ def test_a_function_without_a_cache_has_no_name_for_it() -> None:
     assert find_cache({"input_ids": 1}) is None
 
 
+def test_a_dictionary_of_that_name_is_no_cache() -> None:
+    """That of XLM and Flaubert."""
+
+    def forward(input_ids: Any, cache: dict[str, Any] | None = None) -> None: ...
+
+    assert cache_parameter(forward) is None
+
+
 def test_a_function_that_takes_any_argument_gets_the_name_of_the_release() -> None:
     assert cache_argument(lambda **kwargs: None, None) == {CACHE_NAME: None}
 
