@@ -79,14 +79,12 @@ class LayerSource:
         products: in the order of its table.
         attention: None in a layer without any.
         outputs: shapes with `TOKENS` for the number of tokens, and dtypes.
-        scratch: bytes of memory that it takes for every token, and keeps for the next call.
     """
 
     text: str
     products: tuple[ProductPlan, ...]
     attention: AttentionPlan | None
     outputs: tuple[tuple[torch.Size, torch.dtype], ...]
-    scratch: int
 
 
 def layer_source(graph: fx.Graph) -> LayerSource:
@@ -110,7 +108,7 @@ def layer_source(graph: fx.Graph) -> LayerSource:
             outputs = [writer.give_back(*given) for given in enumerate(node.args[0])]
     described = tuple((value.shape, value.dtype) for value in outputs)
     products = tuple(writer.products)
-    return LayerSource(text.whole(), products, writer.attention, described, text.scratch)
+    return LayerSource(text.whole(), products, writer.attention, described)
 
 
 class _Writer:

@@ -88,12 +88,6 @@ class ProgramText:
         for leaf in used:
             self._arrays[leaf.array].used.add(len(self._parts) - 1)
 
-    @property
-    def scratch(self) -> int:
-        """Bytes of memory that the program takes for every token."""
-        mine = (a for a in self._arrays.values() if a.by_token and not a.given and not a.is_local)
-        return sum(array.size * array.dtype.itemsize for array in mine)
-
     def whole(self) -> str:
         """The whole program."""
         lines = [HEAD, *self._given(), *self._scratch()]

@@ -6,8 +6,10 @@ compiler. oneDNN's needs two private operators of PyTorch. Either is tried on a 
 what serves is decided by times taken on this machine: a form for each dtype, and for every shape of
 weight the numbers of rows for which `F.linear` is slower.
 
-All add up the same products, in different order. Drafts need not be exact to the last bit: for them
-there is a form with weights in bfloat16, which is less to read.
+All add up the same products, in different order. In bfloat16 that shows in the tokens. There our
+kernel serves all products where it can be built: a row's result has the same bits for every number
+of rows. Drafts need not be exact to the last bit: for them there is a form with weights in
+bfloat16, which is less to read.
 """
 
 from __future__ import annotations
@@ -30,6 +32,9 @@ logger = logging.getLogger(__name__)
 # A weight packed for 16 rows serves 1 to 300 as well as one packed for that number (measured).
 PACKED_ROWS = 16
 NO_LIMIT = 1 << 62
+# Dtypes in which a row's result must not depend on the number of rows: two sums of another order
+# often round to different numbers, and greedy output would differ between strategies.
+SAME_BITS = {torch.bfloat16}
 # One row may take longer than so many: on an EPYC of two cores those of SmolLM2-135M took 49 ms by
 # F.linear and 42 ms packed by oneDNN, four of its packed ones 35 ms.
 PADDED_ROWS = 4
@@ -141,7 +146,11 @@ def padded_product(
 
 @functools.cache
 def form_of(dtype: torch.dtype) -> Form | None:
-    """The form that takes least time for the steps of this machine; None without any."""
+    """Return the form for a dtype, or None if there is none.
+
+    In bfloat16 this is our kernel wherever it can be built. Otherwise the form whose decoding steps
+    take least time on this machine.
+    """
     obstacles = {form: obstacle(form, dtype) for form in FORMS}
     usable = [form for form, reason in obstacles.items() if reason is None]
     level = logging.INFO if usable else logging.WARNING
@@ -149,9 +158,10 @@ def form_of(dtype: torch.dtype) -> Form | None:
         if reason is not None:
             said = "linear layers in %s are not packed for the CPU by %s: %s"
             logger.log(level, said, dtype, form.name, reason)
-    if len(usable) > 1:
+    exact = dtype in SAME_BITS and OWN in usable
+    if len(usable) > 1 and not exact:
         return _fastest_form(usable, dtype, TIMED_ROWS, HEAD_START)
-    return next(iter(usable), None)
+    return OWN if exact else next(iter(usable), None)
 
 
 def obstacle(form: Form, dtype: torch.dtype) -> str | None:
@@ -208,12 +218,15 @@ served: dict[tuple[Hashable, ...], Rows] = {}
 def served_rows(weight: Tensor, pairs: Sequence[tuple[Tensor, Packed | None]]) -> Rows:
     """The products for which the packed copies of weights of this shape are used on this machine.
 
-    Where they lose at all, it is at 1 and 2 rows or at long prompts.
+    Where they lose at all, it is at 1 and 2 rows or at long prompts. Our kernel serves every number
+    of rows in the dtypes of `SAME_BITS`.
 
     Args:
         weight: one of them.
         pairs: all weights of the model and their copies, on which it is timed.
     """
+    if weight.dtype in SAME_BITS and form_of(weight.dtype) is OWN:
+        return EVERY_ROW
     key = timed_as(weight)
     if key not in served:
         count = max(1, TIMED_BYTES // weight.nbytes)

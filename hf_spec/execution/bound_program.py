@@ -16,9 +16,6 @@ from hf_spec.execution.attention import LayerTraits, PackedStep
 from hf_spec.execution.cpu_linear import drafts_rounded, served_weight
 from hf_spec.execution.layer_programs import LayerCall, LayerProgram
 
-# Bytes that a program may keep for its next call; longer prompts run as they come.
-MAX_SCRATCH = 32 << 20
-
 
 class BoundProgram:
     """Runs a program as one layer of a model; threads may share it.
@@ -77,11 +74,9 @@ class BoundProgram:
         return self._program.result(found)
 
     def _table(self, tokens: int) -> tuple[Any, list[Any]] | None:
-        """What products read; None where not all are our kernel's, or there are too many tokens."""
-        source, served = self._program.source, []
-        if tokens * source.scratch > MAX_SCRATCH:
-            return None
-        for product, plan in zip(self._products, source.products, strict=True):
+        """Return what the linear layers read, or None where not all are our kernel's."""
+        served: list[Any] = []
+        for product, plan in zip(self._products, self._program.source.products, strict=True):
             weight = served_weight(product, tokens * plan.rows)
             if weight is None:
                 return None

@@ -32,6 +32,7 @@ from torch.nn import functional as F
 
 from hf_spec.cpu.packed_copies import Copies, copies_of, make_copies
 from hf_spec.cpu.packed_products import (
+    SAME_BITS,
     Packed,
     packed_product,
     padded_product,
@@ -40,6 +41,7 @@ from hf_spec.cpu.packed_products import (
 from hf_spec.execution.own_forwards import OwnForwards
 
 # With fewer elements the packed call costs more than it saves (measured, break-even at 256 x 256).
+# It is made anyway in dtypes of `SAME_BITS`.
 MIN_WEIGHT_ELEMENTS = 1 << 16
 # Rows for which (weight @ x.T).T was no slower than F.linear on either of two machines measured.
 TRANSPOSED_ROWS = range(4, 49)
@@ -214,7 +216,7 @@ def _is_packable(weight: Tensor | None) -> bool:
         and weight.device.type == "cpu"
         and weight.dtype in (torch.float32, torch.bfloat16)
         and weight.is_contiguous()
-        and weight.numel() >= MIN_WEIGHT_ELEMENTS
+        and (weight.dtype in SAME_BITS or weight.numel() >= MIN_WEIGHT_ELEMENTS)
     )
 
 

@@ -119,6 +119,20 @@ def test_the_same_numbers(name: str, dtype: torch.dtype) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("name", ["sum", "interleaved"])
+def test_bfloat16_is_rounded_after_every_operation(name: str) -> None:
+    """Bits are PyTorch's; states that are kept in float32 between operations have others."""
+    torch.manual_seed(0)
+    layer = Layer(COMPUTED[name]).to(torch.bfloat16)
+    run = program_of(layer, torch.randn(1, 2, WIDTH, dtype=torch.bfloat16))
+    states = torch.randn(1, 500, WIDTH, dtype=torch.bfloat16)
+    expected = layer(states)
+    assert torch.equal(run(states), expected)
+    kept = layer.float()(states.float()).bfloat16()
+    assert (kept != expected).float().mean() > 0.05
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("name", ["gated", "root mean square", "layer norm"])
 def test_a_token_has_the_same_bits_in_every_batch(name: str) -> None:
     layer = Layer(COMPUTED[name])

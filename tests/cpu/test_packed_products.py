@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from hf_spec.cpu import packed_products
 from hf_spec.cpu.packed_copies import clear_cpu_packing, cpu_packing_bytes
 from hf_spec.cpu.packed_products import (
+    EVERY_ROW,
     NO_LIMIT,
     ONEDNN,
     OWN,
@@ -140,6 +141,25 @@ def test_the_faster_form_is_taken(
     monkeypatch.setattr(packed_products, "least_seconds", seconds)
     assert form_of(torch.float32) is faster
     assert isinstance(pack(torch.randn(32, 64)), PackedWeight) == (faster is OWN)
+
+
+@needs_compiler
+def test_in_bfloat16_our_kernel_serves_every_number_of_rows(
+    undecided: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bits would depend on the number of rows if the faster of two forms served each."""
+
+    def seconds(states: Tensor, *forms: packed_products._Timed) -> list[float]:
+        return [2.0 if product is OWN.product else 1.0 for product, _ in forms]
+
+    monkeypatch.setattr(packed_products, "least_seconds", seconds)
+    weight = torch.randn(320, WIDTH).bfloat16()
+    assert form_of(torch.bfloat16) is OWN
+    assert served_rows(weight, [(weight, pack(weight))]) == EVERY_ROW
+    small = nn.Linear(8, 8).bfloat16()
+    before = launches["packed_linear"]
+    fast(small, torch.randn(3, 8).bfloat16())
+    assert launches["packed_linear"] > before
 
 
 @needs_compiler

@@ -58,6 +58,24 @@ class TestNodeDraw:
         assert verdict.tokens(0) == [3, 4, 5]
         assert verdict.paths == [[2, 5]]
 
+    def test_scores_in_bfloat16_are_processed_in_float32(self) -> None:
+        """As plain `generate()` does; two of them would be equal after this processor."""
+
+        def shift(input_ids: Tensor, scores: Tensor) -> Tensor:
+            return scores + 100
+
+        logits = torch.zeros(2, VOCAB, dtype=torch.bfloat16)
+        logits[:, 2], logits[:, 4] = 10, 10.0625
+        state = make_state([[1]], keep_scores=True)
+        verdict = NodeDraw([shift], 1).verify(
+            DraftTree.from_rows([([1, 4], [-1, 0])]), logits, state
+        )
+        assert verdict.accepted == [[1]]
+        assert verdict.bonus == [4]
+        assert verdict.scores is not None
+        assert [score.dtype for score in verdict.scores[0]] == [torch.float32] * 2
+        assert verdict.scores[0][0][4] == 110.0625
+
     def test_a_miss_at_the_root_commits_the_bonus_alone(self) -> None:
         tree = DraftTree.from_rows([BRANCHED])
         verdict = NodeDraw([], 1).verify(tree, one_hot([0] * 6), make_state([[1]]))

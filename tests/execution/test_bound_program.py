@@ -19,8 +19,6 @@ from hf_spec.cpu.packed_copies import clear_cpu_packing, copies_of, set_cpu_pack
 from hf_spec.cpu.packed_products import rounded_rows
 from hf_spec.execution import bound_program
 from hf_spec.execution.bound_program import BoundProgram
-from hf_spec.execution.compiled_layers import CompiledLayers
-from hf_spec.execution.layer_programs import LayerProgram
 from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.tree import DraftTree
 from tests import tiny_models
@@ -99,18 +97,12 @@ def test_products_without_a_kernel_are_left_to_the_layers(
     assert not any(ran)
 
 
-def test_more_tokens_than_there_is_memory_for_are_left_to_the_layers(
-    target: Any, ran: list[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    [program] = CompiledLayers.of(target).programs.values()
-    assert isinstance(program, LayerProgram)
+def test_prompts_run_compiled_as_steps_do(target: Any, ran: list[bool]) -> None:
+    """Otherwise the bits of a token depended on what else is in the forward."""
     runner = ModelRunner(target, 1)
-    monkeypatch.setattr(bound_program, "MAX_SCRATCH", 4 * program.source.scratch)
     with torch.no_grad(), runner.active():
-        for tokens in (4, 4, 5):
-            tree = DraftTree.from_rows([([5] * tokens, list(range(-1, tokens - 1)))])
-            runner.forward(tree, [[5]])
-    assert ran == [True] * 6 + [False] * 3
+        runner.forward(DraftTree.from_rows([([5], [-1])]), [[5] * 900])
+    assert ran == [True] * 3
 
 
 def test_threads_run_one_layer_on_pools_of_their_own(target: Any) -> None:

@@ -16,9 +16,8 @@ from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_hook
 
 import hf_spec
-from hf_spec import LookupConfig
 from hf_spec.cpu.layer_source import LayerSource, layer_source
-from hf_spec.execution import bound_program, layer_programs
+from hf_spec.execution import layer_programs
 from hf_spec.execution.bound_program import BoundProgram
 from hf_spec.execution.compiled_layers import CompiledLayers
 from hf_spec.execution.runner import ModelRunner
@@ -382,19 +381,3 @@ def test_only_compile_warns_of_layers_that_cannot_be_compiled(
         CompiledLayers.of(target).refused.clear()
         hf_spec.compile(target)
         assert len(caplog.messages) == 1
-
-
-def test_a_prompt_that_is_too_long_says_nothing_of_steps(
-    runs: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bound_program, "MAX_SCRATCH", 1 << 16)
-    target = model("llama")
-    hf_spec.compile(target)
-    prompt = torch.randint(5, 90, (1, 200))
-    given = {"max_new_tokens": 4, "do_sample": False}
-    plain = target.generate(prompt, **given)
-    for _ in range(2):
-        found = target.generate(prompt, **given, spec_strategy=LookupConfig(max_draft_tokens=3))
-        assert torch.equal(found, plain)
-    assert runs
-    assert not CompiledLayers.of(target).refused

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +23,8 @@ DTYPES = [torch.float32, torch.bfloat16]
 # Below, at and above whole blocks and groups of rows, of every processor.
 OUTPUTS = (1, 7, 32, 33, 100)
 ROWS = (0, 1, 2, 6, 7, 13, 14, 15, 29, 64)
+# Of long prompts, too.
+MANY_ROWS = (*ROWS, 16, 17, 33, 100, 257)
 
 
 @pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
@@ -59,10 +62,20 @@ def test_results_are_those_of_linear(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_has_one_result_in_every_batch(dtype: torch.dtype, threads: int) -> None:
     packed = pack_weight(numbers(100, 300, dtype=dtype))
-    states = numbers(40, 300, dtype=dtype)
+    states = numbers(max(MANY_ROWS), 300, dtype=dtype)
     alone = torch.cat([packed_linear(row[None], packed) for row in states])
-    for rows in ROWS[:-1]:
+    for rows in MANY_ROWS:
         assert torch.equal(packed_linear(states[:rows], packed), alone[:rows])
+
+
+def test_a_weight_of_many_blocks_is_read_in_parts(threads: int) -> None:
+    """So much of it as stays near while all rows are multiplied."""
+    weight, states = numbers(1100, 700).bfloat16(), numbers(70, 700).bfloat16()
+    packed = pack_weight(weight)
+    found = packed_linear(states, packed)
+    expected = F.linear(states.double(), weight.double()).bfloat16()
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.1)
+    assert torch.equal(packed_linear(states[3:4], packed), found[3:4])
 
 
 def test_the_reference_is_what_the_kernel_computes() -> None:
@@ -171,18 +184,27 @@ def test_other_weights_and_implementations_are_refused() -> None:
         )
 
 
+# Of processors by their names in GCC: what they need of this one, and a block's outputs.
+PROCESSORS = {"x86-64": ("sse2", 8), "haswell": ("avx2", 16), "cooperlake": ("avx512_bf16", 32)}
+
+
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names of x86 processors")
-@pytest.mark.parametrize("processor", ["x86-64", "haswell"])
+@pytest.mark.parametrize("processor", PROCESSORS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_other_processors_compute_the_same(processor: str, dtype: torch.dtype) -> None:
-    """With narrower registers, and without instructions for bfloat16."""
+    """With narrower registers, without tiles, and without instructions for bfloat16."""
+    needed, size = PROCESSORS[processor]
+    if needed not in Path("/proc/cpuinfo").read_text():
+        pytest.skip(f"this processor has no {needed}")
     states, weight = numbers(20, 97, dtype=dtype), numbers(70, 97, dtype=dtype)
     expected = packed_linear(states, pack_weight(weight))
     with built_for(processor, packed_linear_module._library):
         packed = pack_weight(weight)
-        assert packed.blocks.shape[2] == {"x86-64": 8, "haswell": 16}[processor]
+        assert packed.blocks.shape[2] == size
         found = packed_linear(states, packed)
+        alone = torch.cat([packed_linear(row[None], packed) for row in states])
         rounded = packed_linear(states.float(), pack_weight(weight.bfloat16(), torch.float32))
     close = {torch.float32: 2e-5, torch.bfloat16: 0.02}[dtype]
     torch.testing.assert_close(found, expected, rtol=close, atol=close)
+    assert torch.equal(found, alone)
     assert (rounded - expected).norm() < 0.01 * expected.float().norm()

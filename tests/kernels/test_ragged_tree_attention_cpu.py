@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_spec_kernels import Scoring, launches, ragged_tree_attention, using
+from hf_spec_kernels import RaggedLayout, Scoring, launches, ragged_tree_attention, using
 from hf_spec_kernels.ragged_tree_attention import cpu, implementation
 from torch import Tensor
 
@@ -20,8 +20,8 @@ from tests.kernels.test_ragged_tree_attention import OPTIONS, TOLERANCE, scoring
 pytestmark = needs_compiler
 
 DTYPES = [torch.float32, torch.bfloat16]
-# Blocks are of 64 keys. Rows of several, of queries in such numbers that keys are turned, of one
-# that sees its first keys by bits, and an empty one.
+# Blocks are of 64 keys. Rows of several, of many queries, of one that sees its first keys by bits,
+# and an empty one.
 CHAIN = [-1, *range(39)]
 LONG: list[tuple[int, list[int]]] = [
     (150, [-1, 0, 0, 1]),
@@ -105,6 +105,43 @@ def test_a_row_has_one_result_in_every_batch(name: str, dtype: torch.dtype) -> N
         )
         alone = case.query[own], case.keys, case.values, layout, how
         assert torch.equal(ragged_tree_attention(*alone, impl="cpp"), found[0][own])
+
+
+@pytest.mark.parametrize("name", ["plain", "window", "everything"])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_query_has_one_result_in_every_tree(name: str, groups: int, dtype: torch.dtype) -> None:
+    """Alone with the keys that it sees, without those of siblings in between."""
+    case, how = make_case(LONG, Shape(2, groups), dtype), scoring(name)
+    if how.slopes is not None:
+        how = dataclasses.replace(how, slopes=torch.linspace(0.1, 0.5, 2 * groups))
+    if how.sinks is not None:
+        how = dataclasses.replace(how, sinks=torch.linspace(-1, 1, 2 * groups))
+    found = ragged_tree_attention(*case.tensors, how, impl="cpp")
+    starts, slots = case.layout.query_start.tolist(), case.layout.slot.tolist()
+    for slot, start, end in zip(slots, starts, starts[1:], strict=False):
+        for query in range(start, end):
+            count, places = len(case.seen[query]), case.seen[query]
+            one = torch.tensor([count], dtype=torch.int32)
+            none = torch.zeros(1, dtype=torch.int32)
+            layout = RaggedLayout(
+                slot=none,
+                query_start=torch.tensor([0, 1], dtype=torch.int32),
+                num_keys=one,
+                prefix=one,
+                bits=torch.zeros(1, 0, dtype=torch.uint8),
+                position=one - 1,
+                first_position=none,
+                key_position=none[:0],
+                key_start=none,
+                max_queries=1,
+                max_keys=count,
+            )
+            buffers = (buffer[slot : slot + 1, :, places] for buffer in (case.keys, case.values))
+            alone = ragged_tree_attention(
+                case.query[query : query + 1], *buffers, layout, how, impl="cpp"
+            )
+            assert torch.equal(alone[0], found[query])
 
 
 def test_strides_are_free() -> None:

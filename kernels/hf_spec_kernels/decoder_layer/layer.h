@@ -125,9 +125,12 @@ void attend(const Attention& attention, const T* query, int64_t token, int64_t h
                      value_width, threads);
 }
 
-// Memory of a thread for one call; as much as the largest before.
+// Memory of a thread for one call. It is kept for the next one, but what a long prompt took is freed
+// by the first step after it.
 inline char* scratch(int64_t bytes) {
+    constexpr int64_t MAX_KEPT = 32 << 20;
     static thread_local std::vector<char> memory;
+    if (static_cast<int64_t>(memory.size()) > MAX_KEPT && bytes <= MAX_KEPT) memory = {};
     if (static_cast<int64_t>(memory.size()) < bytes + 64) memory.resize(bytes + 64);
     return reinterpret_cast<char*>(aligned(reinterpret_cast<int64_t>(memory.data())));
 }

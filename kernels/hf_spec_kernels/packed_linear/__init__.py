@@ -76,8 +76,10 @@ def pack_weight(weight: Tensor, states: torch.dtype | None = None) -> PackedWeig
         )
     library, (num_outputs, num_inputs) = _library(), weight.shape
     size = library.block_size()
-    together = getattr(library, f"inputs_{_NAMES[states, weight.dtype]}")()
-    padded = F.pad(weight, (0, -num_inputs % together, 0, -num_outputs % size))
+    name = _NAMES[states, weight.dtype]
+    together = getattr(library, f"inputs_{name}")()
+    multiple = getattr(library, f"multiple_{name}")()
+    padded = F.pad(weight, (0, -num_inputs % multiple, 0, -num_outputs % size))
     blocks = padded.view(-1, size, padded.shape[1] // together, together)
     return PackedWeight(blocks.transpose(1, 2).contiguous(), num_outputs, num_inputs, states)
 

@@ -3,6 +3,9 @@
 // At few rows a product takes as long as the memory needs to hand out the weight, and a processor
 // reads fastest from one place onwards. So the weight lies in blocks of BLOCK outputs, one input
 // after the other, and a block's sums stay in registers for as many rows as there is room for.
+//
+// A result has the same bits for any number of rows: whatever computes it adds up the inputs in one
+// order. So one loop serves all numbers of rows on a processor, long prompts included.
 
 #include <algorithm>
 #include <vector>
@@ -11,6 +14,12 @@
 
 #if defined(__AVX512BF16__)
 #include <immintrin.h>
+#endif
+
+#if defined(__AVX512BF16__) && defined(__AMX_BF16__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#define HAS_TILES
 #endif
 
 namespace {
@@ -26,6 +35,8 @@ constexpr int AHEAD = 4096;
 template <typename T, typename W>
 struct Step {
     static constexpr int INPUTS = 1;
+    // Zeros are added to inputs up to a multiple of this.
+    static constexpr int MULTIPLE = 1;
     using State = float;
 
     static State state(const T* from, int64_t) { return widened(*from); }
@@ -40,6 +51,11 @@ struct Step {
 template <typename T>
 struct Step<T, bfloat16> {
     static constexpr int INPUTS = 2;
+#if defined(HAS_TILES)
+    static constexpr int MULTIPLE = 32;
+#else
+    static constexpr int MULTIPLE = INPUTS;
+#endif
     using State = uint32_t;
 
     static uint32_t bits(T value) {
@@ -70,6 +86,24 @@ struct Groups {
     int64_t size(int64_t group) const { return each + (group < larger); }
 };
 
+// Writes sums of the block whose first output is `output` to a row of results.
+template <typename T>
+inline void finish(const float* sums, const T* bias, T* results, int64_t output, int64_t outputs) {
+    T found[BLOCK];
+    const int64_t wanted = std::min<int64_t>(BLOCK, outputs - output);
+    if (bias) {
+        float added[BLOCK] = {};
+        for (int64_t i = 0; i < wanted; ++i) added[i] = widened(bias[output + i]);
+        for (int64_t i = 0; i < BLOCK; ++i) narrow(sums[i] + added[i], found[i]);
+    } else {
+        for (int64_t i = 0; i < BLOCK; ++i) narrow(sums[i], found[i]);
+    }
+    if (wanted == BLOCK)
+        std::memcpy(results + output, found, sizeof found);
+    else
+        std::copy_n(found, wanted, results + output);
+}
+
 // What one call computes: a weight in blocks, (rows, outputs) results, and states, of which a group
 // lies together, one step of all its rows after the other.
 template <typename T, typename W>
@@ -97,13 +131,10 @@ struct Product {
                 for (int r = 0; r < ROWS; ++r) sums[r][v] = Step<T, W>::add(sums[r][v], mine[r], weights);
             }
         }
-        const int64_t wanted = std::min<int64_t>(BLOCK, outputs - output);
         for (int r = 0; r < ROWS; ++r) {
             float found[BLOCK];
             std::memcpy(found, sums[r], sizeof found);
-            T* to = results + (row + r) * outputs + output;
-            for (int64_t i = 0; i < wanted; ++i)
-                narrow(bias ? found[i] + widened(bias[output + i]) : found[i], to[i]);
+            finish(found, bias, results + (row + r) * outputs, output, outputs);
         }
     }
 
@@ -124,20 +155,139 @@ struct Product {
     }
 };
 
+#if defined(HAS_TILES)
+// Rows of a tile, and inputs of each.
+constexpr int TILE_ROWS = 16, TILE_INPUTS = 32, TILE = TILE_ROWS * TILE_INPUTS;
+static_assert(BLOCK == 2 * TILE_ROWS, "a block's outputs are those of two tiles");
+
+// Whether the operating system lets this process use the processor's tiles.
+inline bool may_use_tiles() {
+    constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
+    static const bool granted = syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+    return granted;
+}
+
+struct alignas(64) TileShapes {
+    uint8_t palette = 1, start = 0, reserved[14] = {};
+    uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+const TileShapes TILE_SHAPES;
+
+// Of a weight this much, in bytes, stays near while all rows are multiplied with it.
+constexpr int64_t NEAR = 512 << 10;
+
+// The same with matrix tiles: 16 rows times 16 outputs, 32 inputs at a time. Tiles of few rows are
+// filled up with zeros, since memory takes longer than they do.
+template <typename T>
+struct TiledProduct {
+    // Tiles of rows, of each all its inputs.
+    const uint16_t* states;
+    const bfloat16* weight;
+    const T* bias;
+    T* results;
+    int64_t rows, depth, outputs;
+
+    // One or two tiles of rows from `tile` on times the block whose first output is `output`.
+    template <int COUNT>
+    void tiles(int64_t tile, int64_t output) const {
+        const uint16_t* one = states + tile * depth * TILE;
+        const uint16_t* other = one + depth * TILE;
+        const bfloat16* from = weight + output * depth * TILE_INPUTS;
+        _tile_zero(0);
+        _tile_zero(1);
+        if constexpr (COUNT == 2) {
+            _tile_zero(2);
+            _tile_zero(3);
+        }
+        for (int64_t step = 0; step < depth; ++step, one += TILE, other += TILE, from += 2 * TILE) {
+            // For tiles after the first the block is still near.
+            if (tile == 0)
+                for (int64_t i = 0; i < 2 * TILE; i += 32)
+                    __builtin_prefetch(reinterpret_cast<const char*>(from + i) + AHEAD);
+            _tile_loadd(4, one, 64);
+            _tile_loadd(6, from, 128);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_loadd(7, from + TILE_INPUTS, 128);
+            _tile_dpbf16ps(1, 4, 7);
+            if constexpr (COUNT == 2) {
+                _tile_loadd(5, other, 64);
+                _tile_dpbf16ps(2, 5, 6);
+                _tile_dpbf16ps(3, 5, 7);
+            }
+        }
+        alignas(64) float sums[COUNT * TILE_ROWS][BLOCK];
+        _tile_stored(0, sums[0], sizeof sums[0]);
+        _tile_stored(1, sums[0] + TILE_ROWS, sizeof sums[0]);
+        if constexpr (COUNT == 2) {
+            _tile_stored(2, sums[TILE_ROWS], sizeof sums[0]);
+            _tile_stored(3, sums[TILE_ROWS] + TILE_ROWS, sizeof sums[0]);
+        }
+        const int64_t first = tile * TILE_ROWS, count = std::min<int64_t>(COUNT * TILE_ROWS, rows - first);
+        for (int64_t r = 0; r < count; ++r)
+            finish(sums[r], bias, results + (first + r) * outputs, output, outputs);
+    }
+
+    void run(int threads) const {
+        const int64_t blocks = (outputs + BLOCK - 1) / BLOCK, count = (rows + TILE_ROWS - 1) / TILE_ROWS;
+        const int64_t fair = (blocks + threads - 1) / threads, block_bytes = depth * 2 * TILE * sizeof(bfloat16);
+        const int64_t each = std::clamp<int64_t>(NEAR / block_bytes, 1, count > 2 ? fair : 1);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+        {
+            _tile_loadconfig(&TILE_SHAPES);
+#pragma omp for schedule(static)
+            for (int64_t first = 0; first < blocks; first += each) {
+                const int64_t last = std::min(first + each, blocks);
+                for (int64_t tile = 0; tile < count; tile += 2)
+                    for (int64_t index = first; index < last; ++index)
+                        tile + 1 < count ? tiles<2>(tile, index * BLOCK) : tiles<1>(tile, index * BLOCK);
+            }
+            _tile_release();
+        }
+    }
+};
+
+template <typename T>
+void tiled_linear(const T* states, const bfloat16* weight, const T* bias, T* results, int64_t rows,
+                  int64_t inputs, int64_t outputs, int threads) {
+    const int64_t depth = (inputs + TILE_INPUTS - 1) / TILE_INPUTS;
+    std::vector<uint16_t> tiled((rows + TILE_ROWS - 1) / TILE_ROWS * depth * TILE);
+    for (int64_t row = 0; row < rows; ++row, states += inputs) {
+        uint16_t* to = tiled.data() + row / TILE_ROWS * depth * TILE + row % TILE_ROWS * TILE_INPUTS;
+        for (int64_t input = 0; input < inputs; input += TILE_INPUTS, to += TILE) {
+            const int64_t count = std::min<int64_t>(TILE_INPUTS, inputs - input);
+            if constexpr (std::is_same_v<T, bfloat16>)
+                std::memcpy(to, states + input, count * sizeof(T));
+            else
+                for (int64_t i = 0; i < count; ++i) to[i] = Step<T, bfloat16>::bits(states[input + i]);
+        }
+    }
+    TiledProduct<T>{tiled.data(), weight, bias, results, rows, depth, outputs}.run(threads);
+}
+#endif
+
 template <typename T, typename W>
 void linear(const T* states, const W* weight, const T* bias, T* results, int64_t rows,
             int64_t inputs, int64_t outputs, int threads) {
     if (rows == 0) return;
-    constexpr int INPUTS = Step<T, W>::INPUTS;
+#if defined(HAS_TILES)
+    if constexpr (std::is_same_v<W, bfloat16>)
+        if (may_use_tiles())
+            return tiled_linear(states, weight, bias, results, rows, inputs, outputs, threads);
+#endif
+    constexpr int INPUTS = Step<T, W>::INPUTS, MULTIPLE = Step<T, W>::MULTIPLE;
     const Groups groups(rows);
-    const int64_t steps = (inputs + INPUTS - 1) / INPUTS;
+    const int64_t steps = (inputs + MULTIPLE - 1) / MULTIPLE * MULTIPLE / INPUTS;
     std::vector<typename Step<T, W>::State> grouped(rows * steps);
     auto to = grouped.begin();
     for (int64_t group = 0; group < groups.count; ++group) {
         const T* from = states + groups.begin(group) * inputs;
+        const auto end = to + groups.size(group) * steps;
         for (int64_t input = 0; input < inputs; input += INPUTS)
             for (int64_t r = 0; r < groups.size(group); ++r)
                 *to++ = Step<T, W>::state(from + r * inputs + input, inputs - input);
+        // Zeros follow.
+        to = end;
     }
     Product<T, W>{grouped.data(), weight, bias, results, groups, steps, outputs}.run(threads);
 }
@@ -147,6 +297,8 @@ void linear(const T* states, const W* weight, const T* bias, T* results, int64_t
 #define LINEAR(NAME, STATES, WEIGHTS)                                                             \
     /* How many inputs of an output lie together. */                                              \
     int inputs_##NAME() { return Step<STATES, WEIGHTS>::INPUTS; }                                 \
+    /* Of what their number is a multiple, zeros included. */                                     \
+    int multiple_##NAME() { return Step<STATES, WEIGHTS>::MULTIPLE; }                             \
     void linear_##NAME(const STATES* states, const WEIGHTS* weight, const STATES* bias,           \
                        STATES* results, int64_t rows, int64_t inputs, int64_t outputs,            \
                        int threads) {                                                             \

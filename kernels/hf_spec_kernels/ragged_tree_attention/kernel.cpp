@@ -1,7 +1,10 @@
 // Attention of packed token trees on a CPU: every query by blocks of its own slot's keys.
 //
-// Queries that share a key head and a slot go through a block together, while it is near. What they
-// get is the same to the last bit whoever else is in the batch, and on any number of threads.
+// Queries that share a key head and a slot go through a block together, while it is near. A result
+// has the same bits whatever else is in the step, and on any number of threads: scores are computed
+// in one way for all numbers of queries, and sums depend on the keys that a query sees, not on
+// others between them (a tree stores siblings there). So the largest score of all keys is found
+// first, weights are added up exactly, and values in the order of their places.
 
 #include <algorithm>
 #include <cmath>
@@ -14,11 +17,12 @@ namespace {
 
 // Keys of a block: as many as a word has bits.
 constexpr int BLOCK = 64;
-// Where queries of a segment share a key head in such numbers, its blocks are turned first, so that
-// sums need not be taken across lanes.
-constexpr int WORTH_TURNING = 16;
-// Queries that go through a block together; fewer, if threads were idle otherwise.
-constexpr int MAX_ROWS = 64, MIN_ROWS = WORTH_TURNING;
+// Where query heads share a key head in such numbers, blocks of keys are transposed first, so that
+// sums need not be taken across lanes. This must not depend on the number of queries.
+constexpr int WORTH_TRANSPOSING = 3;
+// Queries that go through a block together; fewer, if threads were idle otherwise, or if their
+// weights of all keys, in bytes, did not stay near.
+constexpr int MAX_ROWS = 64, MIN_ROWS = 16, MAX_WEIGHTS = 1 << 20;
 // Those whose sums are in registers at a time, and vectors of each.
 constexpr int TOGETHER = 4, VECTORS = REGISTERS == 32 ? 4 : 2;
 constexpr float NEVER = -std::numeric_limits<float>::infinity();
@@ -60,7 +64,6 @@ struct Call {
 // Some queries of one segment that share a key head.
 struct Item {
     int64_t segment, head, begin, count;
-    bool turning;
 };
 
 // A table in float32, rows `stride` apart.
@@ -93,7 +96,7 @@ Table rows_of(const T* from, int64_t place, int64_t count, int64_t size, std::ve
 
 // `count` keys, a row for each of their `size` numbers.
 template <typename T>
-Table turned(const T* from, int64_t place, int64_t count, int64_t size, std::vector<float>& copy) {
+Table transposed(const T* from, int64_t place, int64_t count, int64_t size, std::vector<float>& copy) {
     copy.resize(whole_vectors(size) * BLOCK);
     for (int64_t first = 0; first < count; first += LANES)
         for (int64_t d = 0; d < size; d += LANES) {
@@ -104,6 +107,38 @@ Table turned(const T* from, int64_t place, int64_t count, int64_t size, std::vec
             for (int i = 0; i < LANES; ++i) store(copy.data() + (d + i) * BLOCK + first, tile[i]);
         }
     return {copy.data(), BLOCK};
+}
+
+// The same in bfloat16, where two numbers of a key take part as one of 32 bits.
+inline Table transposed(const bfloat16* from, int64_t place, int64_t count, int64_t size,
+                        std::vector<float>& copy) {
+    constexpr int64_t PAIRED = 2 * LANES;
+    copy.resize((size + PAIRED - 1) / PAIRED * PAIRED * BLOCK);
+    for (int64_t first = 0; first < count; first += LANES)
+        for (int64_t d = 0; d < size; d += PAIRED) {
+            Floats tile[LANES] = {};
+            const int64_t width = std::min(PAIRED, size - d), keys = std::min<int64_t>(LANES, count - first);
+            for (int64_t i = 0; i < keys; ++i)
+                std::memcpy(&tile[i], from + (first + i) * place + d, width * sizeof(bfloat16));
+            transpose(tile);
+            for (int i = 0; i < LANES; ++i) {
+                const Words words = reinterpret_cast<Words>(tile[i]);
+                float* to = copy.data() + (d + 2 * i) * BLOCK + first;
+                store(to, reinterpret_cast<Floats>(words << 16));
+                store(to + BLOCK, reinterpret_cast<Floats>(words & 0xffff0000u));
+            }
+        }
+    return {copy.data(), BLOCK};
+}
+
+// A sum of numbers from 0 to 1, of at most 65,536 in all, in any order: it is exact but for what
+// each has below 2^-37.
+inline double exact_sum(const float* numbers, int64_t count) {
+    constexpr double MAGIC = 1.5 * (1 << 15);  // Adding it rounds.
+    double sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < count; ++i) sum += (double(numbers[i]) + MAGIC) - MAGIC;
+    return sum;
 }
 
 // q.k of one query and LANES keys from `first` on, the last one again for those after `count`.
@@ -175,32 +210,59 @@ inline void ask_for(const T* from, int64_t place, int64_t count, int64_t size) {
         for (int64_t d = 0; d < size; d += LINE) __builtin_prefetch(from + i * place + d, 0, 2);
 }
 
-// What the queries of an item have added up so far.
+// The queries of an item, and what they add up.
 template <typename T>
 struct Rows {
     const Call<T>& call;
     const Item& item;
-    int64_t groups, slot, num_keys, key_size, value_size;
+    int64_t groups, slot, key_size, value_size, first, num_keys, blocks, stride;
+    bool transposing;
+    // Weights of the keys from `first` on are `stride` apart; largest scores, and sums of weights.
     std::vector<float> queries, sums, weights, largest, total, key_copy, value_copy;
+    // By block, and in it by query: a bit for each key that the query sees.
+    std::vector<uint64_t> sees;
 
     Rows(const Call<T>& call, const Item& item)
         : call(call),
           item(item),
           groups(call.num_heads / call.kv_heads),
           slot(call.layout.slot[item.segment]),
-          num_keys(call.layout.num_keys[item.segment]),
           key_size(whole_vectors(call.head_size)),
           value_size(whole_vectors(call.value_size)),
+          first(first_place() / BLOCK * BLOCK),
+          num_keys(call.layout.num_keys[item.segment]),
+          blocks(std::max<int64_t>(0, num_keys - first + BLOCK - 1) / BLOCK),
+          // Rows a power of two apart would share few lines of a cache.
+          stride(blocks * BLOCK + LANES),
+          // In bfloat16 it takes no longer for a single query.
+          transposing(std::is_same_v<T, bfloat16> || groups >= WORTH_TRANSPOSING),
           queries(item.count * key_size),
           sums(item.count * value_size),
-          weights(item.count * BLOCK),
+          weights(item.count * stride),
           largest(item.count, NEVER),
-          total(item.count) {
+          total(item.count),
+          sees(item.count * blocks) {
         for (int64_t row = 0; row < item.count; ++row) {
             const T* from = call.query + token(row) * call.token + head(row) * call.head;
             for (int64_t d = 0; d < call.head_size; ++d) queries[row * key_size + d] = widened(from[d]);
         }
     }
+
+    void run() {
+        for (int64_t begin = first; begin < num_keys; begin += BLOCK) score(begin);
+        for (int64_t row = 0; row < item.count; ++row) weigh(row);
+        for (int64_t begin = first; begin < num_keys; begin += BLOCK) add(begin);
+        finish();
+    }
+
+    float* weights_of(int64_t row, int64_t begin) { return weights.data() + row * stride + begin - first; }
+
+    uint64_t* seen_in(int64_t begin) { return sees.data() + (begin - first) / BLOCK * item.count; }
+
+    // Of a block's keys: how many there are, and a bit for each.
+    int64_t count_of(int64_t begin) const { return std::min<int64_t>(BLOCK, num_keys - begin); }
+
+    static uint64_t all_of(int64_t count) { return count == BLOCK ? ~uint64_t{0} : (uint64_t{1} << count) - 1; }
 
     int64_t token(int64_t row) const {
         return call.layout.query_start[item.segment] + (item.begin + row) / groups;
@@ -227,7 +289,7 @@ struct Rows {
         const Layout& layout = call.layout;
         const int64_t prefix = layout.prefix[item.segment], oldest_seen = oldest(token);
         const int64_t known = std::clamp<int64_t>(prefix - begin, 0, count);
-        uint64_t found = known == BLOCK ? ~uint64_t{0} : (uint64_t{1} << known) - 1;
+        uint64_t found = all_of(known);
         const uint8_t* bits = layout.bits + token * layout.num_bytes;
         for (int64_t i = known; i < count;) {
             const int64_t bit = begin + i - prefix;
@@ -235,7 +297,7 @@ struct Rows {
             found |= rest << i;
             i += 8 - bit % 8;
         }
-        if (count < BLOCK) found &= (uint64_t{1} << count) - 1;
+        found &= all_of(count);
         if (oldest_seen > INT32_MIN)
             for (int64_t i = 0; i < count; ++i)
                 if (position_of(begin + i) < oldest_seen) found &= ~(uint64_t{1} << i);
@@ -251,90 +313,98 @@ struct Rows {
         return std::max<int64_t>(0, first - call.layout.first_position[item.segment]);
     }
 
-    // Puts q.k of all queries and `count` keys where their weights will be.
-    void score(const T* from, int64_t count) {
+    // Puts q.k of all queries and a block's keys where their weights will be.
+    void multiply(const T* from, int64_t begin, int64_t count) {
         const int64_t place = call.keys.place, size = call.head_size;
-        if (!item.turning) {
+        if (!transposing) {
             const Table keys = rows_of(from, place, count, size, key_copy);
             for (int64_t row = 0; row < item.count; ++row)
-                for (int64_t first = 0; first < count; first += LANES)
-                    store(weights.data() + row * BLOCK + first,
-                          products(queries.data() + row * key_size, keys, first, count, key_size));
+                for (int64_t i = 0; i < count; i += LANES)
+                    store(weights_of(row, begin) + i,
+                          products(queries.data() + row * key_size, keys, i, count, key_size));
             return;
         }
-        const Table keys = turned(from, place, count, size, key_copy);
-        std::fill(weights.begin(), weights.end(), 0.0f);
-        mix_all(weights.data(), BLOCK, queries.data(), key_size, keys, size, whole_vectors(count),
-                item.count);
+        mix_all(weights_of(0, begin), stride, queries.data(), key_size,
+                transposed(from, place, count, size, key_copy), size, whole_vectors(count), item.count);
     }
 
-    // From the scores of one query on a block their weights; what was added before shrinks to fit.
-    void weigh(int64_t row, int64_t begin, int64_t count, uint64_t sees) {
-        float* mine = weights.data() + row * BLOCK;
+    // Turns products of one query and a block's keys into scores.
+    void scale(int64_t row, int64_t begin, int64_t count, uint64_t seen) {
+        float* mine = weights_of(row, begin);
         const Scoring& scoring = call.scoring;
         Floats most = Floats{} + largest[row];
-        for (int64_t first = 0; first < count; first += LANES) {
-            Floats scores = load(mine + first) * scoring.scale;
+        for (int64_t i = 0; i < count; i += LANES) {
+            Floats scores = load(mine + i) * scoring.scale;
             if (scoring.softcap > 0)
-                for (int i = 0; i < LANES; ++i)
-                    scores[i] = std::tanh(scores[i] / scoring.softcap) * scoring.softcap;
+                for (int lane = 0; lane < LANES; ++lane)
+                    scores[lane] = std::tanh(scores[lane] / scoring.softcap) * scoring.softcap;
             if (scoring.slopes)
-                for (int i = 0; i < LANES && first + i < count; ++i)
-                    scores[i] -= scoring.slopes[head(row)] *
-                                 (call.layout.position[token(row)] - position_of(begin + first + i));
-            if (~sees >> first) scores = lanes_of(sees >> first) ? scores : Floats{} + NEVER;
+                for (int lane = 0; lane < LANES && i + lane < count; ++lane)
+                    scores[lane] -= scoring.slopes[head(row)] *
+                                    (call.layout.position[token(row)] - position_of(begin + i + lane));
+            if (~seen >> i) scores = lanes_of(seen >> i) ? scores : Floats{} + NEVER;
             most = scores > most ? scores : most;
-            store(mine + first, scores);
+            store(mine + i, scores);
         }
-        const float peak = largest_of(most);
-        // Nothing was seen so far: no number to take off.
-        const float offset = peak == NEVER ? 0.0f : peak;
-        Floats sum = {};
-        for (int64_t first = 0; first < count; first += LANES) {
-            const Floats weight = exp_of(load(mine + first) - offset);
-            store(mine + first, weight);
-            sum += weight;
-        }
-        if (peak > largest[row]) {
-            const float factor = exp_of(Floats{} + (largest[row] - peak))[0];
-            total[row] *= factor;
-            for (int64_t d = 0; d < value_size; d += LANES) {
-                float* at = sums.data() + row * value_size + d;
-                store(at, load(at) * factor);
-            }
-            largest[row] = peak;
-        }
-        total[row] += sum_of(sum);
+        largest[row] = largest_of(most);
     }
 
-    void add(int64_t begin) {
-        const int64_t count = std::min<int64_t>(BLOCK, num_keys - begin);
-        const uint64_t all = count == BLOCK ? ~uint64_t{0} : (uint64_t{1} << count) - 1;
-        uint64_t sees[MAX_ROWS], everybody = all, anybody = 0;
+    void score(int64_t begin) {
+        const int64_t count = count_of(begin);
+        uint64_t *seen = seen_in(begin), anybody = 0;
         for (int64_t row = 0; row < item.count; ++row) {
             const bool same = row && token(row) == token(row - 1);
-            sees[row] = same ? sees[row - 1] : seen(token(row), begin, count);
-            everybody &= sees[row];
-            anybody |= sees[row];
+            seen[row] = same ? seen[row - 1] : this->seen(token(row), begin, count);
+            anybody |= seen[row];
         }
         if (!anybody) return;
-        const Pool<T>&k = call.keys, &v = call.values;
+        const Pool<T>& k = call.keys;
         const T* key = k.data + slot * k.slot + item.head * k.head + begin * k.place;
+        ask_for(key + BLOCK * k.place, k.place, count_of(begin + BLOCK), call.head_size);
+        multiply(key, begin, count);
+        for (int64_t row = 0; row < item.count; ++row) scale(row, begin, count, seen[row]);
+    }
+
+    // Turns all scores of a query into weights. Blocks that nobody sees are never looked at.
+    void weigh(int64_t row) {
+        // Where nothing is seen there is no number to take off.
+        const float offset = largest[row] == NEVER ? 0.0f : largest[row];
+        double sum = 0;
+        for (int64_t begin = first; begin < num_keys; begin += BLOCK) {
+            float* mine = weights_of(row, begin);
+            if (!seen_in(begin)[row]) {
+                std::fill_n(mine, BLOCK, 0.0f);
+                continue;
+            }
+            const int64_t count = whole_vectors(count_of(begin));
+            for (int64_t i = 0; i < count; i += LANES) store(mine + i, exp_of(load(mine + i) - offset));
+            sum += exact_sum(mine, count);
+        }
+        total[row] = static_cast<float>(sum);
+    }
+
+    // Adds a block's values, weighted.
+    void add(int64_t begin) {
+        const int64_t count = count_of(begin);
+        const uint64_t all = all_of(count), *seen = seen_in(begin);
+        uint64_t everybody = all, anybody = 0;
+        for (int64_t row = 0; row < item.count; ++row) {
+            everybody &= seen[row];
+            anybody |= seen[row];
+        }
+        if (!anybody) return;
+        const Pool<T>& v = call.values;
         const T* value = v.data + slot * v.slot + item.head * v.head + begin * v.place;
-        ask_for(value, v.place, count, call.value_size);
-        score(key, count);
-        for (int64_t row = 0; row < item.count; ++row) weigh(row, begin, count, sees[row]);
-        const int64_t next = std::min<int64_t>(BLOCK, num_keys - begin - BLOCK);
-        ask_for(key + BLOCK * k.place, k.place, next, call.head_size);
+        ask_for(value + BLOCK * v.place, v.place, count_of(begin + BLOCK), call.value_size);
         const Table values = rows_of(value, v.place, count, call.value_size, value_copy);
         // Zero times what is not finite would be added where nobody looks.
         if (everybody == all || is_finite(values, count, value_size))
-            return mix_all(sums.data(), value_size, weights.data(), BLOCK, values, count, value_size,
+            return mix_all(sums.data(), value_size, weights_of(0, begin), stride, values, count, value_size,
                            item.count);
         for (int64_t row = 0; row < item.count; ++row)
             for (int64_t i = 0; i < count; ++i)
-                if (sees[row] >> i & 1)
-                    mix_all(sums.data() + row * value_size, 0, weights.data() + row * BLOCK + i, 0,
+                if (seen[row] >> i & 1)
+                    mix_all(sums.data() + row * value_size, 0, weights_of(row, begin) + i, 0,
                             {values.data + i * values.stride, 0}, 1, value_size, 1);
     }
 
@@ -362,7 +432,11 @@ template <typename T>
 void attend(const Call<T>& call, int threads) {
     const Layout& layout = call.layout;
     const int64_t groups = call.num_heads / call.kv_heads;
-    int64_t each = MAX_ROWS, wanted = threads > 1 ? 2 * threads : 1;
+    const int64_t wanted = threads > 1 ? 2 * threads : 1;
+    int64_t each = MAX_ROWS, longest = 0;
+    for (int64_t segment = 0; segment < layout.num_segments; ++segment)
+        longest = std::max<int64_t>(longest, layout.num_keys[segment]);
+    while (each > MIN_ROWS && each * longest * int64_t{sizeof(float)} > MAX_WEIGHTS) each /= 2;
     std::vector<Item> items;
     for (;; each /= 2) {
         items.clear();
@@ -370,17 +444,12 @@ void attend(const Call<T>& call, int threads) {
             const int64_t rows = (layout.query_start[segment + 1] - layout.query_start[segment]) * groups;
             for (int64_t head = 0; head < call.kv_heads; ++head)
                 for (int64_t row = 0; row < rows; row += each)
-                    items.push_back({segment, head, row, std::min(each, rows - row), rows >= WORTH_TURNING});
+                    items.push_back({segment, head, row, std::min(each, rows - row)});
         }
         if (each <= MIN_ROWS || static_cast<int64_t>(items.size()) >= wanted) break;
     }
 #pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1)
-    for (std::size_t index = 0; index < items.size(); ++index) {
-        Rows<T> rows(call, items[index]);
-        for (int64_t begin = rows.first_place() / BLOCK * BLOCK; begin < rows.num_keys; begin += BLOCK)
-            rows.add(begin);
-        rows.finish();
-    }
+    for (std::size_t index = 0; index < items.size(); ++index) Rows<T>(call, items[index]).run();
 }
 
 }  // namespace

@@ -1,0 +1,72 @@
+"""Greedy output of every strategy beside `none` in bfloat16, token for token, on all prompts.
+
+Run as `python -m examples.studies.bfloat16_invariance.identity --help` says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from examples.studies.lossless.identity import compare
+from hf_spec.bench.contenders import Contender, strategy
+from hf_spec.bench.entries import parse_entry
+from hf_spec.cli.options import ENTRY
+from hf_spec.data.machine import environment
+from hf_spec.data.prompts import load_prompts
+
+
+def contender(model: Any, text: str, compile_layers: bool) -> Contender:
+    """Return a strategy by its entry, with layers compiled or not."""
+    entry = parse_entry(text, compile_layers=compile_layers)
+    return strategy(model, entry.config, entry.assistant, entry.short_name)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; exit code 0 only if every output is identical to that of `none`."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True, help="folder or Hub id")
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--per-task", type=int, help="prompts of each task; all by default")
+    parser.add_argument("--strategy", action="append", required=True, help=f"{ENTRY}, repeatable")
+    parser.add_argument("--layers", choices=["uncompiled", "compiled", "both"], default="both")
+    parser.add_argument("--out", type=Path, help="JSON file")
+    options = parser.parse_args(argv)
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16).eval()
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    prompts = load_prompts(per_task=options.per_task)
+    record: dict[str, Any] = {
+        "command": ["examples.studies.bfloat16_invariance.identity", *(argv or sys.argv[1:])],
+        "environment": environment(),
+        "dtype": "bfloat16",
+        "new_tokens": options.new_tokens,
+        "threads": torch.get_num_threads(),
+        "identical": {},
+        "rows": {},
+    }
+    for layers in ("uncompiled", "compiled"):
+        if options.layers not in (layers, "both"):
+            continue
+        none, *others = (
+            contender(model, text, layers == "compiled") for text in ("none", *options.strategy)
+        )
+        rows = compare(none, others, prompts, tokenizer, options.new_tokens)
+        for other in others:
+            mine = [row for row in rows if row["contender"] == other.name]
+            same = sum(row["identical"] for row in mine)
+            record["identical"][f"{other.name}, {layers}"] = f"{same} of {len(mine)}"
+            print(f"{other.name}, {layers}: {same} of {len(mine)} identical", flush=True)
+        record["rows"][layers] = rows
+        if options.out:
+            options.out.write_text(json.dumps(record, indent=1) + "\n")
+    return int(not all(row["identical"] for rows in record["rows"].values() for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
