@@ -30,7 +30,7 @@ from hf_spec.execution.attention import PackedStep, TracedStep
 
 PLAIN = (bool, int, float, str, type(None))
 # Of a step, and of a prompt that runs at once; more run as they come.
-MAX_TOKENS = 1024
+MAX_TOKENS = 2048
 # Tokens that a layer is traced with, of which the program takes any number.
 TRACED_TOKENS = 3
 
