@@ -76,7 +76,8 @@ FAMILIES: dict[str, str] = {
     "MusicGen, Moshi": "musicgen musicgen_melody moshi moss_transcribe_diarize",
     "GPT-1, CTRL, XLM, XLNet, Reformer": "openai-gpt ctrl xlm xlnet reformer cpmant",
     "HyperCLOVA X": "hyperclovax hyperclovax_vision_v2",
-    "Inkling": "inkling_text inkling_mm_model inkling2 inkling2_text inkling2_loop inkling2_loop_text",
+    "Inkling": "inkling_text inkling_mm_model inkling2 inkling2_text "
+    "inkling2_loop inkling2_loop_text",
     "A.X": "axk1 axk2",
     "dots": "dots1 dots3_note dots3_note_text",
     "Cosmos": "cosmos3_edge cosmos3_omni",
