@@ -19,7 +19,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 # Names of the parameter, newest first.
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
-# What a table of positions calls the number of cached tokens, newest first.
+# Names of the number of cached tokens in tables of positions, newest first.
 CACHE_LENGTH_NAMES = ("cache_length", "past_key_values_length")
 # First and last release that the test suite runs with.
 TESTED_VERSIONS = ("5.17", "5.24")

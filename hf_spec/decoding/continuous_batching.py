@@ -154,7 +154,7 @@ class Slots(ABC):
         self._drafter.restart(row)
 
     def _output(self, row: int) -> SpecRequestOutput:
-        """Take a sequence out of its row, as far as it has come; `error` says what ended it."""
+        """Remove a sequence from its row, complete or not; `error` is the reason if it failed."""
         request, began = self._running.pop(row)
         error = self._state.errors.get(row)
         return SpecRequestOutput(

@@ -64,14 +64,14 @@ class Verifier(LogitsProcessor):
                 if token < 0:
                     state.fail(row, _undefined(row))
                 if row in state.errors:
-                    # Nothing of the verdict is committed, but drafters read it.
+                    # The verdict is not committed, but drafters read it.
                     bonus[row] = tree.tokens[tree.row_start[row]]
                 elif node is None:
                     bonus[row] = token
                 else:
                     accepted[row].append(node)
                     if state.stop.ends_sequence(token):
-                        # Plain generate() asks nobody what follows; the stop rule cuts this off.
+                        # Plain generate() does not compute this token; the stop rule cuts it off.
                         bonus[row] = token
             here = {row: accepted[row][-1] for row in here if bonus[row] is None}
         return Verdict(

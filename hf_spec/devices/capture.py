@@ -21,7 +21,7 @@ _lock = threading.Lock()
 
 @dataclass
 class Switch:
-    """What holds for generations that begin now.
+    """Settings of generations that begin now.
 
     Attributes:
         mode: one of `MODES`.

@@ -77,7 +77,7 @@ def is_quantised(layer: nn.Module) -> bool:
 
 
 def looks_for_outliers(layer: Any) -> bool:
-    """Whether `layer` is an 8-bit layer of bitsandbytes that computes some columns unquantized.
+    """True if `layer` is an 8-bit layer of bitsandbytes that computes some columns unquantized.
 
     Which columns depends on the input, so the host waits for the device in every call (Dettmers et
     al. 2022, arXiv 2208.07339, section 3.2).

@@ -4,7 +4,7 @@ A third or more of a small step on a CPU is not matmuls but small operations, ca
 compiled layer is one call. Layers of one kind share a program, so compiling takes seconds however
 deep the model is, and all around the layers (hidden states, virtual tokens, hooks) stays as it is.
 
-Layers are compiled only where that was asked for: `hf_spec.compile(model)`, or `compile=True` of a
+Compiling is opt-in: `hf_spec.compile(model)`, or `compile=True` of a
 strategy. Every program is tried beside the layer's own forward on the same input. A layer that
 cannot be traced, that reads what cannot be watched (`layer_state`), or whose program computes
 something else runs uncompiled, and the log names the reason. What the layers read is compared with
@@ -138,7 +138,7 @@ class CompiledLayers:
 
     @property
     def wanted(self) -> bool:
-        """Whether this thread runs the layers compiled, as far as they can be."""
+        """True if this thread runs the layers compiled, as far as they can be."""
         return self.enabled if _here.compile is None else _here.compile
 
     @contextmanager
@@ -219,7 +219,7 @@ class CompiledLayers:
             layer.forget_refusals()
 
     def refuse(self, name: str, reason: str) -> None:
-        """Record why a layer runs uncompiled; log each reason once, loudly if it was asked for."""
+        """Record why a layer runs uncompiled; log it once, as a warning after `compile`."""
         if reason not in self.refused.values():
             level = logging.WARNING if self.enabled else logging.INFO
             logger.log(level, "%s runs uncompiled: %s", name, reason)
@@ -297,13 +297,13 @@ class CompiledLayer:
         self._attention = attention
         # None where the layer runs uncompiled. Replaced as a whole: other threads read it.
         self._binding: _Binding | None = None
-        # Whether the program of a kind of layer and call equals the layer; a single token is a
+        # True if the program of a kind of layer and call equals the layer. A single token is a
         # kind of its own.
         self._tried: dict[Hashable, bool] = {}
 
     @property
     def is_compiled(self) -> bool:
-        """Whether all calls so far run compiled."""
+        """True if all calls so far run compiled."""
         return bool(self._tried) and all(self._tried.values())
 
     def forget_refusals(self) -> None:

@@ -45,7 +45,7 @@ from hf_spec.execution.own_forwards import OwnForwards
 MIN_WEIGHT_ELEMENTS = 1 << 16
 # Rows for which (weight @ x.T).T was no slower than F.linear on either of two machines measured.
 TRANSPOSED_ROWS = range(4, 49)
-# Of a weight that cannot be packed any more: every call computes as the module's class does.
+# For a weight that cannot be packed any more: every call uses the forward of the class.
 NO_COPIES = Copies(())
 
 

@@ -65,7 +65,7 @@ class KVPool:
         self.before_resize: Callable[[], None] | None = None
         self._max_ahead = max(MAX_RESERVED // num_slots, 1)
         self.capacity = min(MIN_CAPACITY, self._max_ahead)
-        # Tokens per slot: the most that were asked for, and the most that the call can need.
+        # Tokens per slot: the most reserved so far, and the most that the call can need.
         self._needed = 0
         self._expected = 0
 

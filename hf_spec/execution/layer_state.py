@@ -48,13 +48,13 @@ OPAQUE = (
 )
 # Packages whose functions and classes are compared by identity and not followed.
 TRUSTED = {*sys.stdlib_module_names, "torch", "numpy"}
-# Every module has these; the index of a layer only says which storage it writes.
+# Every module has these; the index of a layer only selects the storage that it writes.
 STANDARD = {*vars(nn.Module()), "forward", "layer_idx"}
-# Of this package only the classes of modules are followed, and functions.
+# In this package only functions and the classes of modules are followed.
 TRANSFORMERS = "transformers"
 # More values than any layer of transformers has; a trace that reads more is not watched.
 MAX_VALUES = 20_000
-# What Python looks up in the classes of modules whenever a module is called.
+# Attributes that Python looks up in the class of a module whenever it is called.
 CALLS = ("forward", "__call__", "__getattr__", "__getattribute__")
 
 
@@ -212,7 +212,7 @@ class LayerState:
             # Tensors that are neither parameters nor buffers are not compiled where they are read.
             return "tensor", value.dtype
         if isinstance(value, nn.Module):
-            raise UnwatchableError(f"{where} holds a module that is no submodule")
+            raise UnwatchableError(f"{where} holds a module that is not a submodule")
         if isinstance(value, (dict, collections.UserDict)):
             self.watch_sized(value)
             self.view(_entries, value)

@@ -74,8 +74,8 @@ def obstacle(model: nn.Module) -> str | None:
 
 def _module_obstacle(module: nn.Module) -> str | None:
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    # A replayed graph calls no Python; accelerate's own hook also brings offloaded weights.
-    # Those of transformers collect hidden states, which a graph holds on to.
+    # A replayed graph calls no Python; accelerate's own hook also loads offloaded weights.
+    # Hooks of transformers collect hidden states, which a graph keeps.
     if hasattr(module, "_hf_hook") or not all(map(is_of_transformers, hooks)):
         return "has hooks"
     if looks_for_outliers(module):

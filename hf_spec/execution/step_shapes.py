@@ -33,7 +33,7 @@ MAX_GROWTH = 2
 
 
 class _Variant(threading.local):
-    """What the steps of this thread compute, if a model computes several things."""
+    """Kind of step that this thread computes, for models with several kinds."""
 
     key: Hashable = None
 

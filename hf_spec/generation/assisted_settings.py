@@ -28,7 +28,7 @@ REPLACED_BY: dict[str, tuple[str, ...]] = {
     "assistant_lookbehind": (),
     "target_lookbehind": (),
 }
-# What transformers calls a schedule -> the length policy that does the same.
+# Schedule of transformers -> the length policy that does the same.
 POLICIES = {"constant": "static", "heuristic": "heuristic", "heuristic_transient": "heuristic"}
 
 
@@ -50,7 +50,7 @@ def check_assisted(
     for name in REPLACED_BY:
         value = arguments.get(name)
         if value is None and getattr(given, name, None) != getattr(stored, name, None):
-            # A copy of the model's own config says nothing that the model's does not.
+            # A copy of the model's own config adds nothing to it.
             value = _unusual(given, name)
         if value is not None:
             raise OptionError(_explain(config, name, value))

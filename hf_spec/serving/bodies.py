@@ -10,7 +10,7 @@ from hf_spec.serving.checks import MAX_NUMBER
 
 Text: TypeAlias = Annotated[str, Field(strict=True)]
 Whole: TypeAlias = Annotated[int, Field(strict=True, ge=1, le=MAX_NUMBER)]
-# Of a list the length is checked with the settings of the server.
+# The length of a list is checked against the settings of the server.
 Stop: TypeAlias = Text | list[Text] | None
 
 

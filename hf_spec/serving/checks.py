@@ -24,7 +24,7 @@ MAX_LENGTH = 32768
 # processors take a time in proportion, in every step of the whole batch.
 MAX_VALUES = 4096
 MAX_NUMBER = 2**31 - 1
-# Scores are divided by it in float32; 0 asks for greedy decoding.
+# Scores are divided by it in float32; 0 means greedy decoding.
 MIN_TEMPERATURE = 1e-3
 
 # Settings that a field of another name sets.

@@ -53,7 +53,7 @@ class ResponseCounter:
             raise
 
     def _count(self, scope: Scope, status: int) -> None:
-        # Whoever asks for made-up paths makes no new lines.
+        # Requests to unknown paths add no lines.
         route = getattr(scope.get("route"), "path", "none")
         self.responses[route, status] += 1
 
@@ -129,7 +129,7 @@ class AccessGuard:
                     413,
                     f"the body has more than {limit} bytes; send less, or start the server with "
                     "a larger --max-body",
-                    # What is left of the body is not read.
+                    # The rest of the body is not read.
                     headers={"Connection": "close"},
                 )
             message = await receive()

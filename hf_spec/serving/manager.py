@@ -77,7 +77,7 @@ class SpeculativeManager:
 
     @property
     def is_alive(self) -> bool:
-        """Whether requests are answered; a model that is not open is opened by the next one."""
+        """True while requests are answered; a model that is not open is opened by the next one."""
         return not self._stopped and (self._scheduler is None or self._scheduler.is_alive)
 
     def close(self) -> None:
@@ -187,7 +187,7 @@ class RequestGeneration(GenerateManager):
         return asyncio.wrap_future(self.submit(fn, *args, **kwargs))
 
     def stop(self) -> None:
-        """Nothing: the manager ends what all requests share."""
+        """Do nothing: the manager ends what all requests share."""
 
     def _submit(self, on_tokens: Callable[[list[int]], None]) -> Future[list[int]]:
         assert self._scheduler is not None, "prepared before"
@@ -251,7 +251,7 @@ class _Streamer(DirectStreamer):
             super().end()
 
     def _finish(self, future: Future[Any]) -> None:
-        # Nobody listens any more when the event loop is closed.
+        # The event loop is closed: there are no listeners any more.
         with suppress(RuntimeError):
             if future.cancelled():
                 self._enqueue(_StreamError("the request was canceled"))
@@ -263,7 +263,7 @@ class _Streamer(DirectStreamer):
 
 
 class _Watch(BaseStreamer):
-    """Ends a call of `generate()` once nobody waits for its result."""
+    """Criterion that ends a call of `generate()` once its client has left."""
 
     future: Future[Any] | None = None
 
@@ -272,7 +272,7 @@ class _Watch(BaseStreamer):
             raise StoppedError()
 
     def end(self) -> None:
-        """Nothing is left to watch."""
+        """Do nothing: there is nothing left to watch."""
 
 
 @contextmanager

@@ -53,7 +53,7 @@ class ServeSettings(Settings):
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine can connect."""
+        """True if only this machine can connect."""
         return is_loopback(self.host)
 
 

@@ -242,7 +242,7 @@ def test_layers_of_a_kind_differ_in_weights_and_index_alone() -> None:
     [
         (iter([1.0]), "list_iterator"),
         (threading.local(), "local"),
-        ([nn.Linear(2, 2)], "no submodule"),
+        ([nn.Linear(2, 2)], "not a submodule"),
     ],
 )
 def test_what_cannot_be_watched_is_an_error(value: Any, reason: str, target: Any) -> None:

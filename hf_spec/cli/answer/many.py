@@ -132,7 +132,7 @@ def _finished(out: Path, run: dict[str, Any]) -> list[dict[str, Any]]:
         runs = [row["run"] for row in rows]
         [row["key"] for row in rows]
     except (OptionError, KeyError, TypeError) as error:
-        raise OptionError(f"--out {out}: that is no file of answers; choose another") from error
+        raise OptionError(f"--out {out}: not a file of answers; choose another") from error
     for found in runs:
         check_head(out, found, run)
     return rows
