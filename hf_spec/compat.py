@@ -36,14 +36,9 @@ def cache_parameter(function: Callable[..., Any]) -> str | None:
     """
     parameters = inspect.signature(function).parameters
     names = [name for name in CACHE_NAMES if name in parameters]
-    if "cache" in names and not _may_be_cache(parameters["cache"]):
+    if "cache" in names and "dict" in _text(parameters["cache"].annotation):
         names.remove("cache")
     return next(iter(names), None)
-
-
-def _may_be_cache(parameter: inspect.Parameter) -> bool:
-    annotation = parameter.annotation
-    return annotation is parameter.empty or Cache.__name__ in _text(annotation)
 
 
 def _text(annotation: Any) -> str:

@@ -36,7 +36,7 @@ COMMANDS = {
     "chat": ("hf_spec.cli.answer.chat:chat", "Talk with a model in the terminal."),
     "serve": (
         "hf_spec.cli.serve:serve",
-        "Answer requests of OpenAI's API with transformers' own server, speculatively.",
+        "Answer requests of OpenAI's API with transformers' own handlers, speculatively.",
     ),
     "train": ("hf_spec.cli.train.app:train", "Train the parts that strategies need."),
     "calibrate": ("hf_spec.cli.train.calibrate:calibrate", "Choose options by measured speed."),

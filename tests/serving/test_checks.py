@@ -17,6 +17,7 @@ from tests import tiny_models
 from tests.serving.conftest import Served, plain
 
 pytest.importorskip("fastapi", reason="needs the extra 'serve'")
+pytest.importorskip("openai", reason="needs the extra 'serve'")
 
 import httpx2
 import openai

@@ -10,6 +10,7 @@ import pytest
 from tests.serving.conftest import Served
 
 pytest.importorskip("fastapi", reason="needs the extra 'serve'")
+pytest.importorskip("openai", reason="needs the extra 'serve'")
 
 import httpx2
 import openai

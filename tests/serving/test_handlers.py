@@ -13,13 +13,14 @@ import torch
 
 from hf_spec.serving.errors import RequestError, StoppedError
 from tests.serving.conftest import Served
-from tests.serving.test_checks import post
 
 pytest.importorskip("fastapi", reason="needs the extra 'serve'")
+pytest.importorskip("openai", reason="needs the extra 'serve'")
 
 import httpx2
 
 from hf_spec.serving.handlers import ServedModel, reading
+from tests.serving.test_checks import post
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 from tests.serving.conftest import Served, plain
 
 pytest.importorskip("fastapi", reason="needs the extra 'serve'")
+pytest.importorskip("openai", reason="needs the extra 'serve'")
 
 import httpx2
 import openai

@@ -5,7 +5,7 @@ from __future__ import annotations
 # Family -> model types of the causal-LM and the image-text mapping of transformers.
 FAMILIES: dict[str, str] = {
     "Qwen3": "qwen3 qwen3_moe",
-    "Llama": "llama internlm3 iquestcoder",
+    "Llama": "llama internlm3 iquestcoder exaone",
     "Gemma 4": (
         "gemma4 gemma4_text gemma4_unified gemma4_unified_text gemma4_assistant "
         "gemma4_unified_assistant"
@@ -18,9 +18,9 @@ FAMILIES: dict[str, str] = {
     "Gemma 3": "gemma3 gemma3_text gemma3n gemma3n_text shieldgemma2",
     "Mistral, Ministral": "mistral mixtral ministral ministral3",
     "Mistral Small, Pixtral": "mistral3 mistral4 mistral_large4",
-    "DeepSeek": "deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4",
+    "DeepSeek": "deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 sarvam_mla",
     "Phi": "phi phi3 phimoe phi4_multimodal",
-    "GLM": "glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa",
+    "GLM": "glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa sarvam_moe",
     "GLM-V": "glm4v glm4v_moe glm46v glmga glm5_next glm_ocr",
     "LFM": "lfm2_vl lfm2 lfm2_moe lfm3 lfm3_vl",
     "Nemotron": "nemotron_h nemotron nemotron_h_omni",
@@ -42,7 +42,7 @@ FAMILIES: dict[str, str] = {
     "Command, Aya": (
         "cohere cohere2 cohere2_moe cohere2_vision cohere_compass cohere_compass_text aya_vision"
     ),
-    "EXAONE": "exaone exaone4 exaone4_5 exaone_moe",
+    "EXAONE": "exaone4 exaone4_5 exaone_moe",
     "Gemma, Gemma 2": "gemma gemma2 vaultgemma recurrent_gemma diffusion_gemma",
     "GPT-2": "gpt2 gpt-sw3 gpt_bigcode starcoder2",
     "GPT-NeoX, GPT-J": "gpt_neox gpt_neox_japanese gptj gpt_neo codegen",

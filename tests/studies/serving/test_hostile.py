@@ -10,6 +10,7 @@ import pytest
 from tests.serving.conftest import folder  # noqa: F401 - a fixture
 
 pytest.importorskip("fastapi", reason="needs the extra 'serve'")
+pytest.importorskip("openai", reason="needs the extra 'serve'")
 
 from examples.studies.serving import hostile
 from examples.studies.serving.hostile import CANCELED, INNOCENT, POISON, POISONOUS, Asked
