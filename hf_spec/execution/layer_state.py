@@ -121,11 +121,14 @@ class LayerState:
         Raises:
             UnwatchableError: if it reads what cannot be watched.
         """
-        key = _Reach(self, self._roots).key()
-        self._sizes = [*map(len, self._sized)]
-        self._tensors = [t for t in self._stored() if t is not None]
-        self._addresses = [*map(Tensor.data_ptr, self._tensors)]
-        return key
+        try:
+            return _Reach(self, self._roots).key()
+        finally:
+            # Also after an error: layers that run uncompiled are looked at again only if something
+            # that was read until then has changed.
+            self._sizes = [*map(len, self._sized)]
+            self._tensors = [t for t in self._stored() if t is not None]
+            self._addresses = [*map(Tensor.data_ptr, self._tensors)]
 
     def holds(self) -> bool:
         """Return True if everything is as it was when the layers were added."""

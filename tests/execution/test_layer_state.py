@@ -261,6 +261,18 @@ def test_a_layer_that_reads_too_much_is_an_error(
         state_of(target)
 
 
+def test_code_that_cannot_be_watched_is_followed_once(
+    target: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Steered, "by_class", iter([1.0]))
+    state = LayerState()
+    for layer in target.model.layers:
+        state.add(layer)
+    with pytest.raises(UnwatchableError, match="by_class"):
+        state.seal()
+    assert state.holds()
+
+
 def test_values_that_lead_back_to_themselves(target: Any) -> None:
     space = target.model.layers[0].mlp.space
     space.itself = space
