@@ -118,7 +118,7 @@ def test_files_that_are_something_else_are_refused(
     for content in ("not JSON", '{"id": "other"}', "[1]", "[" * 100_000):
         out.write_text(content)
         result = run(folder, *options(source, out))
-        assert (result.exit_code, "no file of answers" in said(result)) == (2, True)
+        assert (result.exit_code, "not a file of answers" in said(result)) == (2, True)
         assert out.read_text() == content
     out.unlink()
     out.with_name("out.jsonl.0.part").write_text('{"format": "hf_spec.answers", "model": "x"}\n')
