@@ -19,6 +19,6 @@ COPY examples examples
 RUN pip install --no-cache-dir -c constraints.txt -e ".[demo]"
 
 USER user
-RUN python -c "from hf_spec.data.small_models import smollm2_135m_instruct; smollm2_135m_instruct()"
+RUN python -c "from hf_spec.common.small_models import smollm2_135m_instruct; smollm2_135m_instruct()"
 ENTRYPOINT ["hf-spec"]
 CMD ["demo"]

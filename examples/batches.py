@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_spec  # noqa: F401 - adds spec_strategy= to generate_batch() and generate_batch_iter()
-from hf_spec.data.small_models import smollm2_135m_instruct
+from hf_spec.common.small_models import smollm2_135m_instruct
 
 QUESTIONS = [
     "Name three animals that live in the sea and three that live in a forest.",

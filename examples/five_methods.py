@@ -9,7 +9,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_spec
-from hf_spec.data.small_models import smollm2_135m_instruct
+from hf_spec.common.small_models import smollm2_135m_instruct
 
 ADAPTERS = Path(__file__).parent / "adapters"
 METHODS = {

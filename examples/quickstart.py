@@ -7,7 +7,7 @@ from pathlib import Path
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_spec  # noqa: F401 - adds spec_strategy= and assistant= to generate()
-from hf_spec.data.small_models import smollm2_135m_instruct
+from hf_spec.common.small_models import smollm2_135m_instruct
 
 FALCON = Path(__file__).parent / "adapters" / "smollm2-135m-falcon"
 QUESTION = "Write a Python function that returns the largest number of a list."

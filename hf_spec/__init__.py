@@ -9,8 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from hf_spec.installing import VERSION
-from hf_spec.process import started_as_command
+from hf_spec.common.installing import VERSION
+from hf_spec.common.process import started_as_command
 
 __version__ = VERSION
 

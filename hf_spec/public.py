@@ -9,7 +9,7 @@ from hf_spec.decoding.streaming import BatchStreamer, BatchTextStreamer
 from hf_spec.devices.capture import set_cuda_graphs
 from hf_spec.drafting.config import StrategyConfig
 from hf_spec.drafting.lookup_store import LookupStore
-from hf_spec.errors import AssistantError, HubError, OptionError, SpecError, UnsupportedError
+from hf_spec.common.errors import AssistantError, HubError, OptionError, SpecError, UnsupportedError
 from hf_spec.execution.forward_output import ForwardOutput
 from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.tree import DraftTree, Verdict
@@ -17,7 +17,7 @@ from hf_spec.generation.compiling import CompileReport, compile  # noqa: A004 - 
 from hf_spec.generation.custom_generate import custom_generate
 from hf_spec.generation.hook import disable, enable
 from hf_spec.models.truncated import truncated_draft
-from hf_spec.outputs import (
+from hf_spec.common.outputs import (
     SpecBatchOutput,
     SpecEncoderDecoderOutput,
     SpecGenerateOutput,

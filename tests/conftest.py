@@ -30,7 +30,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from hf_spec.data.small_models import gemma3_270m, smollm2_135m_instruct
+from hf_spec.common.small_models import gemma3_270m, smollm2_135m_instruct
 from hf_spec.drafting import costs as round_costs
 from hf_spec.drafting import measured
 from tests.forked_python import ForkedPython

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_spec.adapters.published import PublishedHead
-from hf_spec.compat import CACHE_NAME
+from hf_spec.common.compat import CACHE_NAME
 from hf_spec.execution.attention import storing_layers
 from hf_spec.execution.vocabulary import num_embeddings
 from hf_spec.heads.gemma_assistant import FAMILY, GemmaAssistant, build

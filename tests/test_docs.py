@@ -147,7 +147,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def names(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the examples may take as given; strategies that they register are forgotten."""
-    monkeypatch.setattr("hf_spec.data.small_models.smollm2_135m_instruct", lambda: tiny_folder)
+    monkeypatch.setattr("hf_spec.common.small_models.smollm2_135m_instruct", lambda: tiny_folder)
     monkeypatch.setattr(registry, "_STRATEGIES", dict(registry._STRATEGIES))
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
     return {

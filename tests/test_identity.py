@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from hf_spec import SpecGenerateOutput, UnsupportedError
-from hf_spec.outputs import RowStats
+from hf_spec.common.outputs import RowStats
 from tests import tiny_models
 from tests.tiny_models import ARCHITECTURES, MATRIX, PUBLISHED
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, StaticCache
 
 from hf_spec import DraftConfig, LookupConfig, SpecError, StrategyConfig, TreeConfig
-from hf_spec.compat import CACHE_NAME
+from hf_spec.common.compat import CACHE_NAME
 from tests.model_watch import count_forwards, snapshot
 from tests.tiny_models import VOCAB, build, ragged_batch, repetitive_prompt
 

@@ -85,7 +85,7 @@ class TestBuilt:
 RUN = """
 import sys, torch, hf_spec, hf_spec_kernels
 from transformers import LlamaConfig, LlamaForCausalLM
-from hf_spec.data.prompts import load_prompts
+from hf_spec.common.prompts import load_prompts
 from hf_spec.drafting.rank_tree import published_trees
 for package in (hf_spec, hf_spec_kernels):
     assert package.__file__.startswith(sys.prefix), package.__file__

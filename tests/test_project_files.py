@@ -61,7 +61,7 @@ class TestContinuousIntegration:
         named += re.findall(r"hashFiles\('([^']+)'\)", models["key"])
         assert len(named) == 3
         assert [name for name in named if not (ROOT / name).is_file()] == []
-        # Where hf_spec.data.small_models puts the converted models unless told otherwise.
+        # Where hf_spec.common.small_models puts the converted models unless told otherwise.
         assert models["path"] == "~/.cache/hf_spec"
 
 

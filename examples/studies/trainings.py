@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from hf_spec.files import write_json
+from hf_spec.common.files import write_json
 from hf_spec.training.run_record import RUN
 from hf_spec.training.trainer import METRICS
 

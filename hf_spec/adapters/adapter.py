@@ -22,10 +22,10 @@ from transformers import PreTrainedModel
 from hf_spec.adapters.base_name import base_name
 from hf_spec.adapters.few_bits import BITS, packed
 from hf_spec.devices.placement import weight_rows
-from hf_spec.errors import AssistantError, OptionError
+from hf_spec.common.errors import AssistantError, OptionError
 from hf_spec.execution.cross_attention import num_layers
-from hf_spec.files import written_whole
-from hf_spec.installing import how_to_install
+from hf_spec.common.files import written_whole
+from hf_spec.common.installing import how_to_install
 
 PEFT_TYPE = "HF_SPEC"
 CONFIG_NAME = "adapter_config.json"

@@ -9,7 +9,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from transformers import PreTrainedModel
 
-from hf_spec.data.small_models import hub_id_of
+from hf_spec.common.small_models import hub_id_of
 
 # A model in the Hub's cache lies in <this><owner>--<name>/snapshots/<commit>.
 CACHE_PREFIX = "models--"
@@ -33,7 +33,7 @@ def base_name(model: PreTrainedModel) -> str:
     """The Hub id of `model` if that is known, else its local name.
 
     Known are the models that were loaded by their id, from the Hub's cache, or from a folder that
-    `hf_spec.data.small_models` converted.
+    `hf_spec.common.small_models` converted.
     """
     source = _source(model)
     if not os.path.isdir(source):

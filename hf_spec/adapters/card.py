@@ -13,9 +13,9 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from hf_spec.adapters.adapter import Adapter, save_adapter
 from hf_spec.adapters.base_name import is_hub_id
-from hf_spec.errors import AssistantError
-from hf_spec.files import written_whole
-from hf_spec.installing import WHERE, install_command
+from hf_spec.common.errors import AssistantError
+from hf_spec.common.files import written_whole
+from hf_spec.common.installing import WHERE, install_command
 
 CARD_NAME = "README.md"
 # In every card that is written here; one without it is taken for one written by hand.

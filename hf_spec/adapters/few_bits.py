@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from hf_spec.errors import AssistantError
+from hf_spec.common.errors import AssistantError
 
 GROUP = 64
 # As safetensors calls what the numbers are stored in.

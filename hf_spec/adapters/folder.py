@@ -26,7 +26,7 @@ from hf_spec.adapters.card import CARD_NAME, write_card
 from hf_spec.adapters.few_bits import unpacked
 from hf_spec.adapters.hub import Place, push_adapter
 from hf_spec.adapters.reading import read_json, read_tensors, regular_file
-from hf_spec.errors import AssistantError
+from hf_spec.common.errors import AssistantError
 
 # The module on a model that holds its adapters. PEFT looks over names with its prefix of the type
 # in them, "hf_spec_", for the weights of an adapter, which this is not.

@@ -21,8 +21,8 @@ from hf_spec.adapters.card import CARD_NAME, GENERATED
 from hf_spec.adapters.hub import Place
 from hf_spec.adapters.published import CONFIG, MTP_INSIDE, recognise, write_published
 from hf_spec.adapters.reading import PICKLES, read_json, regular_file
-from hf_spec.errors import AssistantError
-from hf_spec.files import check_new_folder
+from hf_spec.common.errors import AssistantError
+from hf_spec.common.files import check_new_folder
 
 # Of tensors that strategies can read, see `hf_spec.adapters.reading`.
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.bool)

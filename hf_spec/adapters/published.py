@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 from hf_spec.adapters.card import CARD_NAME
 from hf_spec.adapters.hub import Place
 from hf_spec.adapters.reading import PICKLES, read_json, regular_file, tensors_of
-from hf_spec.errors import AssistantError
-from hf_spec.files import write_json, written_whole
+from hf_spec.common.errors import AssistantError
+from hf_spec.common.files import write_json, written_whole
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from hf_spec.adapters.few_bits import KINDS
-from hf_spec.errors import AssistantError
+from hf_spec.common.errors import AssistantError
 
 # More than the config of any adapter that was ever made here, by a factor of a hundred.
 MAX_CONFIG_BYTES = 4 << 20

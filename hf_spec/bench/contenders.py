@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from transformers.generation import CompileConfig
 
 from hf_spec.drafting.config import StrategyConfig
-from hf_spec.errors import UnsupportedError
-from hf_spec.outputs import SpecStats
+from hf_spec.common.errors import UnsupportedError
+from hf_spec.common.outputs import SpecStats
 
 # Arguments of generate() besides the prompt.
 Settings = Mapping[str, Any]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedModel
 
 from hf_spec.drafting.config import StrategyConfig
-from hf_spec.errors import AssistantError, OptionError
+from hf_spec.common.errors import AssistantError, OptionError
 from hf_spec.strategies.assistants import find_assistant
 from hf_spec.strategies.registry import make_drafter, parse_strategy
 

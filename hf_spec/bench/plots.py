@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_spec.bench.summary import ALL, notice, spread
-from hf_spec.data.prompts import MIXED
+from hf_spec.common.prompts import MIXED
 
 Series = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 # Per point of a series the lower and the upper end of its spread.

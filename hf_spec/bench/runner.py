@@ -12,8 +12,8 @@ import torch
 from hf_spec.bench.contenders import Contender, Run
 from hf_spec.bench.known_answers import PlainAnswers
 from hf_spec.bench.timing import peak_bytes, reset_peak, timed
-from hf_spec.data.prompts import Batch, Prompt, make_batches
-from hf_spec.outputs import SpecStats
+from hf_spec.common.prompts import Batch, Prompt, make_batches
+from hf_spec.common.outputs import SpecStats
 
 CPU = torch.device("cpu")
 WARM_UP_TOKENS = 16

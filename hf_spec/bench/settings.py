@@ -1,14 +1,14 @@
 """What benchmarks and calibrations measure: defaults, bounds, and the help of their commands."""
 
-# Imports neither torch nor transformers, see `hf_spec.settings`.
+# Imports neither torch nor transformers, see `hf_spec.common.settings`.
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from hf_spec.errors import OptionError
-from hf_spec.settings import Count, Internal, Named, Settings, Share, Weight, Within
+from hf_spec.common.errors import OptionError
+from hf_spec.common.settings import Count, Internal, Named, Settings, Share, Weight, Within
 
 
 @dataclass(frozen=True)

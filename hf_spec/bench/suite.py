@@ -24,9 +24,9 @@ from hf_spec.bench.runner import Plan, Record, time_contenders
 from hf_spec.bench.settings import Suite
 from hf_spec.bench.step_cost import measure_step_cost
 from hf_spec.bench.summary import summary
-from hf_spec.data.machine import environment
-from hf_spec.data.prompts import Prompt, as_conversations, check_batch_size, make_batches
-from hf_spec.errors import OptionError
+from hf_spec.common.machine import environment
+from hf_spec.common.prompts import Prompt, as_conversations, check_batch_size, make_batches
+from hf_spec.common.errors import OptionError
 from hf_spec.execution.model_checks import check_model
 from hf_spec.execution.vocabulary import num_embeddings
 from hf_spec.models.trained_draft import METHOD as DRAFT

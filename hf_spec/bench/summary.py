@@ -8,7 +8,7 @@ from statistics import fmean, median, quantiles
 from typing import Any
 
 from hf_spec.bench.runner import Record, Row
-from hf_spec.outputs import SpecStats
+from hf_spec.common.outputs import SpecStats
 
 ALL = "all"
 # The engine without drafts.

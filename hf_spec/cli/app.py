@@ -20,7 +20,7 @@ from typer.main import get_command
 
 from hf_spec.cli.config_file import add_config_option
 from hf_spec.cli.failures import DEBUG_VARIABLE, in_one_sentence
-from hf_spec.installing import VERSION
+from hf_spec.common.installing import VERSION
 
 # Beside our own version, those that a report of a problem needs.
 NAMED_WITH_VERSION: Final = ("torch", "transformers", "huggingface_hub", "peft")

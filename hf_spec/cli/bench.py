@@ -13,8 +13,8 @@ import typer
 
 from hf_spec.bench.settings import Suite
 from hf_spec.cli import options
-from hf_spec.errors import OptionError
-from hf_spec.installing import how_to_install
+from hf_spec.common.errors import OptionError
+from hf_spec.common.installing import how_to_install
 
 if TYPE_CHECKING:
     from hf_spec.bench.suite import Benchmark
@@ -51,7 +51,7 @@ def bench(  # noqa: PLR0913 - one parameter an option
     from hf_spec.bench.entries import parse_entries
     from hf_spec.bench.suite import Benchmark
     from hf_spec.cli.loading import load_target, load_tokenizer
-    from hf_spec.data.prompts import load_prompts
+    from hf_spec.common.prompts import load_prompts
 
     options.check_out(out, prompts)
     if plots is not None and plots.exists() and not plots.is_dir():
@@ -78,7 +78,7 @@ def run_and_write(
     """
     from tqdm import tqdm
 
-    from hf_spec.files import write_json
+    from hf_spec.common.files import write_json
 
     report: dict[str, Any] = {}
     with tqdm(total=benchmark.num_runs, unit="run", disable=None) as bar:

@@ -30,7 +30,7 @@ def check_head(
         hf-spec check-head MODEL HEAD
     """
     from hf_spec.cli.loading import load_target, load_tokenizer
-    from hf_spec.data.prompts import load_prompts
+    from hf_spec.common.prompts import load_prompts
     from hf_spec.verify.head_readings import check_readings, own_answers, read_head
 
     texts, published = load_prompts(prompts, 1), read_head(head)

@@ -15,8 +15,8 @@ import typer
 import yaml
 from typer.main import get_command
 
-from hf_spec.errors import OptionError
-from hf_spec.files import read_text
+from hf_spec.common.errors import OptionError
+from hf_spec.common.files import read_text
 
 
 def add_config_option(command: Any) -> None:

@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from hf_spec.errors import AssistantError, HubError, OptionError
+from hf_spec.common.errors import AssistantError, HubError, OptionError
 
 FAILED = 1
 WRONG_USAGE = 2

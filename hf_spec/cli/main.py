@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 
-from hf_spec.installing import how_to_install
+from hf_spec.common.installing import how_to_install
 
 NEEDED_PACKAGES = ("rich", "typer", "yaml")
 

@@ -1,6 +1,6 @@
 """Options that several commands have, and options made from settings, with one default each."""
 
-# Imports neither torch nor transformers, see `hf_spec.settings`.
+# Imports neither torch nor transformers, see `hf_spec.common.settings`.
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from hf_spec.errors import OptionError
-from hf_spec.files import check_regular
-from hf_spec.settings import Count, Setting, Settings, Share, Within, described
+from hf_spec.common.errors import OptionError
+from hf_spec.common.files import check_regular
+from hf_spec.common.settings import Count, Setting, Settings, Share, Within, described
 
 # How a command line names a strategy; `hf_spec.bench.entries` reads it.
 ENTRY = "NAME[:OPTION=JSON,...][@ASSISTANT]"
@@ -75,7 +75,7 @@ class AnswerSettings(Settings):
 
 def _named_model(name: str) -> str:
     # The Hub's own rules for names, whose import takes a moment, are needed only now.
-    from hf_spec.data.hub import check_name
+    from hf_spec.common.hub import check_name
 
     check_name(name)
     return name

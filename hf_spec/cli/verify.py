@@ -52,9 +52,9 @@ def verify(  # noqa: PLR0913 - one parameter an option
 
     from hf_spec.bench.entries import parse_entries
     from hf_spec.cli.loading import load_target, load_tokenizer
-    from hf_spec.data.machine import environment
-    from hf_spec.data.prompts import load_prompts
-    from hf_spec.files import write_json
+    from hf_spec.common.machine import environment
+    from hf_spec.common.prompts import load_prompts
+    from hf_spec.common.files import write_json
     from hf_spec.verify import verify as checks
 
     options.check_out(out, prompts)

@@ -26,7 +26,7 @@ from hf_spec.cpu.packed_products import (
     pack_rounded,
     served_rows,
 )
-from hf_spec.errors import OptionError
+from hf_spec.common.errors import OptionError
 
 logger = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ from hf_spec.decoding.verification import Verifier
 from hf_spec.devices.placement import execution_device
 from hf_spec.execution.compiled_layers import compiling
 from hf_spec.execution.runner import ModelRunner
-from hf_spec.outputs import SpecRequestOutput, SpecStats
+from hf_spec.common.outputs import SpecRequestOutput, SpecStats
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from hf_spec.errors import UnsupportedError
+from hf_spec.common.errors import UnsupportedError
 
 # Members that hold no state of a sequence, are too large to copy, or reach out of the object.
 SHARED = (

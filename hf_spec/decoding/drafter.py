@@ -16,7 +16,7 @@ from transformers.generation import CandidateGenerator
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.stopping import StopRules
 from hf_spec.decoding.verification import NodeDraw, ResidualRejection, Verifier
-from hf_spec.errors import UnsupportedError
+from hf_spec.common.errors import UnsupportedError
 from hf_spec.execution.forward_output import ForwardOutput
 from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.tree import DraftTree, Verdict

@@ -9,7 +9,7 @@ from hf_spec.decoding.verification import Verifier
 from hf_spec.execution.forward_output import ForwardOutput
 from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.tree import DraftTree
-from hf_spec.outputs import SpecGenerateOutput, SpecStats
+from hf_spec.common.outputs import SpecGenerateOutput, SpecStats
 
 
 def speculative_decode(

@@ -16,7 +16,7 @@ from hf_spec.decoding.continuous_batching import Prepared, Request, Slots
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.stopping import StopRules
 from hf_spec.decoding.streaming import BatchStreamer
-from hf_spec.outputs import RowStats, SpecRequestOutput
+from hf_spec.common.outputs import RowStats, SpecRequestOutput
 
 
 class OpenBatch(Slots):

@@ -29,7 +29,7 @@ from torch import Tensor
 from transformers.generation import logits_process as hf
 
 from hf_spec.decoding.copies import own_copy
-from hf_spec.errors import OptionError, UnsupportedError
+from hf_spec.common.errors import OptionError, UnsupportedError
 
 Processor = Callable[[Tensor, Tensor], Tensor]
 

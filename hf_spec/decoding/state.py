@@ -16,7 +16,7 @@ from hf_spec.decoding.stopping import StopRules
 from hf_spec.decoding.streaming import StreamFeed
 from hf_spec.devices.clock import Stopwatch, clock_of
 from hf_spec.execution.tree import Verdict
-from hf_spec.outputs import RowStats, SpecGenerateOutput, SpecStats
+from hf_spec.common.outputs import RowStats, SpecGenerateOutput, SpecStats
 
 logger = logging.getLogger(__name__)
 

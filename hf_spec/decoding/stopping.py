@@ -21,7 +21,7 @@ from transformers.generation.stopping_criteria import (
 )
 
 from hf_spec.decoding.copies import own_copy
-from hf_spec.errors import UnsupportedError
+from hf_spec.common.errors import UnsupportedError
 
 # Criteria whose answer for a row depends on that row alone. Exactly these: a subclass may do more.
 PER_ROW = (StopStringCriteria, MaxTimeCriteria)

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from hf_spec.errors import UnsupportedError
+from hf_spec.common.errors import UnsupportedError
 
 # What a tokenizer writes for bytes that are no whole character yet.
 INCOMPLETE = "\ufffd"

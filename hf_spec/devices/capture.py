@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hf_spec.devices import graph_store
-from hf_spec.errors import OptionError
+from hf_spec.common.errors import OptionError
 
 MODES = ("auto", "off")
 

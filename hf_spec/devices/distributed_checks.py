@@ -15,7 +15,7 @@ from torch import Tensor, distributed
 from transformers import PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
 
-from hf_spec.errors import UnsupportedError
+from hf_spec.common.errors import UnsupportedError
 
 # Last names of the layers whose outputs hold the keys of all heads.
 KEY_LAYERS = ("k_proj", "qkv_proj", "query_key_value")

@@ -13,7 +13,7 @@ import torch
 from accelerate.utils import align_module_device
 from torch import Tensor, nn
 
-from hf_spec.errors import UnsupportedError
+from hf_spec.common.errors import UnsupportedError
 
 
 def execution_device(module: nn.Module) -> torch.device:

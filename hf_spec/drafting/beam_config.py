@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hf_spec.drafting.config import AUTO
 from hf_spec.drafting.growth import TreeShape
 from hf_spec.drafting.level_drafter import LevelConfig
-from hf_spec.errors import OptionError, choices
+from hf_spec.common.errors import OptionError, choices
 
 TREES = ("chain", "dynamic")
 

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hf_spec.drafting.length_policy import HEAD, MEASURED, check_policy
-from hf_spec.errors import OptionError, choices
+from hf_spec.common.errors import OptionError, choices
 from hf_spec.execution.row_work import BATCHING
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from hf_spec.cpu.packed_copies import cpu_packing_bytes
 from hf_spec.devices.placement import execution_device
 from hf_spec.drafting.sources import MEMORY_DECAY, Fared
-from hf_spec.errors import OptionError
+from hf_spec.common.errors import OptionError
 from hf_spec.execution.compiled_layers import CompiledLayers
 from hf_spec.execution.per_model import made_once
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_spec.drafting.sources import EXPECTATION_WEIGHT, PROBABILITY_KINDS, Shares, shares_of_levels
-from hf_spec.errors import OptionError, choices
+from hf_spec.common.errors import OptionError, choices
 from hf_spec.execution.tree import Verdict
 
 # The policy that decides by the time that rounds take, and the one that asks a head of the drafter.

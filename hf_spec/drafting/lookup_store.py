@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_spec.errors import OptionError
+from hf_spec.common.errors import OptionError
 
 # Longest match, and what is kept of a prompt in front of its answer.
 LONGEST_MATCH = 64

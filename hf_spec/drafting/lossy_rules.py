@@ -16,7 +16,7 @@ import torch
 from hf_spec.decoding.processors import NodeProcessors
 from hf_spec.decoding.token_sampling import draw_or_none
 from hf_spec.decoding.verification import Verifier, Walk
-from hf_spec.errors import UnsupportedError
+from hf_spec.common.errors import UnsupportedError
 from hf_spec.execution.tree import DraftTree
 
 

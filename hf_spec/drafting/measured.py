@@ -39,7 +39,7 @@ from hf_spec.drafting.length_policy import (
 )
 from hf_spec.drafting.round_clock import RoundClock
 from hf_spec.drafting.sources import NODES_PER_LEVEL, MergedTree, Source
-from hf_spec.errors import UnsupportedError
+from hf_spec.common.errors import UnsupportedError
 from hf_spec.execution.forward_output import ForwardOutput
 from hf_spec.execution.mixers import recurrent_share
 from hf_spec.execution.runner import ModelRunner

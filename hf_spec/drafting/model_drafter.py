@@ -28,7 +28,7 @@ from hf_spec.drafting.level_drafter import (
     LevelDrafter,
     Owners,
 )
-from hf_spec.errors import OptionError, choices
+from hf_spec.common.errors import OptionError, choices
 from hf_spec.execution.forward_output import ForwardOutput
 from hf_spec.execution.given import Given
 from hf_spec.execution.runner import ModelRunner

@@ -34,7 +34,7 @@ from hf_spec.drafting.length_policy import LengthPolicy
 from hf_spec.drafting.model_drafter import DraftModelConfig, DraftModelDrafter
 from hf_spec.drafting.text_tokens import BROKEN, common_length, context_start
 from hf_spec.drafting.token_map import TokenMap, TokenPair
-from hf_spec.errors import OptionError
+from hf_spec.common.errors import OptionError
 from hf_spec.execution.forward_output import ForwardOutput
 from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.tree import DraftTree, Verdict, likeliest

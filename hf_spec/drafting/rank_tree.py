@@ -15,7 +15,7 @@ from functools import cached_property
 from importlib import resources
 from typing import Any
 
-from hf_spec.errors import OptionError, choices
+from hf_spec.common.errors import OptionError, choices
 
 Path = tuple[int, ...]
 

@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import takewhile
 from typing import Any
 
-from hf_spec.errors import OptionError
+from hf_spec.common.errors import OptionError
 from hf_spec.execution.vocabulary import PADDED_ROWS
 
 # Tokens that are decoded, and characters that are encoded, in front of a piece.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_spec.drafting.text_tokens import BROKEN, TextTokens
-from hf_spec.errors import AssistantError
+from hf_spec.common.errors import AssistantError
 
 
 @dataclass(frozen=True, eq=False)

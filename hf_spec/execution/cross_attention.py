@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from hf_spec.compat import CACHE_NAME
+from hf_spec.common.compat import CACHE_NAME
 from hf_spec.devices.placement import execution_device
 
 # Encoder-decoders that are served. Others tell where a token stands by how many are stored, so that

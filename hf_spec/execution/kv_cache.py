@@ -26,10 +26,10 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from hf_spec.compat import CACHE_NAME
+from hf_spec.common.compat import CACHE_NAME
 from hf_spec.devices import graph_store
 from hf_spec.devices.transfer import send
-from hf_spec.errors import UnsupportedError
+from hf_spec.common.errors import UnsupportedError
 
 MIN_CAPACITY = 256
 # Tokens of all slots together for which there may be room before they are needed.

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_spec.errors import UnsupportedError
+from hf_spec.common.errors import UnsupportedError
 
 # Stands for these states among indices into `hidden_states`, of which the last is normed.
 BEFORE_NORM = sys.maxsize

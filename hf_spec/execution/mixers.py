@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
-from hf_spec.compat import cache_parameter
+from hf_spec.common.compat import cache_parameter
 from hf_spec.devices.placement import execution_device
 from hf_spec.devices.transfer import send
 from hf_spec.execution.per_model import made_once

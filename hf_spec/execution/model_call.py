@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import output_capturing
 
-from hf_spec.compat import cache_argument
+from hf_spec.common.compat import cache_argument
 from hf_spec.execution import own_positions
 from hf_spec.execution.cross_attention import CrossAttention, takes_positions
 from hf_spec.execution.last_layer import BEFORE_NORM, LastLayer

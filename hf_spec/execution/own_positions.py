@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_spec.compat import CACHE_LENGTH_NAMES
+from hf_spec.common.compat import CACHE_LENGTH_NAMES
 from hf_spec.execution.own_forwards import OwnForwards
 
 

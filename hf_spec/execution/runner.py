@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from hf_spec.compat import output_cache
+from hf_spec.common.compat import output_cache
 from hf_spec.devices import transfer
 from hf_spec.devices.placement import execution_device
 from hf_spec.execution.alibi import tree_alibi

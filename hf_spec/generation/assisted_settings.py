@@ -15,7 +15,7 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedModel
 
 from hf_spec.drafting.config import StrategyConfig
-from hf_spec.errors import OptionError
+from hf_spec.common.errors import OptionError
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from transformers import Cache, GenerationConfig, PreTrainedModel
 
-from hf_spec.compat import CACHE_NAME, CACHE_NAMES, find_cache, stored_tokens, version_message
+from hf_spec.common.compat import CACHE_NAME, CACHE_NAMES, find_cache, stored_tokens, version_message
 from hf_spec.decoding.streaming import BatchStreamer
-from hf_spec.errors import OptionError, UnsupportedError
+from hf_spec.common.errors import OptionError, UnsupportedError
 from hf_spec.execution.kv_cache import check_reusable
 from hf_spec.execution.latents import caches_latents
 from hf_spec.execution.model_checks import (

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from hf_spec.errors import OptionError, choices
+from hf_spec.common.errors import OptionError, choices
 from hf_spec.execution.attention import takes_packed
 from hf_spec.execution.compiled_layers import CompiledLayers, compiling
 from hf_spec.execution.model_checks import check_model

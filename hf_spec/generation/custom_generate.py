@@ -8,7 +8,7 @@ from typing import Any, cast
 from transformers import PreTrainedModel
 
 from hf_spec.adapters.folder import load_adapter
-from hf_spec.errors import AssistantError
+from hf_spec.common.errors import AssistantError
 from hf_spec.strategies.assistants import read_once
 
 

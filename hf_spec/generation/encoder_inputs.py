@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from hf_spec.compat import find_cache
+from hf_spec.common.compat import find_cache
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.devices.placement import execution_device
-from hf_spec.errors import AssistantError
+from hf_spec.common.errors import AssistantError
 from hf_spec.execution.cross_attention import DECODER_NAMES, attends_to_encoder, is_lone_decoder
 from hf_spec.execution.runner import ModelRunner
 from hf_spec.generation.own_prefill import Prompt

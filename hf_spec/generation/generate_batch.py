@@ -18,7 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from hf_spec.compat import CACHE_NAMES
+from hf_spec.common.compat import CACHE_NAMES
 from hf_spec.decoding.continuous_batching import ContinuousBatch, Prepared, Request
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.processors import check_processors
@@ -26,13 +26,13 @@ from hf_spec.decoding.stopping import StopRules, for_one_sequence
 from hf_spec.devices.distributed_checks import check_ranks
 from hf_spec.devices.placement import execution_device
 from hf_spec.drafting.config import StrategyConfig
-from hf_spec.errors import OptionError, UnsupportedError
+from hf_spec.common.errors import OptionError, UnsupportedError
 from hf_spec.execution.row_work import BATCHING
 from hf_spec.execution.vocabulary import num_embeddings
 from hf_spec.generation import own_prefill
 from hf_spec.generation.call_checks import Settings, check_batch_streamer, check_inputs
 from hf_spec.generation.settling import settle, with_own_storage, without_tokenizers
-from hf_spec.outputs import SpecBatchOutput, SpecRequestOutput, SpecStats, hand_in
+from hf_spec.common.outputs import SpecBatchOutput, SpecRequestOutput, SpecStats, hand_in
 
 # Sequences at a time where the call does not say.
 MAX_BATCH = 8

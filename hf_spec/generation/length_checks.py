@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_spec.errors import UnsupportedError
+from hf_spec.common.errors import UnsupportedError
 
 # Rotary scalings that look at the longest position of a forward, which a draft would shift.
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
 
-from hf_spec.compat import CACHE_NAME, find_cache
+from hf_spec.common.compat import CACHE_NAME, find_cache
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.loop import count_models, speculative_decode
 from hf_spec.decoding.processors import check_processors
@@ -25,7 +25,7 @@ from hf_spec.generation import own_prefill
 from hf_spec.generation.call_checks import check_inputs, check_padding, check_streamer
 from hf_spec.generation.encoder_inputs import hand_out, of_decoder
 from hf_spec.generation.own_prefill import Prompt
-from hf_spec.outputs import SpecEncoderDecoderOutput, SpecGenerateOutput, hand_in
+from hf_spec.common.outputs import SpecEncoderDecoderOutput, SpecGenerateOutput, hand_in
 
 
 def generate_with(  # noqa: PLR0913 - the signature that generate() calls

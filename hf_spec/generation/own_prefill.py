@@ -18,12 +18,12 @@ from typing import Any
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from hf_spec.compat import cache_argument, find_cache, stored_tokens, without_cache
+from hf_spec.common.compat import cache_argument, find_cache, stored_tokens, without_cache
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.loop import finish_step
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.verification import Verifier
-from hf_spec.errors import AssistantError, UnsupportedError
+from hf_spec.common.errors import AssistantError, UnsupportedError
 from hf_spec.execution.forward_output import ForwardOutput
 from hf_spec.execution.model_checks import takes_images
 from hf_spec.execution.runner import ModelRunner

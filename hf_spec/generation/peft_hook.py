@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.peft import PeftAdapterMixin
 
 from hf_spec.adapters.folder import is_adapter, load_adapter
-from hf_spec.errors import AssistantError
+from hf_spec.common.errors import AssistantError
 
 # Attribute of the wrapper that holds what it wraps.
 _WRAPPED = "_hf_spec_wrapped"

@@ -13,8 +13,8 @@ from torch import nn
 from torch.ao.nn.quantized import dynamic
 from transformers import PreTrainedModel
 
-from hf_spec.compat import CACHE_NAME, CACHE_NAMES, find_cache
-from hf_spec.errors import UnsupportedError
+from hf_spec.common.compat import CACHE_NAME, CACHE_NAMES, find_cache
+from hf_spec.common.errors import UnsupportedError
 from hf_spec.execution.attention import takes_packed
 from hf_spec.execution.mixers import num_attention_layers, resumes
 from hf_spec.execution.row_work import BATCHING

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel, Qwen3Config
 from hf_spec.adapters.adapter import BaseModel
 from hf_spec.adapters.published import PublishedFamily, PublishedHead, register_family
 from hf_spec.adapters.reading import whole_number
-from hf_spec.errors import AssistantError
+from hf_spec.common.errors import AssistantError
 from hf_spec.execution.vocabulary import PADDED_ROWS
 from hf_spec.heads.block_head import STRATEGY, BlockHead, BlockLayer, BlockShape, LayerKind
 from hf_spec.heads.markov import PREFIX as MARKOV

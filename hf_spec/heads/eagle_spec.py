@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from hf_spec.adapters.published import PublishedHead
-from hf_spec.errors import AssistantError
+from hf_spec.common.errors import AssistantError
 from hf_spec.execution.last_layer import BEFORE_NORM
 from hf_spec.models.shapes import default_aux_layers
 

@@ -22,7 +22,7 @@ from transformers.activations import ACT2FN
 from hf_spec.adapters.adapter import BaseModel
 from hf_spec.adapters.published import PublishedFamily, PublishedHead, register_family
 from hf_spec.adapters.reading import check_tensors
-from hf_spec.errors import AssistantError, UnsupportedError
+from hf_spec.common.errors import AssistantError, UnsupportedError
 from hf_spec.execution.attention import PackedStep, attend_stored, storing_layers
 from hf_spec.execution.vocabulary import PADDED_ROWS, num_embeddings
 

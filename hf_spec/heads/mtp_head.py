@@ -29,7 +29,7 @@ from hf_spec.adapters.published import (
     register_family,
 )
 from hf_spec.adapters.reading import check_tensors
-from hf_spec.errors import AssistantError, UnsupportedError
+from hf_spec.common.errors import AssistantError, UnsupportedError
 from hf_spec.execution.vocabulary import num_embeddings
 from hf_spec.heads.eagle_head import OwnHead
 from hf_spec.heads.mtp_layouts import LAYER, PARTS, Layout, find_module, own_names

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hf_spec.adapters.adapter import AdapterMethod, BaseModel, register_method
 from hf_spec.adapters.folder import SpecAdapter
 from hf_spec.adapters.reading import check_tensors, whole_number
-from hf_spec.errors import AssistantError
+from hf_spec.common.errors import AssistantError
 from hf_spec.models.shapes import FEATURES, TOP
 
 METHOD = "disco"

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from hf_spec.errors import AssistantError, UnsupportedError
+from hf_spec.common.errors import AssistantError, UnsupportedError
 from hf_spec.execution.mixers import mixers_of
 
 # Down (rank, inputs) and up (outputs, rank) of each layer.

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_spec.compat import CACHE_NAME
+from hf_spec.common.compat import CACHE_NAME
 from hf_spec.decoding.token_sampling import distribution
-from hf_spec.errors import UnsupportedError
+from hf_spec.common.errors import UnsupportedError
 from hf_spec.execution.attention import PackedAttention, PackedStep, takes_packed
 from hf_spec.execution.compiled_layers import CompiledLayers
 from hf_spec.execution.cpu_linear import fast_cpu_linears, fast_products

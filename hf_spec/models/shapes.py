@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
 
-from hf_spec.errors import OptionError
-from hf_spec.settings import Count, Internal, Named, Settings, Share, Within
+from hf_spec.common.errors import OptionError
+from hf_spec.common.settings import Count, Internal, Named, Settings, Share, Within
 
 # What is trained of adaptive tokens; see `hf_spec.models.adaptive_tokens` for what they mean.
 Mode = Literal["gated", "embeddings", "lora", "full"]

@@ -7,8 +7,8 @@ from typing import Any
 
 from transformers.utils.import_utils import is_serve_available
 
-from hf_spec.errors import OptionError
-from hf_spec.installing import how_to_install
+from hf_spec.common.errors import OptionError
+from hf_spec.common.installing import how_to_install
 from hf_spec.serving.manager import SpeculativeManager
 
 # After a signal: seconds until answers that go on end with an error, and until connections are

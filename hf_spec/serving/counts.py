@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from hf_spec.outputs import SpecStats
+from hf_spec.common.outputs import SpecStats
 
 # How requests end.
 OUTCOMES = ("answered", "cancelled", "failed", "refused")

@@ -17,9 +17,9 @@ from functools import partial
 from typing import Any
 
 from hf_spec.decoding.open_batch import OpenBatch
-from hf_spec.errors import SpecError
+from hf_spec.common.errors import SpecError
 from hf_spec.generation.open_generation import OpenGeneration, Ready
-from hf_spec.outputs import SpecRequestOutput, SpecStats
+from hf_spec.common.outputs import SpecRequestOutput, SpecStats
 from hf_spec.serving.counts import Counts, Load
 from hf_spec.serving.errors import QueueFullError, SequenceError, StoppedError
 

@@ -1,6 +1,6 @@
 """Address, limits and access rules of a server."""
 
-# Imports neither torch nor transformers, see `hf_spec.settings`.
+# Imports neither torch nor transformers, see `hf_spec.common.settings`.
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import ipaddress
 from dataclasses import dataclass
 from typing import Annotated
 
-from hf_spec.settings import Count, Settings, Within
+from hf_spec.common.settings import Count, Settings, Within
 
 
 @dataclass(frozen=True)

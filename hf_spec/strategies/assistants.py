@@ -23,8 +23,8 @@ from hf_spec.adapters.published import (
     published_family,
     read_published,
 )
-from hf_spec.data.hub import load_named
-from hf_spec.errors import AssistantError, HubError, OptionError, SpecError, UnsupportedError
+from hf_spec.common.hub import load_named
+from hf_spec.common.errors import AssistantError, HubError, OptionError, SpecError, UnsupportedError
 from hf_spec.execution.cross_attention import attends_to_encoder, is_lone_decoder
 from hf_spec.execution.model_checks import check_model
 from hf_spec.execution.per_model import made_once

@@ -27,7 +27,7 @@ from hf_spec.drafting.costs import Costs, check_timings
 from hf_spec.drafting.lookup_store import LookupStore
 from hf_spec.drafting.measured import Bounds, MeasuredDrafter
 from hf_spec.drafting.sources import Source
-from hf_spec.errors import AssistantError, OptionError, UnsupportedError
+from hf_spec.common.errors import AssistantError, OptionError, UnsupportedError
 from hf_spec.strategies.assistants import read_once, strategy_of
 from hf_spec.strategies.lookup import LookupConfig, find_store, lookup_sources
 from hf_spec.strategies.registry import make_for_auto, register

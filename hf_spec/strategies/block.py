@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.state import GenerationState
 from hf_spec.drafting.length_policy import HEAD
-from hf_spec.errors import AssistantError, OptionError
+from hf_spec.common.errors import AssistantError, OptionError
 from hf_spec.heads.block_head import BlockHead
 from hf_spec.heads.block_reading import DFLASH, DSPARK
 from hf_spec.heads.block_runner import BlockRunner

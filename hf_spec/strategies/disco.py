@@ -34,7 +34,7 @@ from hf_spec.drafting.length_policy import (
 )
 from hf_spec.drafting.measured import can_measure, measured
 from hf_spec.drafting.model_drafter import DraftModelConfig
-from hf_spec.errors import AssistantError, OptionError
+from hf_spec.common.errors import AssistantError, OptionError
 from hf_spec.execution.per_model import made_once
 from hf_spec.models.disco_classifier import METHOD, DiscoClassifier, draft_features
 from hf_spec.models.truncated import truncated_draft

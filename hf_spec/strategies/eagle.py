@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.drafting.beam_config import BeamConfig
 from hf_spec.drafting.measured import with_policy
-from hf_spec.errors import OptionError, choices
+from hf_spec.common.errors import OptionError, choices
 from hf_spec.heads.eagle_head import FAMILIES, STRATEGY, EagleHead
 from hf_spec.heads.eagle_spec import EMBEDDINGS
 from hf_spec.models.pair_drafter import PairDrafter

@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from hf_spec.decoding.verification import Verifier
 from hf_spec.drafting.lossy_rules import IndependentAcceptance
-from hf_spec.errors import OptionError
+from hf_spec.common.errors import OptionError
 from hf_spec.strategies.draft_model import TreeConfig, make_drafter
 from hf_spec.strategies.registry import register
 

@@ -23,7 +23,7 @@ from hf_spec.drafting.measured import measured, resolve, weighs_nodes
 from hf_spec.drafting.proposal_drafter import ProposalDrafter, ProposalHead, ProposalRunner
 from hf_spec.drafting.rank_tree import RankTree
 from hf_spec.drafting.sources import NODES_PER_LEVEL
-from hf_spec.errors import OptionError
+from hf_spec.common.errors import OptionError
 from hf_spec.heads.feature_heads import MEDUSA, MLP_SPECULATOR, NewestFeatures
 from hf_spec.strategies.assistants import resolve_published
 from hf_spec.strategies.draft_model import TreeConfig

@@ -16,7 +16,7 @@ from importlib import resources
 from transformers import PreTrainedModel
 
 from hf_spec.adapters.base_name import base_name
-from hf_spec.errors import OptionError
+from hf_spec.common.errors import OptionError
 from hf_spec.strategies.registry import known_strategies
 
 # What names of quantised copies end in.

@@ -27,7 +27,7 @@ from hf_spec.drafting.config import StrategyConfig
 from hf_spec.drafting.lookup_store import BETWEEN, LONGEST_MATCH, LookupStore, suggest
 from hf_spec.drafting.measured import Bounds, SelfTimedDrafter, can_measure
 from hf_spec.drafting.sources import Source
-from hf_spec.errors import AssistantError, OptionError
+from hf_spec.common.errors import AssistantError, OptionError
 from hf_spec.execution.per_model import made_once
 from hf_spec.execution.tree import DraftTree
 from hf_spec.execution.vocabulary import num_embeddings

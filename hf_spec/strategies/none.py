@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.state import GenerationState
 from hf_spec.drafting.config import StrategyConfig
-from hf_spec.errors import AssistantError
+from hf_spec.common.errors import AssistantError
 from hf_spec.execution.tree import DraftTree
 from hf_spec.strategies.registry import register
 

@@ -32,7 +32,7 @@ from hf_spec.drafting.length_policy import DraftedToken, LengthPolicy
 from hf_spec.drafting.level_drafter import stacked
 from hf_spec.drafting.measured import with_policy
 from hf_spec.drafting.model_drafter import DraftModelConfig, DraftModelDrafter
-from hf_spec.errors import AssistantError
+from hf_spec.common.errors import AssistantError
 from hf_spec.execution.forward_output import ForwardOutput
 from hf_spec.execution.tree import DraftTree, Verdict
 from hf_spec.execution.vocabulary import num_embeddings

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.drafting.config import StrategyConfig
-from hf_spec.errors import OptionError, choices
+from hf_spec.common.errors import OptionError, choices
 
 MakeDrafter = Callable[[Any, PreTrainedModel, Any], Drafter]
 MakeForAuto = Callable[[PreTrainedModel, Any, str], Drafter]

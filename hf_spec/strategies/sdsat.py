@@ -36,7 +36,7 @@ from hf_spec.drafting.config import StrategyConfig
 from hf_spec.drafting.graph import TokenGraph
 from hf_spec.drafting.lossy_rules import PathSampling
 from hf_spec.drafting.rank_tree import RankTree, checked_tree, published_trees
-from hf_spec.errors import OptionError
+from hf_spec.common.errors import OptionError
 from hf_spec.execution.forward_output import ForwardOutput
 from hf_spec.execution.tree import DraftTree, Verdict
 from hf_spec.models.adaptive_tokens import METHOD, AdaptiveTokens, adaptive_tokens

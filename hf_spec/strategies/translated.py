@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 from transformers import AutoTokenizer, PreTrainedModel
 
 from hf_spec.adapters.hub import Place
-from hf_spec.data.hub import load_named
+from hf_spec.common.hub import load_named
 from hf_spec.drafting.config import StrategyConfig
 from hf_spec.drafting.length_policy import LengthPolicy
 from hf_spec.drafting.model_drafter import DraftModelConfig, DraftModelDrafter
 from hf_spec.drafting.other_tokens import make_translated
 from hf_spec.drafting.text_tokens import TextTokens
 from hf_spec.drafting.token_map import TokenPair
-from hf_spec.errors import AssistantError, HubError, OptionError, UnsupportedError
+from hf_spec.common.errors import AssistantError, HubError, OptionError, UnsupportedError
 from hf_spec.execution.per_model import made_once
 from hf_spec.execution.vocabulary import num_embeddings
 from hf_spec.strategies.assistants import has_targets_size, read_draft_model, resolve_draft_model

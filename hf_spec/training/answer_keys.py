@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_spec.adapters.base_name import source_path
-from hf_spec.errors import OptionError
+from hf_spec.common.errors import OptionError
 
 KEY_LENGTH = 16
 # Integers of each size, by which any dtype can be summed exactly.

@@ -23,10 +23,10 @@ from transformers import PreTrainedModel
 
 from hf_spec.adapters.adapter import BaseModel
 from hf_spec.adapters.base_name import local_name
-from hf_spec.errors import OptionError
+from hf_spec.common.errors import OptionError
 from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.tree import DraftTree
-from hf_spec.files import written_whole
+from hf_spec.common.files import written_whole
 from hf_spec.training.responses import Response
 
 SHARD_RESPONSES = 256

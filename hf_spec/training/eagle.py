@@ -22,8 +22,8 @@ from transformers import DynamicCache, PreTrainedModel
 from hf_spec.adapters.base_name import base_name, is_hub_id
 from hf_spec.adapters.card import GENERATED
 from hf_spec.adapters.published import PublishedHead, write_published
-from hf_spec.compat import CACHE_NAME
-from hf_spec.errors import OptionError
+from hf_spec.common.compat import CACHE_NAME
+from hf_spec.common.errors import OptionError
 from hf_spec.execution.vocabulary import num_embeddings
 from hf_spec.heads.eagle_head import EagleHead, build
 from hf_spec.heads.eagle_layouts import Layout, Verifier, for_vllm

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_spec.adapters.folder import SpecAdapter
-from hf_spec.errors import OptionError
+from hf_spec.common.errors import OptionError
 from hf_spec.models.draft_head import check_plain_head
 from hf_spec.models.falcon_head import FalconHead
 from hf_spec.models.shapes import FalconShape

@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from hf_spec.errors import OptionError
+from hf_spec.common.errors import OptionError
 from hf_spec.training.answers import Example
 from hf_spec.training.features import Text
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from hf_spec.errors import OptionError
+from hf_spec.common.errors import OptionError
 
 # Prefix, suffix and middle marker as tokenizers call them.
 MARKERS = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from hf_spec.data.machine import has_bfloat16
+from hf_spec.common.machine import has_bfloat16
 
 HALF = (torch.bfloat16, torch.float16)
 

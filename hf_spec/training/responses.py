@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from hf_spec.data.prompts import Prompt
-from hf_spec.errors import OptionError
-from hf_spec.files import check_regular, parse_json, resume_lines
+from hf_spec.common.prompts import Prompt
+from hf_spec.common.errors import OptionError
+from hf_spec.common.files import check_regular, parse_json, resume_lines
 from hf_spec.models.draft_head import frequent_tokens
 from hf_spec.strategies.none import NoDrafter, NoneConfig
 from hf_spec.training.answer_keys import answer_keys, check_answered, model_facts

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from hf_spec.data.machine import environment
-from hf_spec.files import written_whole
+from hf_spec.common.machine import environment
+from hf_spec.common.files import written_whole
 
 RUN = "run.json"
 

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_spec.adapters.folder import BaseModel, SpecAdapter
-from hf_spec.errors import OptionError
+from hf_spec.common.errors import OptionError
 from hf_spec.models.adaptive_tokens import CONFIG_ENTRY, AdaptiveShape, AdaptiveTokens
 from hf_spec.models.draft_head import check_plain_head
 from hf_spec.models.gated_lora import new_lora

@@ -1,6 +1,6 @@
 """What each training takes: defaults, bounds, and what the help of `hf-spec train` says of them."""
 
-# Imports neither torch nor transformers, see `hf_spec.settings`.
+# Imports neither torch nor transformers, see `hf_spec.common.settings`.
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from hf_spec.errors import OptionError
+from hf_spec.common.errors import OptionError
 from hf_spec.models.shapes import FalconShape, Mode
-from hf_spec.settings import Count, Internal, Named, Settings, Share, Weight, Within
+from hf_spec.common.settings import Count, Internal, Named, Settings, Share, Weight, Within
 
 FROZEN_BASE = ("gated", "embeddings")
 # Of the infilling format: prefix, suffix and middle.

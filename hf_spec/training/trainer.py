@@ -24,8 +24,8 @@ from tqdm import tqdm
 
 from hf_spec.adapters.card import save_with_card
 from hf_spec.adapters.folder import SpecAdapter
-from hf_spec.errors import OptionError, UnsupportedError
-from hf_spec.files import written_whole
+from hf_spec.common.errors import OptionError, UnsupportedError
+from hf_spec.common.files import written_whole
 from hf_spec.training.answers import LEARNED_FROM, agrees, read_metadata
 from hf_spec.training.run_record import record_start
 from hf_spec.training.settings import TrainSettings

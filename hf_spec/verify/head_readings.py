@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_spec.adapters.published import PublishedHead, read_published
-from hf_spec.errors import AssistantError
+from hf_spec.common.errors import AssistantError
 from hf_spec.execution.last_layer import BEFORE_NORM, LastLayer
 from hf_spec.strategies.assistants import build_published
 from hf_spec.verify.open_readings import OPEN_READINGS, OpenReadings, States

@@ -1,13 +1,13 @@
 """How much `hf-spec verify` compares: defaults, bounds, and its help."""
 
-# Imports neither torch nor transformers, see `hf_spec.settings`.
+# Imports neither torch nor transformers, see `hf_spec.common.settings`.
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from hf_spec.settings import Count, Internal, Settings, Share, Within
+from hf_spec.common.settings import Count, Internal, Settings, Share, Within
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from hf_spec.bench.contenders import plain, speculative
 from hf_spec.bench.entries import Entry
-from hf_spec.data.prompts import Prompt
+from hf_spec.common.prompts import Prompt
 from hf_spec.verify.mismatch import TIE, Difference, differences
 from hf_spec.verify.sampling import SamplingResult, check_sampling
 from hf_spec.verify.settings import VerificationPlan

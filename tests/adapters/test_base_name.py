@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from hf_spec import SpecAdapter
 from hf_spec.adapters.base_name import base_name, is_hub_id, local_name
 from hf_spec.adapters.folder import BaseModel
-from hf_spec.data.small_models import GEMMA3, SMOLLM2
+from hf_spec.common.small_models import GEMMA3, SMOLLM2
 from tests.adapters.samples import fresh_model, sample
 from tests.tiny_models import repetitive_prompt
 

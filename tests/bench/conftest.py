@@ -14,7 +14,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import hf_spec
-from hf_spec.data.prompts import Prompt
+from hf_spec.common.prompts import Prompt
 from tests.tiny_models import VOCAB, build
 
 # What the tests of other rooms share.

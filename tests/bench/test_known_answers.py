@@ -15,7 +15,7 @@ import hf_spec
 from hf_spec.bench import contenders as ways
 from hf_spec.bench.known_answers import OraclePolicy, PlainAnswers, oracle, synthetic
 from hf_spec.bench.runner import Plan, time_contenders
-from hf_spec.data.prompts import Prompt
+from hf_spec.common.prompts import Prompt
 from hf_spec.drafting.length_policy import DraftedToken
 from tests.tiny_models import draft_model, ragged_batch, repetitive_prompt, settled_prompt
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from hf_spec import LookupConfig
 from hf_spec.bench.contenders import Contender, Run, plain, strategy
 from hf_spec.bench.runner import Plan, Record, Row, time_contenders
-from hf_spec.data.prompts import Prompt
-from hf_spec.outputs import RowStats, SpecStats
+from hf_spec.common.prompts import Prompt
+from hf_spec.common.outputs import RowStats, SpecStats
 
 NEW_TOKENS = 6
 

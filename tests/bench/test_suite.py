@@ -15,7 +15,7 @@ from hf_spec.bench.contenders import GREEDY
 from hf_spec.bench.entries import Entry, parse_entry
 from hf_spec.bench.settings import Suite
 from hf_spec.bench.suite import Benchmark, make_contenders
-from hf_spec.data.prompts import Prompt
+from hf_spec.common.prompts import Prompt
 from tests.model_watch import count_forwards
 from tests.tiny_models import VOCAB, build, draft_model, padded, save_disco_adapter
 

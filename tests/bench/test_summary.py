@@ -8,7 +8,7 @@ import pytest
 
 from hf_spec.bench.runner import Record, Row
 from hf_spec.bench.summary import per_prompt, spread, summary
-from hf_spec.outputs import RowStats, SpecStats
+from hf_spec.common.outputs import RowStats, SpecStats
 
 
 def record(prompt: str, contender: str, repeat: int, seconds: float, **more: Any) -> Record:

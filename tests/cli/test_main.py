@@ -7,7 +7,7 @@ import importlib.util
 import pytest
 
 from hf_spec.cli import main
-from hf_spec.installing import how_to_install
+from hf_spec.common.installing import how_to_install
 
 
 def test_missing_packages_are_named_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

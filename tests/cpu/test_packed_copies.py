@@ -19,7 +19,7 @@ from hf_spec.cpu.packed_copies import (
     set_cpu_packing,
 )
 from hf_spec.cpu.packed_products import served
-from hf_spec.errors import OptionError
+from hf_spec.common.errors import OptionError
 from hf_spec.execution.cpu_linear import fast_cpu_linears
 from tests.tied_linears import WIDTH, Tied, assert_same, nothing_packed, run, run_fast
 

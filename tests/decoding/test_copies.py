@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hf_spec.decoding.copies import own_copy
-from hf_spec.errors import UnsupportedError
+from hf_spec.common.errors import UnsupportedError
 from tests import tiny_models
 
 

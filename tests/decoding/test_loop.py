@@ -12,7 +12,7 @@ from transformers import MaxLengthCriteria
 from transformers.generation import EosTokenCriteria
 
 from hf_spec import TreeConfig
-from hf_spec.compat import output_cache
+from hf_spec.common.compat import output_cache
 from hf_spec.decoding.loop import speculative_decode
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.stopping import StopRules

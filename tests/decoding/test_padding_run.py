@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor, StoppingCriteriaList
 
-from hf_spec.compat import output_cache
+from hf_spec.common.compat import output_cache
 from tests import criteria, tiny_models
 
 NEW_TOKENS = 20

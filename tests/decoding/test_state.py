@@ -13,7 +13,7 @@ from transformers.generation import EosTokenCriteria, MaxTimeCriteria
 from hf_spec.decoding.state import MAX_LEAD, GenerationState
 from hf_spec.decoding.stopping import StopRules
 from hf_spec.decoding.streaming import BatchStreamer
-from hf_spec.errors import UnsupportedError
+from hf_spec.common.errors import UnsupportedError
 from hf_spec.execution.tree import DraftTree, Verdict
 
 PROMPT = torch.tensor([[0, 0, 5, 6], [7, 8, 9, 10]])

@@ -12,7 +12,7 @@ from transformers.generation import EosTokenCriteria, MaxTimeCriteria
 from transformers.generation.stopping_criteria import ConfidenceCriteria
 
 from hf_spec.decoding.stopping import StopRules, for_one_sequence
-from hf_spec.errors import UnsupportedError
+from hf_spec.common.errors import UnsupportedError
 from tests import tiny_models
 
 

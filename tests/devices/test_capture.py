@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hf_spec.devices.capture import capture_stream, recording, set_cuda_graphs
-from hf_spec.errors import OptionError
+from hf_spec.common.errors import OptionError
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from torch import distributed
 from torch.distributed.fsdp import fully_shard
 
 from hf_spec.devices.distributed_checks import check_ranks, check_sharding, tensor_parallel_size
-from hf_spec.errors import UnsupportedError
+from hf_spec.common.errors import UnsupportedError
 from tests.tiny_models import build
 
 

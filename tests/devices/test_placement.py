@@ -12,7 +12,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
 from hf_spec.devices.placement import dense_copy, execution_device, is_quantised, weight_rows
-from hf_spec.errors import UnsupportedError
+from hf_spec.common.errors import UnsupportedError
 
 ROWS = torch.tensor([4, 0])
 

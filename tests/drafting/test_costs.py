@@ -21,7 +21,7 @@ from hf_spec.drafting.costs import (
     known_times,
 )
 from hf_spec.drafting.sources import LEVEL_EXPECTATION
-from hf_spec.errors import OptionError
+from hf_spec.common.errors import OptionError
 from hf_spec.execution.compiled_layers import compiling
 from tests.tiny_models import build
 

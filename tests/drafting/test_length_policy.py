@@ -19,7 +19,7 @@ from hf_spec.drafting.length_policy import (
     register_policy,
 )
 from hf_spec.drafting.sources import LEVEL_EXPECTATION
-from hf_spec.errors import OptionError
+from hf_spec.common.errors import OptionError
 from tests.tiny_models import build
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_spec.errors import UnsupportedError
+from hf_spec.common.errors import UnsupportedError
 from hf_spec.execution.attention import (
     NAME,
     PackedAttention,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from hf_spec.compat import CACHE_NAME
+from hf_spec.common.compat import CACHE_NAME
 from hf_spec.execution.cross_attention import (
     CrossAttention,
     attends_to_encoder,

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
-from hf_spec.compat import CACHE_NAME
+from hf_spec.common.compat import CACHE_NAME
 from hf_spec.devices import graph_store
 from hf_spec.devices.graph_store import Kept
-from hf_spec.errors import UnsupportedError
+from hf_spec.common.errors import UnsupportedError
 from hf_spec.execution.kv_cache import (
     LITTLE_ROOM,
     MAX_RESERVED,

@@ -10,7 +10,7 @@ import transformers
 from transformers import DeepseekV3ForCausalLM, DynamicCache
 
 from hf_spec import DraftTree, UnsupportedError
-from hf_spec.compat import CACHE_NAME, output_cache
+from hf_spec.common.compat import CACHE_NAME, output_cache
 from hf_spec.execution.latents import caches_latents, expanded
 from hf_spec.execution.runner import ModelRunner
 from tests import any_class, hybrid_models

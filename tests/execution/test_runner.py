@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import hf_spec
-from hf_spec.errors import UnsupportedError
+from hf_spec.common.errors import UnsupportedError
 from hf_spec.execution import attention
 from hf_spec.execution import runner as runner_module
 from hf_spec.execution.forward_output import ForwardOutput

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, StaticCache
 
 from hf_spec import LookupConfig, OptionError
-from hf_spec.compat import CACHE_NAME, output_cache
+from hf_spec.common.compat import CACHE_NAME, output_cache
 from tests.refusals import PROMPT, SMALL, refuse, small_llama
 from tests.tiny_models import VOCAB, build, ragged_batch
 

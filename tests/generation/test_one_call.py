@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
 from hf_spec import LookupConfig, SpecGenerateOutput, SpecStats
-from hf_spec.compat import CACHE_NAME, output_cache
+from hf_spec.common.compat import CACHE_NAME, output_cache
 from hf_spec.decoding.verification import NodeDraw
 from hf_spec.generation.one_call import generate_with
 from hf_spec.strategies.lookup import LookupDrafter

@@ -94,7 +94,7 @@ def test_generation_without_a_home_or_a_passwd_entry(open_folder: Path) -> None:
     code = (
         "import os; os.environ.pop('HOME', None); os.environ.pop('HF_SPEC_CACHE', None)\n"
         "import torch, hf_spec\n"
-        "from hf_spec.data.small_models import cache_root\n"
+        "from hf_spec.common.small_models import cache_root\n"
         "from tests.tiny_models import build, repetitive_prompt\n"
         "model = build('llama')\n"
         "call = {'inputs': repetitive_prompt(), 'max_new_tokens': 8}\n"

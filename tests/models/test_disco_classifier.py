@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_spec.adapters.folder import BaseModel, load_adapter, save_adapter
-from hf_spec.errors import AssistantError
+from hf_spec.common.errors import AssistantError
 from hf_spec.models.disco_classifier import (
     FEATURES,
     NUM_FEATURES,

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hf_spec import EagleConfig, UnsupportedError
-from hf_spec.compat import CACHE_NAME, output_cache
+from hf_spec.common.compat import CACHE_NAME, output_cache
 from hf_spec.models import pair_runner
 from hf_spec.models.pair_drafter import PairDrafter
 from tests.published_heads import Reference, sample

@@ -9,7 +9,7 @@ import pytest
 
 from hf_spec import AutoConfig
 from hf_spec.bench.entries import Entry
-from hf_spec.data.prompts import load_prompts
+from hf_spec.common.prompts import load_prompts
 from hf_spec.verify.settings import SamplingPlan, VerificationPlan
 from hf_spec.verify.verify import verify
 from tests.tiny_models import left_padded

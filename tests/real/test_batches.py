@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_spec import BatchTextStreamer, DraftConfig, LookupConfig
-from hf_spec.data.prompts import left_padded, load_prompts
+from hf_spec.common.prompts import left_padded, load_prompts
 
 pytestmark = pytest.mark.real
 

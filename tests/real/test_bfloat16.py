@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_spec.data.prompts import load_prompts
+from hf_spec.common.prompts import load_prompts
 from hf_spec.strategies import FalconConfig, LookupConfig, NoneConfig
 from tests.compiler import needs_compiler
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import hf_spec
-from hf_spec.data.prompts import load_prompts
+from hf_spec.common.prompts import load_prompts
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_spec import EagleConfig
-from hf_spec.data.prompts import load_prompts
+from hf_spec.common.prompts import load_prompts
 from hf_spec.heads.exporting import export_head
 from hf_spec.trace.rounds import record_rounds
 

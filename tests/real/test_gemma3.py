@@ -14,7 +14,7 @@ from torch import Tensor
 
 import hf_spec
 from hf_spec import FalconConfig
-from hf_spec.data.prompts import load_prompts
+from hf_spec.common.prompts import load_prompts
 from hf_spec.models.falcon_head import FalconHead, FalconShape
 
 pytestmark = pytest.mark.real

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_spec import DraftConfig, TreeConfig
-from hf_spec.data.prompts import load_prompts
+from hf_spec.common.prompts import load_prompts
 
 pytestmark = pytest.mark.real
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_spec.adapters.folder import load_adapter
-from hf_spec.data.small_models import GEMMA3, SMOLLM2
+from hf_spec.common.small_models import GEMMA3, SMOLLM2
 
 pytestmark = pytest.mark.real
 

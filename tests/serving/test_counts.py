@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_spec.outputs import RowStats, SpecStats
+from hf_spec.common.outputs import RowStats, SpecStats
 from hf_spec.serving.counts import Counts, Load, prometheus_text
 
 

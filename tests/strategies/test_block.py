@@ -12,7 +12,7 @@ from transformers import DynamicCache
 import hf_spec
 from hf_spec import AssistantError, BlockConfig, DraftConfig, OptionError
 from hf_spec.adapters.published import PublishedHead
-from hf_spec.compat import CACHE_NAME
+from hf_spec.common.compat import CACHE_NAME
 from tests.feature_reference import (
     BLOCK,
     LAYERS,

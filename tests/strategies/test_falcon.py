@@ -18,7 +18,7 @@ from transformers import DynamicCache
 
 from hf_spec import AssistantError, FalconConfig, OptionError, UnsupportedError
 from hf_spec.adapters.folder import save_adapter
-from hf_spec.compat import CACHE_NAME
+from hf_spec.common.compat import CACHE_NAME
 from hf_spec.drafting.rank_tree import RankTree, published_trees
 from hf_spec.execution import runner as runner_module
 from hf_spec.execution.tree import DraftTree

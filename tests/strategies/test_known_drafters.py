@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import hf_spec
-from hf_spec.errors import OptionError
+from hf_spec.common.errors import OptionError
 from hf_spec.strategies import known_drafters as module
 from hf_spec.strategies.known_drafters import heads_for, known_drafters
 from tests.tiny_models import build

@@ -21,7 +21,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import hf_spec
 from hf_spec import AssistantError, SpecGenerateOutput
-from hf_spec.compat import CACHE_NAME
+from hf_spec.common.compat import CACHE_NAME
 from hf_spec.decoding import drafter
 from hf_spec.devices.capture import padded_steps
 from hf_spec.execution.row_work import BATCHING

@@ -21,7 +21,7 @@ from transformers import EncoderDecoderCache, GenerationMixin, PreTrainedModel
 
 import hf_spec
 from hf_spec import SpecStats, collect_stats
-from hf_spec.compat import CACHE_NAME, output_cache
+from hf_spec.common.compat import CACHE_NAME, output_cache
 from hf_spec.decoding import drafter
 from hf_spec.execution import cross_attention, model_call, runner
 from hf_spec.generation import hook

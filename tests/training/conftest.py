@@ -12,7 +12,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from hf_spec.data.prompts import Prompt
+from hf_spec.common.prompts import Prompt
 from hf_spec.training.answers import Example, teacher_examples
 from hf_spec.training.responses import (
     Response,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from hf_spec.data.prompts import Prompt
+from hf_spec.common.prompts import Prompt
 from hf_spec.training import answers, features, recorded
 from hf_spec.training.features import LAST, stored_texts, text_features
 from hf_spec.training.recorded import FeatureRecorder

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from hf_spec import OptionError
-from hf_spec.data.prompts import Prompt
+from hf_spec.common.prompts import Prompt
 from hf_spec.training.responses import (
     Response,
     answer_vocabulary,

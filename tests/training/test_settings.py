@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hf_spec import OptionError
-from hf_spec.settings import described
+from hf_spec.common.settings import described
 from hf_spec.training.settings import (
     DRAFT_RUN,
     FALCON_RUN,

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from hf_spec import DraftConfig, LookupConfig, TreeConfig
 from hf_spec.bench.entries import Entry
-from hf_spec.data.prompts import Prompt
+from hf_spec.common.prompts import Prompt
 from hf_spec.decoding import drafter
 from hf_spec.verify.mismatch import BUG
 from hf_spec.verify.settings import SamplingPlan, VerificationPlan

@@ -18,8 +18,8 @@ from examples.studies.lossless.identity import compare
 from hf_spec.bench.contenders import Contender, strategy
 from hf_spec.bench.entries import parse_entry
 from hf_spec.cli.options import ENTRY
-from hf_spec.data.machine import environment
-from hf_spec.data.prompts import load_prompts
+from hf_spec.common.machine import environment
+from hf_spec.common.prompts import load_prompts
 
 
 def contender(model: Any, text: str, compile_layers: bool) -> Contender:

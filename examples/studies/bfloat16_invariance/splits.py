@@ -21,8 +21,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_spec
-from hf_spec.data.machine import environment
-from hf_spec.data.prompts import load_prompts
+from hf_spec.common.machine import environment
+from hf_spec.common.prompts import load_prompts
 from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.tree import DraftTree
 

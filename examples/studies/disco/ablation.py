@@ -20,8 +20,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from hf_spec.bench.tables import Table
-from hf_spec.data.machine import environment
-from hf_spec.files import write_json
+from hf_spec.common.machine import environment
+from hf_spec.common.files import write_json
 from hf_spec.models.disco_classifier import DiscoClassifier
 from hf_spec.models.shapes import FEATURES
 from hf_spec.strategies.assistants import resolve_draft_model

@@ -22,7 +22,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from examples.studies.timing import add_options, begin, write_record
 from hf_spec.bench.tables import Table
-from hf_spec.data.prompts import load_prompts
+from hf_spec.common.prompts import load_prompts
 from hf_spec.drafting.config import StrategyConfig
 from hf_spec.strategies import DiscoConfig, DraftConfig, GsdConfig, TreeConfig
 from hf_spec.strategies.assistants import resolve_draft_model

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_spec.outputs import SpecStats
+from hf_spec.common.outputs import SpecStats
 
 
 def improvement_factor(acceptance_rate: float, draft_tokens: int, cost_ratio: float) -> float:

@@ -34,11 +34,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from examples.studies.ems_sd.batch_report import markdown, plot, summary
 from hf_spec.bench.timing import timed
 from hf_spec.cpu.packed_copies import MODES, set_cpu_packing
-from hf_spec.data.machine import environment
-from hf_spec.data.prompts import Prompt, left_padded, load_prompts
+from hf_spec.common.machine import environment
+from hf_spec.common.prompts import Prompt, left_padded, load_prompts
 from hf_spec.drafting.config import StrategyConfig
-from hf_spec.files import write_json
-from hf_spec.outputs import SpecStats
+from hf_spec.common.files import write_json
+from hf_spec.common.outputs import SpecStats
 from hf_spec.strategies import DraftConfig, LookupConfig
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 24)

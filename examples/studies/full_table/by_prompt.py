@@ -24,7 +24,7 @@ from examples.studies import timing
 from hf_spec.bench.contenders import Contender, plain, strategy
 from hf_spec.bench.entries import parse_entries
 from hf_spec.bench.tables import Table
-from hf_spec.data.prompts import load_prompts
+from hf_spec.common.prompts import load_prompts
 from hf_spec.verify.mismatch import differences
 
 

@@ -20,8 +20,8 @@ from hf_spec.bench.suite import Benchmark
 from hf_spec.cli.bench import run_and_write
 from hf_spec.cli.loading import load_target, load_tokenizer
 from hf_spec.cli.options import Placement
-from hf_spec.data.prompts import load_prompts
-from hf_spec.data.small_models import gemma3_270m, smollm2_135m_instruct
+from hf_spec.common.prompts import load_prompts
+from hf_spec.common.small_models import gemma3_270m, smollm2_135m_instruct
 
 # With their defaults.
 DRAFTS = ("draft", "tree", "gsd")

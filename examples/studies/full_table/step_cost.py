@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_spec.bench.step_cost import measure_step_cost
 from hf_spec.bench.tables import Table
-from hf_spec.data.machine import environment
+from hf_spec.common.machine import environment
 
 
 def table(seconds: dict[str, dict[int, list[float]]]) -> str:

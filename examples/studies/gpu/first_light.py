@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from hf_spec.files import write_json
+from hf_spec.common.files import write_json
 
 MEASURED = [sys.executable, "-m", "examples.studies.gpu.rounds"]
 PROMPTS = (

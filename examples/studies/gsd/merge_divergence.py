@@ -24,8 +24,8 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_spec.bench.tables import Table
-from hf_spec.data.machine import environment
-from hf_spec.data.prompts import Prompt, load_prompts
+from hf_spec.common.machine import environment
+from hf_spec.common.prompts import Prompt, load_prompts
 from hf_spec.decoding.state import GenerationState
 from hf_spec.drafting.graph import TokenGraph
 from hf_spec.drafting.model_drafter import DraftModelDrafter

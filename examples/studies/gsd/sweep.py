@@ -23,9 +23,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.studies import timing
 from hf_spec.bench.tables import Table
-from hf_spec.data.machine import environment
-from hf_spec.data.prompts import Prompt, load_prompts
-from hf_spec.files import write_json
+from hf_spec.common.machine import environment
+from hf_spec.common.prompts import Prompt, load_prompts
+from hf_spec.common.files import write_json
 from hf_spec.strategies import GsdConfig
 from hf_spec.strategies.assistants import resolve_draft_model
 

@@ -23,7 +23,7 @@ import torch
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 
-from hf_spec.data.machine import environment
+from hf_spec.common.machine import environment
 
 ITEMS = Path(__file__).with_name("sums.jsonl")
 NEW_TOKENS = 48
@@ -125,7 +125,7 @@ def main() -> None:
     options = parser.parse_args()
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from hf_spec.data.small_models import smollm2_135m_instruct
+    from hf_spec.common.small_models import smollm2_135m_instruct
 
     torch.set_num_threads(1)
     folder = smollm2_135m_instruct()

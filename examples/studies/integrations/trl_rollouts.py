@@ -26,7 +26,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 
 import hf_spec
-from hf_spec.data.machine import environment
+from hf_spec.common.machine import environment
 
 NEW_TOKENS = 48
 PROMPTS = (
@@ -151,7 +151,7 @@ def main() -> None:
     options = parser.parse_args()
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from hf_spec.data.small_models import smollm2_135m_instruct
+    from hf_spec.common.small_models import smollm2_135m_instruct
 
     torch.set_num_threads(1)
     folder = smollm2_135m_instruct()

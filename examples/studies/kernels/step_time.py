@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from examples.studies.kernels.tree_attention import summary
 from hf_spec.bench.tables import Table
 from hf_spec.bench.timing import timed
-from hf_spec.data.machine import environment
+from hf_spec.common.machine import environment
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.stopping import StopRules
 from hf_spec.decoding.verification import NodeDraw
@@ -34,7 +34,7 @@ from hf_spec.devices.capture import cuda_graphs, padded_steps
 from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.step_graphs import WARM_UPS
 from hf_spec.execution.tree import DraftTree
-from hf_spec.files import write_json
+from hf_spec.common.files import write_json
 
 ROWS = (1, 4, 16)
 NODES = (1, 4, 8, 16, 32)

@@ -28,14 +28,14 @@ from hf_spec.bench.step_cost import tree_of
 from hf_spec.bench.summary import spread
 from hf_spec.bench.tables import Table
 from hf_spec.bench.timing import timed
-from hf_spec.data.machine import environment
+from hf_spec.common.machine import environment
 from hf_spec.devices.capture import cuda_graphs
 from hf_spec.devices.transfer import send
 from hf_spec.execution.packing import RowWork, pack
 from hf_spec.execution.ragged_layout import ragged_layout, tensors_of, with_tensors
 from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.tree import DraftTree
-from hf_spec.files import write_json
+from hf_spec.common.files import write_json
 
 NODES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CONTEXTS = (128, 512, 2048, 8192, 32768)

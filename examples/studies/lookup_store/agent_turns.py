@@ -25,8 +25,8 @@ import hf_spec
 from hf_spec.bench.contenders import Contender, plain, strategy
 from hf_spec.bench.tables import Table
 from hf_spec.bench.timing import timed
-from hf_spec.data.machine import environment
-from hf_spec.data.prompts import Prompt, load_prompts
+from hf_spec.common.machine import environment
+from hf_spec.common.prompts import Prompt, load_prompts
 
 OPENINGS = (
     "Request {0}.",

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_spec.bench.contenders import Contender, plain, strategy
 from hf_spec.bench.entries import parse_entry
 from hf_spec.cli.options import ENTRY
-from hf_spec.data.machine import environment
-from hf_spec.data.prompts import Prompt, load_prompts
+from hf_spec.common.machine import environment
+from hf_spec.common.prompts import Prompt, load_prompts
 from hf_spec.models.truncated import truncated_draft
 from hf_spec.strategies import DraftConfig, GsdConfig, LookupConfig, TreeConfig
 from hf_spec.verify.mismatch import first_difference

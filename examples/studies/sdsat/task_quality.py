@@ -25,9 +25,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from examples.studies.sdsat.sandbox import Limits, run_program
 from hf_spec.adapters.folder import load_adapter
 from hf_spec.bench.tables import Table
-from hf_spec.data.machine import environment
-from hf_spec.data.prompts import Prompt
-from hf_spec.files import write_json
+from hf_spec.common.machine import environment
+from hf_spec.common.prompts import Prompt
+from hf_spec.common.files import write_json
 from hf_spec.models.adaptive_tokens import METHOD, merge_lora
 
 PROBLEMS = Path(__file__).with_name("problems")

@@ -30,8 +30,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from examples.studies.serving.load import Server, reference, served
-from hf_spec.data.machine import environment
-from hf_spec.data.small_models import smollm2_135m_instruct
+from hf_spec.common.machine import environment
+from hf_spec.common.small_models import smollm2_135m_instruct
 
 HUGE = 99999999
 INNOCENT, POISONOUS, CANCELED = "innocent", "poisonous", "canceled"

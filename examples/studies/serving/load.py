@@ -35,8 +35,8 @@ import psutil
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_spec.bench.tables import Table
-from hf_spec.data.machine import environment
-from hf_spec.data.prompts import load_prompts
+from hf_spec.common.machine import environment
+from hf_spec.common.prompts import load_prompts
 
 PLAIN, BATCHED, UNDRAFTED, SPECULATIVE = NAMES = (
     "transformers serve",

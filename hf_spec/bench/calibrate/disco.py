@@ -30,9 +30,9 @@ from hf_spec.bench.prices import Spent, at_one_price
 from hf_spec.bench.runner import Plan, Record, time_contenders
 from hf_spec.bench.settings import CalibrationSettings
 from hf_spec.bench.summary import spread, spread_of
-from hf_spec.data.machine import environment
-from hf_spec.data.prompts import Prompt, load_prompts
-from hf_spec.errors import OptionError
+from hf_spec.common.machine import environment
+from hf_spec.common.prompts import Prompt, load_prompts
+from hf_spec.common.errors import OptionError
 from hf_spec.models.disco_classifier import METHOD
 from hf_spec.strategies.disco import DiscoConfig, find_draft_model
 from hf_spec.strategies.draft_model import DraftConfig

@@ -29,12 +29,12 @@ from hf_spec.bench.calibrate.falcon_rounds import (
     record_rounds,
 )
 from hf_spec.bench.settings import TreeSettings
-from hf_spec.data.machine import environment
-from hf_spec.data.prompts import load_prompts
+from hf_spec.common.machine import environment
+from hf_spec.common.prompts import load_prompts
 from hf_spec.drafting import rank_tree
 from hf_spec.drafting.costs import straight
 from hf_spec.drafting.rank_tree import RankTree, best_tree
-from hf_spec.errors import OptionError
+from hf_spec.common.errors import OptionError
 from hf_spec.models.falcon_head import METHOD, FalconHead
 from hf_spec.models.falcon_ranks import ranks_along
 from hf_spec.strategies.falcon import FalconConfig

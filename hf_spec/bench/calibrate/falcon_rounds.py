@@ -19,7 +19,7 @@ from hf_spec.bench.contenders import speculative
 from hf_spec.drafting.rank_tree import Path, RankTree, likeliest_paths
 from hf_spec.execution.tree import Verdict, by_likelihood
 from hf_spec.models.falcon_head import FalconHead
-from hf_spec.outputs import SpecStats
+from hf_spec.common.outputs import SpecStats
 from hf_spec.strategies.falcon import FalconConfig
 from hf_spec.trace import rounds as trace
 from hf_spec.training.responses import Response

@@ -13,9 +13,9 @@ from rich.markup import escape
 
 from hf_spec.cli.answer.console_streamer import ACCEPTED_STYLE, ConsoleStreamer
 from hf_spec.cli.answer.speaker import Speaker
-from hf_spec.errors import SpecError
-from hf_spec.files import write_json
-from hf_spec.outputs import SpecStats
+from hf_spec.common.errors import SpecError
+from hf_spec.common.files import write_json
+from hf_spec.common.outputs import SpecStats
 
 PROMPT = "[bold]>[/] "
 

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from hf_spec.cli import options
-from hf_spec.files import read_text
+from hf_spec.common.files import read_text
 
 # Prompts that are answered at a time.
 BATCH_SIZE = 8

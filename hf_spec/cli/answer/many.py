@@ -27,9 +27,9 @@ from torch import Tensor
 
 from hf_spec.cli.answer.speaker import Speaker
 from hf_spec.cli.options import check_out
-from hf_spec.data.prompts import Prompt, load_prompts
-from hf_spec.errors import OptionError
-from hf_spec.files import (
+from hf_spec.common.prompts import Prompt, load_prompts
+from hf_spec.common.errors import OptionError
+from hf_spec.common.files import (
     check_head,
     parse_json_lines,
     read_text,

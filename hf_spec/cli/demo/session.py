@@ -21,8 +21,8 @@ from hf_spec.bench.tables import Table
 from hf_spec.cli.demo.replay import Lane, Recorder, replay
 from hf_spec.cli.loading import load_target, load_tokenizer
 from hf_spec.cli.options import Placement
-from hf_spec.data.machine import environment
-from hf_spec.data.small_models import bars_on_a_terminal_only, smollm2_135m_instruct
+from hf_spec.common.machine import environment
+from hf_spec.common.small_models import bars_on_a_terminal_only, smollm2_135m_instruct
 from hf_spec.training.responses import end_tokens
 
 LEGEND = (

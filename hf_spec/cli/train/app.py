@@ -47,8 +47,8 @@ def train_responses_command(  # noqa: PLR0913 - one parameter an option
     from tqdm import tqdm
 
     from hf_spec.cli.loading import load_target, load_tokenizer
-    from hf_spec.data.overlap import apart_from_reported
-    from hf_spec.data.prompts import load_prompts
+    from hf_spec.common.overlap import apart_from_reported
+    from hf_spec.common.prompts import load_prompts
     from hf_spec.training.features import LAST, features_of, fused_layers
     from hf_spec.training.recorded import FeatureRecorder
     from hf_spec.training.responses import generate_responses

@@ -45,7 +45,7 @@ def calibrate_disco_command(  # noqa: PLR0913 - one parameter an option
     from hf_spec.adapters.folder import load_adapter
     from hf_spec.bench.calibrate.disco import calibrate_disco, validation_prompts
     from hf_spec.cli.loading import load_target, load_tokenizer
-    from hf_spec.data.prompts import load_prompts
+    from hf_spec.common.prompts import load_prompts
     from hf_spec.models.disco_classifier import METHOD
 
     known = load_prompts(prompts)

@@ -10,8 +10,8 @@ import typer
 
 from hf_spec.cli import options
 from hf_spec.cli.ui.settings import UiSettings
-from hf_spec.errors import OptionError
-from hf_spec.installing import how_to_install
+from hf_spec.common.errors import OptionError
+from hf_spec.common.installing import how_to_install
 
 
 @options.from_settings

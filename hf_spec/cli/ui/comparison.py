@@ -17,8 +17,8 @@ from hf_spec.bench.entries import Entry, found_entry
 from hf_spec.bench.runner import Plan, Record, time_contenders
 from hf_spec.cli.answer.speaker import check_room
 from hf_spec.cli.demo.replay import Lane, Recorder
-from hf_spec.data.prompts import Prompt
-from hf_spec.errors import OptionError
+from hf_spec.common.prompts import Prompt
+from hf_spec.common.errors import OptionError
 from hf_spec.execution.model_checks import check_model
 from hf_spec.trace.drawing import draw_round
 from hf_spec.trace.pictures import Canvas

@@ -12,7 +12,7 @@ from hf_spec.cli.demo.entries import TEXTS
 from hf_spec.cli.ui import rendering
 from hf_spec.cli.ui.comparison import Comparer, Comparison
 from hf_spec.cli.ui.settings import UiSettings
-from hf_spec.errors import OptionError, SpecError
+from hf_spec.common.errors import OptionError, SpecError
 
 # Answers that wait for their turn; whoever comes later is asked to try again.
 MAX_WAITING = 16

@@ -1,13 +1,13 @@
 """Where the page is, and how long its answers are."""
 
-# Imports neither torch nor transformers, see `hf_spec.settings`.
+# Imports neither torch nor transformers, see `hf_spec.common.settings`.
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Annotated
 
-from hf_spec.settings import Settings, Within
+from hf_spec.common.settings import Settings, Within
 
 
 @dataclass(frozen=True)

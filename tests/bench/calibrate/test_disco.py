@@ -24,8 +24,8 @@ from hf_spec.bench.calibrate.disco import (
 )
 from hf_spec.bench.runner import Record
 from hf_spec.bench.settings import CalibrationSettings
-from hf_spec.data.prompts import Prompt, load_prompts
-from hf_spec.outputs import RowStats, SpecStats
+from hf_spec.common.prompts import Prompt, load_prompts
+from hf_spec.common.outputs import RowStats, SpecStats
 from tests.tiny_models import build, save_disco_adapter, tokenizer
 
 SETTINGS = CalibrationSettings(

@@ -23,7 +23,7 @@ from hf_spec.bench.calibrate.falcon import (
     true_ranks,
 )
 from hf_spec.bench.settings import TreeSettings
-from hf_spec.data.prompts import load_prompts
+from hf_spec.common.prompts import load_prompts
 from hf_spec.drafting.rank_tree import RankTree
 from hf_spec.models.falcon_head import FalconHead
 from hf_spec.models.shapes import FalconShape

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from hf_spec.cli.app import build_app
 from tests.cli.answer.conftest import PROMPT, make_tokenizer
-from tests.data.test_hub import hub, nobody  # noqa: F401 - the fixtures
+from tests.common.test_hub import hub, nobody  # noqa: F401 - the fixtures
 from tests.tiny_models import build
 
 

@@ -17,7 +17,7 @@ from hf_spec.cli.demo.entries import (
     find_head,
 )
 from hf_spec.cli.demo.session import copied_share
-from hf_spec.errors import SpecError
+from hf_spec.common.errors import SpecError
 from tests import tiny_models
 
 ROOT = Path(__file__).parents[3]

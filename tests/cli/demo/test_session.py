@@ -24,8 +24,8 @@ from hf_spec.cli.demo import session
 from hf_spec.cli.demo.entries import chosen_entries
 from hf_spec.cli.demo.replay import Recorder
 from hf_spec.cli.demo.session import Answer, copied_share, prompts_table, strategies_table
-from hf_spec.data.prompts import Prompt
-from hf_spec.outputs import RowStats, SpecStats
+from hf_spec.common.prompts import Prompt
+from hf_spec.common.outputs import RowStats, SpecStats
 from tests import tiny_models
 
 TEXTS = {"one": "bababa", "two": "cacaca"}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hf_spec.adapters.folder import load_adapter, save_adapter
-from hf_spec.data.prompts import load_prompts
+from hf_spec.common.prompts import load_prompts
 from tests.cli.train.cli_files import next_step, run, save_model, save_responses
 from tests.strategies.test_falcon import knowing_head
 

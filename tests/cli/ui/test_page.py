@@ -9,7 +9,7 @@ import pytest
 
 from hf_spec.cli.ui.comparison import Comparer
 from hf_spec.cli.ui.settings import UiSettings
-from hf_spec.errors import OptionError
+from hf_spec.common.errors import OptionError
 from tests.cli.ui.conftest import LOOKUP, PROMPT
 
 pytest.importorskip("gradio", reason="needs the extra 'ui'")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hf_spec.cli.ui.settings import UiSettings
-from hf_spec.errors import OptionError
+from hf_spec.common.errors import OptionError
 
 
 def test_by_default_the_page_is_on_this_machine_alone() -> None:

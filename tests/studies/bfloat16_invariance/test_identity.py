@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from examples.studies.bfloat16_invariance import identity
-from hf_spec.data.prompts import Prompt
+from hf_spec.common.prompts import Prompt
 
 
 def test_it_counts_identical_outputs(

@@ -24,7 +24,7 @@ from examples.studies.ems_sd.batches import (
     Method,
     time_batches,
 )
-from hf_spec.data.prompts import Prompt
+from hf_spec.common.prompts import Prompt
 from tests.tiny_models import draft_model
 
 

@@ -25,7 +25,7 @@ from examples.studies.gsd.merge_divergence import (
     table,
 )
 from hf_spec import GsdConfig
-from hf_spec.data.prompts import Prompt
+from hf_spec.common.prompts import Prompt
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.stopping import StopRules
 from hf_spec.drafting.model_drafter import DraftModelDrafter

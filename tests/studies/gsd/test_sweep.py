@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from examples.studies.gsd.sweep import Pair, Setting, main, settings, summary, sweep, table
-from hf_spec.data.prompts import Prompt
+from hf_spec.common.prompts import Prompt
 from tests.tiny_models import draft_model
 
 PLAIN = Setting(0.0, 0.0, None, 20)

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.studies.lookup_store import agent_turns
 from examples.studies.lookup_store.agent_turns import LOOKUP, PLAIN, STORE, requests, summary, table
-from hf_spec.data.prompts import Prompt, load_prompts
+from hf_spec.common.prompts import Prompt, load_prompts
 from tests.other_tokenizers import bpe, learned
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hf_spec.errors import OptionError
+from hf_spec.common.errors import OptionError
 
 
 @contextmanager

@@ -14,8 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
-from hf_spec.data import small_models as checkpoints
-from hf_spec.data.small_models import CheckpointError, GGUFWheels
+from hf_spec.common import small_models as checkpoints
+from hf_spec.common.small_models import CheckpointError, GGUFWheels
 
 SOURCE = GGUFWheels(
     folder="tiny", hub_id="nobody/tiny", requirements=("tiny-part1==1", "tiny-part2==1"), sha256=""

@@ -29,8 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_spec.files import written_whole
-from hf_spec.installing import how_to_install
+from hf_spec.common.files import written_whole
+from hf_spec.common.installing import how_to_install
 
 __all__ = ["CheckpointError", "cache_root", "gemma3_270m", "smollm2_135m_instruct"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_spec.installing import WHERE, how_to_install, install_command
+from hf_spec.common.installing import WHERE, how_to_install, install_command
 
 ROOT = Path(__file__).parents[1]
 # What users read. The log of changes also tells what was once said.
@@ -39,7 +39,7 @@ def test_a_folder_is_no_name(text: str) -> None:
 
 
 def test_no_text_asks_pip_for_the_name() -> None:
-    assert Path("hf_spec/data/small_models.py") in [path.relative_to(ROOT) for path in TEXTS]
+    assert Path("hf_spec/common/small_models.py") in [path.relative_to(ROOT) for path in TEXTS]
     found = {
         path.relative_to(ROOT).as_posix(): match[0]
         for path in TEXTS

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_spec.errors import OptionError
-from hf_spec.files import (
+from hf_spec.common.errors import OptionError
+from hf_spec.common.files import (
     check_regular,
     parse_json_lines,
     read_text,

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from hf_spec.process import started_as_command
+from hf_spec.common.process import started_as_command
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hf_spec import OptionError, UnsupportedError
-from hf_spec.data.prompts import (
+from hf_spec.common.prompts import (
     MIXED,
     Prompt,
     as_conversations,

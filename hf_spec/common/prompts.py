@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from hf_spec.errors import OptionError, UnsupportedError
-from hf_spec.files import parse_json_lines, read_text
+from hf_spec.common.errors import OptionError, UnsupportedError
+from hf_spec.common.files import parse_json_lines, read_text
 
 JSON_ENDINGS = (".jsonl", ".json")
 # The task of a batch whose rows have different ones.
@@ -69,7 +69,7 @@ def load_prompts(
     Raises:
         OptionError: if there are no prompts, or a line is none.
     """
-    source = path or resources.files("hf_spec.data") / "spec_prompts.jsonl"
+    source = path or resources.files("hf_spec.common") / "spec_prompts.jsonl"
     text = source.read_text(encoding="utf-8") if path is None else read_text(path)
     is_json = path is None or path.suffix in JSON_ENDINGS
     found = list(_from_json(str(source), text) if is_json else _from_text(text, whole))

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_spec.data import machine
-from hf_spec.data.machine import environment, has_bfloat16
+from hf_spec.common import machine
+from hf_spec.common.machine import environment, has_bfloat16
 
 
 def test_environment() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from hf_spec.data.prompts import Prompt, load_prompts
+from hf_spec.common.prompts import Prompt, load_prompts
 
 # So many words in a row are no accident, as in the overlaps that Brown et al. 2020 (arXiv
 # 2005.14165, appendix C) looked for. A shorter text counts whole.

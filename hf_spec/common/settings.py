@@ -18,7 +18,7 @@ import types
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from hf_spec.errors import OptionError
+from hf_spec.common.errors import OptionError
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from hf_spec.outputs import RowStats, SpecGenerateOutput, SpecStats, collect_stats
+from hf_spec.common.outputs import RowStats, SpecGenerateOutput, SpecStats, collect_stats
 from tests import tiny_models
 
 

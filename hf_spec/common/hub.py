@@ -14,7 +14,7 @@ from huggingface_hub import constants
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import get_session, validate_repo_id
 
-from hf_spec.errors import HubError, OptionError
+from hf_spec.common.errors import HubError, OptionError
 
 # Seconds to wait for an answer.
 PATIENCE = 5.0

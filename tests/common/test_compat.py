@@ -11,7 +11,7 @@ from packaging.version import Version
 from transformers import Cache, DynamicCache
 
 from hf_spec import UnsupportedError
-from hf_spec.compat import (
+from hf_spec.common.compat import (
     CACHE_NAME,
     CACHE_NAMES,
     TESTED_VERSIONS,

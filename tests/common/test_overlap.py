@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hf_spec.data.overlap import RUN, apart_from_reported
-from hf_spec.data.prompts import Prompt, load_prompts
+from hf_spec.common.overlap import RUN, apart_from_reported
+from hf_spec.common.prompts import Prompt, load_prompts
 
 
 def ids(*texts: str) -> list[str]:
