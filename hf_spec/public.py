@@ -2,11 +2,11 @@
 
 from hf_spec import strategies
 from hf_spec.adapters.folder import SpecAdapter
-from hf_spec.cpu.packed_copies import clear_cpu_packing, cpu_packing_bytes, set_cpu_packing
+from hf_spec.backend.cpu.packed_copies import clear_cpu_packing, cpu_packing_bytes, set_cpu_packing
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.streaming import BatchStreamer, BatchTextStreamer
-from hf_spec.devices.capture import set_cuda_graphs
+from hf_spec.backend.device.capture import set_cuda_graphs
 from hf_spec.drafting.config import StrategyConfig
 from hf_spec.drafting.lookup_store import LookupStore
 from hf_spec.common.errors import AssistantError, HubError, OptionError, SpecError, UnsupportedError

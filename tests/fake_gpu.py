@@ -26,8 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hf_spec.decoding import verification
-from hf_spec.devices import transfer
-from hf_spec.devices.waits import READS
+from hf_spec.backend.device import transfer
+from hf_spec.backend.device.waits import READS
 from hf_spec.execution import attention, kv_cache, step_graphs
 from hf_spec.execution.kv_cache import KVPool
 from hf_spec.heads import block_runner

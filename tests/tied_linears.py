@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_spec.cpu import packed_products
-from hf_spec.cpu.packed_copies import clear_cpu_packing, set_cpu_packing
+from hf_spec.backend.cpu import packed_products
+from hf_spec.backend.cpu.packed_copies import clear_cpu_packing, set_cpu_packing
 from hf_spec.execution.cpu_linear import fast_cpu_linears, fast_products
 
 WIDTH = 256

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from hf_spec.adapters.base_name import base_name
 from hf_spec.adapters.few_bits import BITS, packed
-from hf_spec.devices.placement import weight_rows
+from hf_spec.backend.device.placement import weight_rows
 from hf_spec.common.errors import AssistantError, OptionError
 from hf_spec.execution.cross_attention import num_layers
 from hf_spec.common.files import written_whole

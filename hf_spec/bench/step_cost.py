@@ -11,7 +11,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from hf_spec.bench.timing import timed
 from hf_spec.common.compat import cache_argument
-from hf_spec.cpu.packed_copies import set_cpu_packing
+from hf_spec.backend.cpu.packed_copies import set_cpu_packing
 from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.tree import DraftTree
 

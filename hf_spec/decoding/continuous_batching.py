@@ -28,7 +28,7 @@ from hf_spec.decoding.processors import RowProcessors
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.stopping import StopRules
 from hf_spec.decoding.verification import Verifier
-from hf_spec.devices.placement import execution_device
+from hf_spec.backend.device.placement import execution_device
 from hf_spec.execution.compiled_layers import compiling
 from hf_spec.execution.runner import ModelRunner
 from hf_spec.common.outputs import SpecRequestOutput, SpecStats

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hf_spec.decoding.stopping import StopRules
 from hf_spec.decoding.streaming import StreamFeed
-from hf_spec.devices.clock import Stopwatch, clock_of
+from hf_spec.backend.device.clock import Stopwatch, clock_of
 from hf_spec.execution.tree import Verdict
 from hf_spec.common.outputs import RowStats, SpecGenerateOutput, SpecStats
 

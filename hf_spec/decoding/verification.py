@@ -32,7 +32,7 @@ from transformers import LogitsProcessor
 from hf_spec.decoding.processors import NodeProcessors
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.token_sampling import draw_or_none
-from hf_spec.devices.transfer import fetch, send
+from hf_spec.backend.device.transfer import fetch, send
 from hf_spec.execution.tree import DraftTree, Verdict
 
 

@@ -3,7 +3,7 @@
 Costs are curves through measured times: given ones (`Curve`), or those of the rounds of the
 generation itself (`LearnedCurve`). Such a round is timed by its drafter, which is called before the
 target's forward and again once the target's tokens are known on the host; no forward is extra, and
-nothing waits for the device (see `hf_spec.devices.clock`). What was learned stays with the model.
+nothing waits for the device (see `hf_spec.backend.device.clock`). What was learned stays with the model.
 Until then an expectation stands in, in units of one forward.
 """
 
@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from hf_spec.cpu.packed_copies import cpu_packing_bytes
-from hf_spec.devices.placement import execution_device
+from hf_spec.backend.cpu.packed_copies import cpu_packing_bytes
+from hf_spec.backend.device.placement import execution_device
 from hf_spec.drafting.sources import MEMORY_DECAY, Fared
 from hf_spec.common.errors import OptionError
 from hf_spec.execution.compiled_layers import CompiledLayers

@@ -19,7 +19,7 @@ import torch
 from hf_spec_kernels.ragged_tree_attention import pack_bits
 from torch import Tensor
 
-from hf_spec.devices.transfer import fetch_all, send
+from hf_spec.backend.device.transfer import fetch_all, send
 from hf_spec.drafting.growth import Growth, TreeShape
 from hf_spec.drafting.rank_tree import Path
 

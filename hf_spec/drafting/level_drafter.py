@@ -29,7 +29,7 @@ from hf_spec.decoding.processors import NodeProcessors
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.token_sampling import distribution, draw
 from hf_spec.decoding.verification import Verifier
-from hf_spec.devices.transfer import fetch_all
+from hf_spec.backend.device.transfer import fetch_all
 from hf_spec.drafting.config import AUTO, PolicyConfig
 from hf_spec.drafting.device_growth import DeviceGrowth, Plans
 from hf_spec.drafting.graph import TokenGraph, Unmerged

@@ -24,8 +24,8 @@ from transformers import PreTrainedModel
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.verification import Verifier
-from hf_spec.devices.clock import clock_of
-from hf_spec.devices.distributed_checks import tensor_parallel_size
+from hf_spec.backend.device.clock import clock_of
+from hf_spec.backend.device.distributed_checks import tensor_parallel_size
 from hf_spec.drafting.allowance import Allowance
 from hf_spec.drafting.choice import Allows, Round, always, choose_nodes, choose_sources, never
 from hf_spec.drafting.config import PolicyConfig

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from hf_spec.decoding.state import GenerationState
-from hf_spec.devices import transfer
-from hf_spec.devices.transfer import send
+from hf_spec.backend.device import transfer
+from hf_spec.backend.device.transfer import send
 from hf_spec.drafting.device_growth import DeviceGrowth
 from hf_spec.drafting.length_policy import HeadPolicy, LengthPolicy
 from hf_spec.drafting.level_drafter import Graphs, LevelConfig, LevelDrafter, Owners

@@ -1,7 +1,7 @@
 """What the rounds of a generation took, and what is learned from it.
 
 A round is timed in two parts, its drafts and the target's forward, by marks that may be read later
-than they are set (see `hf_spec.devices.clock`). So a round is learned from as soon as its times are
+than they are set (see `hf_spec.backend.device.clock`). So a round is learned from as soon as its times are
 known, at the latest when the next one has been judged.
 """
 
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from hf_spec.devices.clock import Clock
+from hf_spec.backend.device.clock import Clock
 from hf_spec.drafting.allowance import Allowance
 from hf_spec.drafting.costs import Costs, RoundTimes
 

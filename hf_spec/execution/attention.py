@@ -31,7 +31,7 @@ from transformers import (
 )
 from transformers.masking_utils import sdpa_mask
 
-from hf_spec.devices.transfer import send
+from hf_spec.backend.device.transfer import send
 from hf_spec.common.errors import UnsupportedError
 from hf_spec.execution.host_attention import Alike, attend, store, together
 from hf_spec.execution.kv_cache import KVPool

@@ -10,8 +10,8 @@ import torch
 from hf_spec_kernels.decoder_layer import Attention, Weight, weight_of
 from torch import Tensor, nn
 
-from hf_spec.cpu.layer_source import AttentionPlan
-from hf_spec.cpu.layer_values import TOKENS
+from hf_spec.backend.cpu.layer_source import AttentionPlan
+from hf_spec.backend.cpu.layer_values import TOKENS
 from hf_spec.execution.attention import LayerTraits, PackedStep
 from hf_spec.execution.cpu_linear import drafts_rounded, served_weight
 from hf_spec.execution.layer_programs import LayerCall, LayerProgram

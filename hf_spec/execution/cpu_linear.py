@@ -30,8 +30,8 @@ from hf_spec_kernels.packed_linear import PackedWeight
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_spec.cpu.packed_copies import Copies, copies_of, make_copies
-from hf_spec.cpu.packed_products import (
+from hf_spec.backend.cpu.packed_copies import Copies, copies_of, make_copies
+from hf_spec.backend.cpu.packed_products import (
     SAME_BITS,
     Packed,
     packed_product,

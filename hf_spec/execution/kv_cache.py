@@ -27,8 +27,8 @@ from transformers.cache_utils import (
 )
 
 from hf_spec.common.compat import CACHE_NAME
-from hf_spec.devices import graph_store
-from hf_spec.devices.transfer import send
+from hf_spec.backend.device import graph_store
+from hf_spec.backend.device.transfer import send
 from hf_spec.common.errors import UnsupportedError
 
 MIN_CAPACITY = 256

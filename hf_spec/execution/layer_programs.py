@@ -24,8 +24,8 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from hf_spec.cpu.layer_source import LayerSource, layer_source
-from hf_spec.cpu.layer_values import SourceError
+from hf_spec.backend.cpu.layer_source import LayerSource, layer_source
+from hf_spec.backend.cpu.layer_values import SourceError
 from hf_spec.execution.attention import PackedStep, TracedStep
 
 PLAIN = (bool, int, float, str, type(None))

@@ -7,7 +7,7 @@ from packaging.version import Version
 from transformers import PreTrainedModel
 
 from hf_spec.common.compat import cache_parameter, unknown_cache_parameter, version_message
-from hf_spec.devices.distributed_checks import check_sharding, tensor_parallel_size
+from hf_spec.backend.device.distributed_checks import check_sharding, tensor_parallel_size
 from hf_spec.common.errors import UnsupportedError
 from hf_spec.execution.alibi import uses_alibi
 from hf_spec.execution.attention import takes_packed

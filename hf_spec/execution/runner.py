@@ -18,8 +18,8 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from hf_spec.common.compat import output_cache
-from hf_spec.devices import transfer
-from hf_spec.devices.placement import execution_device
+from hf_spec.backend.device import transfer
+from hf_spec.backend.device.placement import execution_device
 from hf_spec.execution.alibi import tree_alibi
 from hf_spec.execution.attention import PackedAttention, PackedStep, takes_packed
 from hf_spec.execution.compiled_layers import CompiledLayers, uncompiled

@@ -28,12 +28,12 @@ from hf_spec_kernels import serves
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_spec.devices import graph_store
-from hf_spec.devices.capture import switch
-from hf_spec.devices.graph_store import Kept
-from hf_spec.devices.placement import looks_for_outliers
-from hf_spec.devices.transfer import send
-from hf_spec.devices.waits import NoWaits, WaitError
+from hf_spec.backend.device import graph_store
+from hf_spec.backend.device.capture import switch
+from hf_spec.backend.device.graph_store import Kept
+from hf_spec.backend.device.placement import looks_for_outliers
+from hf_spec.backend.device.transfer import send
+from hf_spec.backend.device.waits import NoWaits, WaitError
 from hf_spec.execution.attention import PackedStep
 from hf_spec.execution.kv_cache import MAX_RESERVED, KVPool
 from hf_spec.execution.mixers import mixers_of

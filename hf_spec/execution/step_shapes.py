@@ -13,8 +13,8 @@ from hf_spec_kernels import RaggedLayout
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_spec.devices.capture import recording
-from hf_spec.devices.transfer import Block
+from hf_spec.backend.device.capture import recording
+from hf_spec.backend.device.transfer import Block
 from hf_spec.execution.attention import PackedStep
 from hf_spec.execution.kv_cache import KVPool
 from hf_spec.execution.ragged_layout import (

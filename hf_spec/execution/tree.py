@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from hf_spec.devices.transfer import send
+from hf_spec.backend.device.transfer import send
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from hf_spec.common.compat import find_cache
 from hf_spec.decoding.drafter import Drafter
-from hf_spec.devices.placement import execution_device
+from hf_spec.backend.device.placement import execution_device
 from hf_spec.common.errors import AssistantError
 from hf_spec.execution.cross_attention import DECODER_NAMES, attends_to_encoder, is_lone_decoder
 from hf_spec.execution.runner import ModelRunner

@@ -23,8 +23,8 @@ from hf_spec.decoding.continuous_batching import ContinuousBatch, Prepared, Requ
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.processors import check_processors
 from hf_spec.decoding.stopping import StopRules, for_one_sequence
-from hf_spec.devices.distributed_checks import check_ranks
-from hf_spec.devices.placement import execution_device
+from hf_spec.backend.device.distributed_checks import check_ranks
+from hf_spec.backend.device.placement import execution_device
 from hf_spec.drafting.config import StrategyConfig
 from hf_spec.common.errors import OptionError, UnsupportedError
 from hf_spec.execution.row_work import BATCHING

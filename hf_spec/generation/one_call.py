@@ -15,7 +15,7 @@ from hf_spec.decoding.loop import count_models, speculative_decode
 from hf_spec.decoding.processors import check_processors
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.stopping import StopRules
-from hf_spec.devices.distributed_checks import check_ranks
+from hf_spec.backend.device.distributed_checks import check_ranks
 from hf_spec.execution.compiled_layers import compiling
 from hf_spec.execution.latents import caches_latents
 from hf_spec.execution.own_positions import padding_of

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_spec.devices.transfer import send
+from hf_spec.backend.device.transfer import send
 from hf_spec.execution.attention import PackedStep
 from hf_spec.execution.cpu_linear import fast_cpu_linears, fast_products
 from hf_spec.execution.forward_output import ForwardOutput

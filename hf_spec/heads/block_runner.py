@@ -15,7 +15,7 @@ import torch
 from hf_spec_kernels import kv_write
 from torch import Tensor
 
-from hf_spec.devices.transfer import send
+from hf_spec.backend.device.transfer import send
 from hf_spec.drafting.proposal_drafter import Proposals
 from hf_spec.execution.attention import PackedStep
 from hf_spec.execution.cpu_linear import fast_cpu_linears, fast_products

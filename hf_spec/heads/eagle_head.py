@@ -28,7 +28,7 @@ from hf_spec.adapters.adapter import BaseModel
 from hf_spec.adapters.base_name import base_name, is_hub_id
 from hf_spec.adapters.published import PublishedFamily, PublishedHead, register_family
 from hf_spec.adapters.reading import check_tensors
-from hf_spec.devices.placement import weight_rows
+from hf_spec.backend.device.placement import weight_rows
 from hf_spec.common.errors import AssistantError
 from hf_spec.execution.vocabulary import PADDED_ROWS, num_embeddings
 from hf_spec.heads.eagle_spec import EagleSpec, layer_config, normal_names, read_spec

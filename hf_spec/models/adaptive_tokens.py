@@ -35,8 +35,8 @@ from transformers import PreTrainedModel
 from hf_spec.adapters.adapter import AdapterMethod, BaseModel, register_method
 from hf_spec.adapters.folder import SpecAdapter, load_adapter
 from hf_spec.adapters.reading import check_tensors, whole_number
-from hf_spec.devices.distributed_checks import tensor_parallel_size
-from hf_spec.devices.placement import execution_device
+from hf_spec.backend.device.distributed_checks import tensor_parallel_size
+from hf_spec.backend.device.placement import execution_device
 from hf_spec.common.errors import AssistantError, UnsupportedError
 from hf_spec.models.gated_lora import GatedLora, LoraWeights, Rows, merge_lora_inplace
 from hf_spec.models.shapes import MODES

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_spec.devices.placement import weight_rows
+from hf_spec.backend.device.placement import weight_rows
 from hf_spec.common.errors import UnsupportedError
 from hf_spec.execution.step_shapes import step_variant
 

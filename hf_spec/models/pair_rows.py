@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hf_spec.devices.transfer import send
+from hf_spec.backend.device.transfer import send
 from hf_spec.execution.forward_output import ForwardOutput
 from hf_spec.execution.tree import Verdict
 

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_spec.adapters.folder import LAYER_NAME
-from hf_spec.devices.placement import dense_copy
+from hf_spec.backend.device.placement import dense_copy
 from hf_spec.common.errors import OptionError, UnsupportedError
 from hf_spec.execution.cross_attention import num_layers as layers_of
 from hf_spec.execution.model_checks import takes_images

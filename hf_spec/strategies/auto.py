@@ -21,7 +21,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from hf_spec.adapters.published import MODELS, recognise
-from hf_spec.devices.distributed_checks import tensor_parallel_size
+from hf_spec.backend.device.distributed_checks import tensor_parallel_size
 from hf_spec.drafting.config import StrategyConfig
 from hf_spec.drafting.costs import Costs, check_timings
 from hf_spec.drafting.lookup_store import LookupStore

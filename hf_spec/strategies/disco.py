@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from hf_spec.adapters.folder import SpecAdapter, beside, load_adapter
 from hf_spec.adapters.reading import whole_number
 from hf_spec.decoding.drafter import Drafter
-from hf_spec.devices.transfer import send
+from hf_spec.backend.device.transfer import send
 from hf_spec.drafting.length_policy import (
     DraftedToken,
     LengthPolicy,

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.state import GenerationState
-from hf_spec.devices.transfer import fetch_all, send
+from hf_spec.backend.device.transfer import fetch_all, send
 from hf_spec.drafting.config import AUTO, PolicyConfig
 from hf_spec.drafting.length_policy import MEASURED, DraftedToken, LengthPolicy, make_policy
 from hf_spec.drafting.measured import measured, resolve, weighs_nodes

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.state import GenerationState
-from hf_spec.devices import transfer
+from hf_spec.backend.device import transfer
 from hf_spec.drafting.beam_config import BeamConfig
 from hf_spec.drafting.device_growth import DeviceGrowth
 from hf_spec.drafting.length_policy import LengthPolicy

@@ -25,7 +25,7 @@ from hf_spec.adapters.published import PublishedFamily, PublishedHead, register_
 from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.token_sampling import distribution, draw
-from hf_spec.devices.transfer import fetch_all
+from hf_spec.backend.device.transfer import fetch_all
 from hf_spec.drafting.config import AUTO
 from hf_spec.drafting.graph import place_graph
 from hf_spec.drafting.length_policy import DraftedToken, LengthPolicy

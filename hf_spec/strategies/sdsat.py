@@ -31,7 +31,7 @@ from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.processors import NodeProcessors
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.token_sampling import distribution
-from hf_spec.devices.transfer import fetch_all
+from hf_spec.backend.device.transfer import fetch_all
 from hf_spec.drafting.config import StrategyConfig
 from hf_spec.drafting.graph import TokenGraph
 from hf_spec.drafting.lossy_rules import PathSampling

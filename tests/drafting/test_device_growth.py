@@ -1,7 +1,7 @@
 """Drafts that nobody watches are those that grow level by level.
 
 The drafter here reads a table, so that many drafts are quickly made; draft models on a pretended
-GPU are in `tests/devices/test_transfer.py`.
+GPU are in `tests/backend/device/test_transfer.py`.
 """
 
 from __future__ import annotations

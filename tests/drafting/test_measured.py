@@ -12,7 +12,7 @@ import torch
 
 import hf_spec
 from hf_spec import DiscoConfig, DraftConfig, FalconConfig, GsdConfig, LookupConfig, TreeConfig
-from hf_spec.devices import clock
+from hf_spec.backend.device import clock
 from hf_spec.drafting import costs as round_costs
 from hf_spec.drafting import measured
 from hf_spec.drafting.allowance import FIRST, SHARE

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hf_spec.devices.clock import Clock
+from hf_spec.backend.device.clock import Clock
 from hf_spec.drafting.allowance import Allowance
 from hf_spec.drafting.costs import Costs, RoundTimes
 from hf_spec.drafting.round_clock import RoundClock

@@ -15,8 +15,8 @@ from hf_spec_kernels import using
 from torch import Tensor
 
 import hf_spec
-from hf_spec.cpu.packed_copies import clear_cpu_packing, copies_of, set_cpu_packing
-from hf_spec.cpu.packed_products import rounded_rows
+from hf_spec.backend.cpu.packed_copies import clear_cpu_packing, copies_of, set_cpu_packing
+from hf_spec.backend.cpu.packed_products import rounded_rows
 from hf_spec.execution import bound_program
 from hf_spec.execution.bound_program import BoundProgram
 from hf_spec.execution.runner import ModelRunner

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_hook
 
 import hf_spec
-from hf_spec.cpu.layer_source import LayerSource, layer_source
+from hf_spec.backend.cpu.layer_source import LayerSource, layer_source
 from hf_spec.execution import layer_programs
 from hf_spec.execution.bound_program import BoundProgram
 from hf_spec.execution.compiled_layers import CompiledLayers

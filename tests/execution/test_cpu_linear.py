@@ -14,14 +14,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
 
-from hf_spec.cpu import packed_copies, packed_products
-from hf_spec.cpu.packed_copies import (
+from hf_spec.backend.cpu import packed_copies
+from hf_spec.backend.cpu import packed_products
+from hf_spec.backend.cpu.packed_copies import (
     Copies,
     clear_cpu_packing,
     cpu_packing_bytes,
     set_cpu_packing,
 )
-from hf_spec.cpu.packed_products import EVERY_ROW, NO_LIMIT, Rows, form_of, pack
+from hf_spec.backend.cpu.packed_products import EVERY_ROW, NO_LIMIT, Rows, form_of, pack
 from hf_spec.execution import cpu_linear
 from hf_spec.execution.cpu_linear import (
     PackedLinears,

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 from hf_spec.common.compat import CACHE_NAME
-from hf_spec.devices import graph_store
-from hf_spec.devices.graph_store import Kept
+from hf_spec.backend.device import graph_store
+from hf_spec.backend.device.graph_store import Kept
 from hf_spec.common.errors import UnsupportedError
 from hf_spec.execution.kv_cache import (
     LITTLE_ROOM,

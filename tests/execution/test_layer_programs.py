@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_spec.cpu.layer_values import SourceError
+from hf_spec.backend.cpu.layer_values import SourceError
 from hf_spec.execution.layer_programs import LayerCall, compile_layer, tensors_of
 from tests import tiny_models
 from tests.compiler import needs_compiler

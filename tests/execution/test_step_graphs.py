@@ -19,10 +19,10 @@ from hf_spec_kernels import using
 from torch import Tensor
 
 import hf_spec
-from hf_spec.devices import graph_store
-from hf_spec.devices.capture import cuda_graphs, padded_steps, set_cuda_graphs
-from hf_spec.devices.graph_store import Kept
-from hf_spec.devices.waits import NoWaits
+from hf_spec.backend.device import graph_store
+from hf_spec.backend.device.capture import cuda_graphs, padded_steps, set_cuda_graphs
+from hf_spec.backend.device.graph_store import Kept
+from hf_spec.backend.device.waits import NoWaits
 from hf_spec.execution import kv_cache, step_graphs
 from hf_spec.execution.attention import PackedStep
 from hf_spec.execution.kv_cache import KVPool

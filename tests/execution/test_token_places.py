@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 import hf_spec
 from hf_spec import SpecGenerateOutput
 from hf_spec.common.compat import CACHE_NAME
-from hf_spec.devices.capture import padded_steps
+from hf_spec.backend.device.capture import padded_steps
 from hf_spec.execution import attention, runner
 from hf_spec.execution.model_checks import check_model
 from hf_spec.execution.packing import PackedInputs

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_spec.adapters.published import PublishedHead
-from hf_spec.devices.capture import padded_steps
+from hf_spec.backend.device.capture import padded_steps
 from hf_spec.heads import block_runner
 from hf_spec.heads.block_reading import build_block_head
 from hf_spec.heads.block_runner import BlockRunner

@@ -17,7 +17,7 @@ from hf_spec_kernels import launches, using
 from transformers import PreTrainedModel
 
 import hf_spec
-from hf_spec.devices.capture import cuda_graphs
+from hf_spec.backend.device.capture import cuda_graphs
 from hf_spec.execution.kv_cache import KVPool
 from hf_spec.models.disco_classifier import draft_features
 from hf_spec.models.falcon_head import FalconHead, FalconShape

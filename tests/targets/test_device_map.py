@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_spec import UnsupportedError
-from hf_spec.devices.placement import execution_device
+from hf_spec.backend.device.placement import execution_device
 from tests.targets import image_cases
 from tests.targets.cases import NEW_TOKENS, assistant_of, speculate
 from tests.tiny_models import build, prompts, sdsat_adapter, settled_prompt, speculation

@@ -15,8 +15,8 @@ from torch import nn
 import hf_spec
 from hf_spec import UnsupportedError
 from hf_spec.adapters.folder import BaseModel, save_adapter
-from hf_spec.cpu.packed_copies import cpu_packing_bytes
-from hf_spec.devices.placement import dense_copy
+from hf_spec.backend.cpu.packed_copies import cpu_packing_bytes
+from hf_spec.backend.device.placement import dense_copy
 from hf_spec.execution.cpu_linear import fast_cpu_linears, fast_products
 from hf_spec.models.draft_head import FewTokensHead
 from hf_spec.models.falcon_head import FalconHead, FalconShape

@@ -30,7 +30,7 @@ from hf_spec.common.machine import environment
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.stopping import StopRules
 from hf_spec.decoding.verification import NodeDraw
-from hf_spec.devices.capture import cuda_graphs, padded_steps
+from hf_spec.backend.device.capture import cuda_graphs, padded_steps
 from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.step_graphs import WARM_UPS
 from hf_spec.execution.tree import DraftTree

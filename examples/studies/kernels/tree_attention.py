@@ -29,8 +29,8 @@ from hf_spec.bench.summary import spread
 from hf_spec.bench.tables import Table
 from hf_spec.bench.timing import timed
 from hf_spec.common.machine import environment
-from hf_spec.devices.capture import cuda_graphs
-from hf_spec.devices.transfer import send
+from hf_spec.backend.device.capture import cuda_graphs
+from hf_spec.backend.device.transfer import send
 from hf_spec.execution.packing import RowWork, pack
 from hf_spec.execution.ragged_layout import ragged_layout, tensors_of, with_tensors
 from hf_spec.execution.runner import ModelRunner

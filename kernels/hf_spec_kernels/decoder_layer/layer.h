@@ -1,4 +1,4 @@
-// What the generated programs of decoder layers are made of (`hf_spec/cpu/layer_source.py`).
+// What the generated programs of decoder layers are made of (`hf_spec/backend/cpu/layer_source.py`).
 //
 // Numbers are float while they are computed with; those of a bfloat16 tensor are rounded to one
 // after every operation, as PyTorch rounds them. Everything here is written for loops that the

@@ -18,7 +18,7 @@ from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.loop import finish_step
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.stopping import StopRules
-from hf_spec.devices.transfer import ALIGNMENT, Block, fetch, fetch_all, send
+from hf_spec.backend.device.transfer import ALIGNMENT, Block, fetch, fetch_all, send
 from hf_spec.drafting.length_policy import LengthPolicy
 from hf_spec.drafting.model_drafter import DraftModelDrafter
 from hf_spec.drafting.rank_tree import RankTree

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_spec.cpu import packed_copies
-from hf_spec.cpu.packed_copies import (
+from hf_spec.backend.cpu import packed_copies
+from hf_spec.backend.cpu.packed_copies import (
     clear_cpu_packing,
     copies_of,
     cpu_packing_bytes,
     set_cpu_packing,
 )
-from hf_spec.cpu.packed_products import served
+from hf_spec.backend.cpu.packed_products import served
 from hf_spec.common.errors import OptionError
 from hf_spec.execution.cpu_linear import fast_cpu_linears
 from tests.tied_linears import WIDTH, Tied, assert_same, nothing_packed, run, run_fast

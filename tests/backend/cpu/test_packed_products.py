@@ -11,9 +11,9 @@ from hf_spec_kernels.packed_linear import BuildError, PackedWeight
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_spec.cpu import packed_products
-from hf_spec.cpu.packed_copies import clear_cpu_packing, cpu_packing_bytes
-from hf_spec.cpu.packed_products import (
+from hf_spec.backend.cpu import packed_products
+from hf_spec.backend.cpu.packed_copies import clear_cpu_packing, cpu_packing_bytes
+from hf_spec.backend.cpu.packed_products import (
     EVERY_ROW,
     NO_LIMIT,
     ONEDNN,

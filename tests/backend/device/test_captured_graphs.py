@@ -18,7 +18,7 @@ from hf_spec.decoding.drafter import Drafter
 from hf_spec.decoding.loop import speculative_step
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.stopping import StopRules
-from hf_spec.devices import graph_store
+from hf_spec.backend.device import graph_store
 from hf_spec.drafting.length_policy import LengthPolicy
 from hf_spec.drafting.rank_tree import RankTree
 from hf_spec.execution.last_layer import BEFORE_NORM

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_spec.devices.waits import NoWaits, WaitError
+from hf_spec.backend.device.waits import NoWaits, WaitError
 
 HERE = torch.device("cpu")
 WAITS: dict[str, Callable[[torch.Tensor], Any]] = {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from hf_spec.cpu.layer_text import ProgramText
-from hf_spec.cpu.layer_values import TOKENS, Leaf, Value, combined
+from hf_spec.backend.cpu.layer_text import ProgramText
+from hf_spec.backend.cpu.layer_values import TOKENS, Leaf, Value, combined
 
 
 def doubled(leaf: Leaf) -> Value:

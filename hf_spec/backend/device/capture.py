@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hf_spec.devices import graph_store
+from hf_spec.backend.device import graph_store
 from hf_spec.common.errors import OptionError
 
 MODES = ("auto", "off")

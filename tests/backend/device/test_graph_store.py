@@ -13,8 +13,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from hf_spec.devices import graph_store
-from hf_spec.devices.graph_store import Kept, state_of
+from hf_spec.backend.device import graph_store
+from hf_spec.backend.device.graph_store import Kept, state_of
 from tests import tiny_models
 
 

@@ -14,8 +14,8 @@ from hf_spec import DraftConfig
 from hf_spec.decoding.loop import finish_step, speculative_step
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.stopping import StopRules
-from hf_spec.devices import transfer
-from hf_spec.devices.clock import DeviceClock, HostClock, Stopwatch, clock_of
+from hf_spec.backend.device import transfer
+from hf_spec.backend.device.clock import DeviceClock, HostClock, Stopwatch, clock_of
 from hf_spec.drafting import measured
 from hf_spec.drafting.costs import RoundTimes
 from hf_spec.drafting.length_policy import LengthPolicy

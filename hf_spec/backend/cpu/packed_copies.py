@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hf_spec.cpu.packed_products import (
+from hf_spec.backend.cpu.packed_products import (
     EVERY_ROW,
     Packed,
     Rows,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_spec.cpu.layer_values import (
+from hf_spec.backend.cpu.layer_values import (
     TOKENS,
     Array,
     Leaf,

@@ -11,7 +11,7 @@ from accelerate import disk_offload
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
-from hf_spec.devices.placement import dense_copy, execution_device, is_quantised, weight_rows
+from hf_spec.backend.device.placement import dense_copy, execution_device, is_quantised, weight_rows
 from hf_spec.common.errors import UnsupportedError
 
 ROWS = torch.tensor([4, 0])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_spec.devices.capture import capture_stream, recording, set_cuda_graphs
+from hf_spec.backend.device.capture import capture_stream, recording, set_cuda_graphs
 from hf_spec.common.errors import OptionError
 
 

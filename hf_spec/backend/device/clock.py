@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from hf_spec.devices import transfer
+from hf_spec.backend.device import transfer
 
 
 class Clock(ABC):

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from hf_spec.cpu.layer_text import ProgramText
-from hf_spec.cpu.layer_values import (
+from hf_spec.backend.cpu.layer_text import ProgramText
+from hf_spec.backend.cpu.layer_values import (
     ELEMENTWISE,
     TOKENS,
     TYPES,
