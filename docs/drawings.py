@@ -12,8 +12,8 @@ from typing import Any
 
 from hf_spec.drafting.graph import TokenGraph
 from hf_spec.execution.tree import DraftTree
-from hf_spec.trace import pictures
-from hf_spec.trace.pictures import ACCEPTED, INK, PADDING, PALE, REFUSED, ROWS, Canvas
+from hf_spec.evaluation.trace import pictures
+from hf_spec.evaluation.trace.pictures import ACCEPTED, INK, PADDING, PALE, REFUSED, ROWS, Canvas
 
 IMAGES = Path(__file__).parent / "images"
 # The measurement of the front page: what `python -m examples.studies.full_table.measure` recorded.

@@ -18,8 +18,8 @@ from examples.studies.disco import ablation, few_tokens
 from examples.studies.ems_sd import halves
 from examples.studies.gsd import sweep
 from examples.studies.sdsat import task_quality
-from hf_spec.bench.prices import Spent, at_one_price
-from hf_spec.bench.tables import Table
+from hf_spec.evaluation.bench.prices import Spent, at_one_price
+from hf_spec.evaluation.bench.tables import Table
 
 TESTS = Path(__file__).parent
 PAGE = TESTS.parent / "docs" / "papers.md"

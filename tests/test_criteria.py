@@ -15,7 +15,7 @@ import hf_spec
 from hf_spec import OptionError
 from hf_spec.decoding.stopping import StopRules
 from hf_spec.execution.row_work import BATCHING
-from hf_spec.verify.distribution import IMPOSSIBLE, chi_square
+from hf_spec.evaluation.lossless.distribution import IMPOSSIBLE, chi_square
 from tests import criteria, test_distribution, tiny_models
 from tests.model_watch import count_forwards
 

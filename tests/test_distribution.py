@@ -49,7 +49,7 @@ from hf_spec.heads.gemma_assistant import build as build_assistant
 from hf_spec.heads.mtp_head import MtpHead
 from hf_spec.models.draft_head import DraftHead
 from hf_spec.models.falcon_head import FalconHead, FalconShape
-from hf_spec.verify.distribution import IMPOSSIBLE, chi_square
+from hf_spec.evaluation.lossless.distribution import IMPOSSIBLE, chi_square
 from tests.biased_rules import NoResidual, RedrawnBonus, SiblingsWithoutUpdate
 from tests.feature_reference import deepspec, medusa
 from tests.gemma_reference import published

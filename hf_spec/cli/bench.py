@@ -1,4 +1,4 @@
-"""`hf-spec bench`: a thin command over `hf_spec.bench.suite`."""
+"""`hf-spec bench`: a thin command over `hf_spec.evaluation.bench.suite`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_spec.bench.settings import Suite
+from hf_spec.evaluation.bench.settings import Suite
 from hf_spec.cli import options
 from hf_spec.common.errors import OptionError
 from hf_spec.common.installing import how_to_install
 
 if TYPE_CHECKING:
-    from hf_spec.bench.suite import Benchmark
+    from hf_spec.evaluation.bench.suite import Benchmark
 
 
 @options.from_settings
@@ -48,8 +48,8 @@ def bench(  # noqa: PLR0913 - one parameter an option
 
         hf-spec bench MODEL --strategy lookup --strategy falcon@HEAD --out results.json
     """
-    from hf_spec.bench.entries import parse_entries
-    from hf_spec.bench.suite import Benchmark
+    from hf_spec.evaluation.bench.entries import parse_entries
+    from hf_spec.evaluation.bench.suite import Benchmark
     from hf_spec.cli.loading import load_target, load_tokenizer
     from hf_spec.common.prompts import load_prompts
 
@@ -87,7 +87,7 @@ def run_and_write(
             if out is not None:
                 write_json(out, report)
     if plots is not None:
-        from hf_spec.bench.plots import draw
+        from hf_spec.evaluation.bench.plots import draw
 
         draw(report, plots)
     return report
@@ -97,8 +97,8 @@ def show(report: Mapping[str, Any], as_markdown: bool = False) -> None:
     """Print the tables: drawn on a terminal, in columns of text into a pipe, or as Markdown."""
     from rich.console import Console
 
-    from hf_spec.bench.report import SYNTHETIC, markdown, sections, text
-    from hf_spec.bench.summary import notice
+    from hf_spec.evaluation.bench.report import SYNTHETIC, markdown, sections, text
+    from hf_spec.evaluation.bench.summary import notice
 
     console = Console(highlight=False)
     if as_markdown or not console.is_terminal:

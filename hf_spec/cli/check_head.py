@@ -1,4 +1,4 @@
-"""`hf-spec check-head`: a thin command over `hf_spec.verify.head_readings`."""
+"""`hf-spec check-head`: a thin command over `hf_spec.evaluation.lossless.head_layouts`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 from hf_spec.cli import options
 
 if TYPE_CHECKING:
-    from hf_spec.verify.head_readings import Agreement
+    from hf_spec.evaluation.lossless.head_layouts import Agreement
 
 
 @options.from_settings
@@ -31,7 +31,7 @@ def check_head(
     """
     from hf_spec.cli.loading import load_target, load_tokenizer
     from hf_spec.common.prompts import load_prompts
-    from hf_spec.verify.head_readings import check_readings, own_answers, read_head
+    from hf_spec.evaluation.lossless.head_layouts import check_readings, own_answers, read_head
 
     texts, published = load_prompts(prompts, 1), read_head(head)
     target, tokenizer = load_target(model, placement), load_tokenizer(model)

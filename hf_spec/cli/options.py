@@ -20,7 +20,7 @@ from hf_spec.common.errors import OptionError
 from hf_spec.common.files import check_regular
 from hf_spec.common.settings import Count, Setting, Settings, Share, Within, described
 
-# How a command line names a strategy; `hf_spec.bench.entries` reads it.
+# How a command line names a strategy; `hf_spec.evaluation.bench.entries` reads it.
 ENTRY = "NAME[:OPTION=JSON,...][@ASSISTANT]"
 
 

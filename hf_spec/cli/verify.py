@@ -1,4 +1,4 @@
-"""`hf-spec verify`: a thin command over `hf_spec.verify.verify`."""
+"""`hf-spec verify`: a thin command over `hf_spec.evaluation.lossless.verify`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import typer
 
 from hf_spec.cli import options
 from hf_spec.cli.failures import FAILED, UNPROVEN
-from hf_spec.verify.settings import VerificationPlan
+from hf_spec.evaluation.lossless.settings import VerificationPlan
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hf_spec.bench.tables import Table
-    from hf_spec.verify.sampling import SamplingResult
-    from hf_spec.verify.verify import Verification
+    from hf_spec.evaluation.bench.tables import Table
+    from hf_spec.evaluation.lossless.sampling import SamplingResult
+    from hf_spec.evaluation.lossless.verify import Verification
 
 # How the command ends; see `hf_spec.cli.failures`.
 STATUS = {"passed": 0, "failed": FAILED, "unproven": UNPROVEN}
@@ -50,12 +50,12 @@ def verify(  # noqa: PLR0913 - one parameter an option
     from rich.console import Console
     from tqdm import tqdm
 
-    from hf_spec.bench.entries import parse_entries
+    from hf_spec.evaluation.bench.entries import parse_entries
     from hf_spec.cli.loading import load_target, load_tokenizer
     from hf_spec.common.machine import environment
     from hf_spec.common.prompts import load_prompts
     from hf_spec.common.files import write_json
-    from hf_spec.verify import verify as checks
+    from hf_spec.evaluation.lossless import verify as checks
 
     options.check_out(out, prompts)
     entries = parse_entries(strategy, assistant or [], compile_layers=None)
@@ -87,7 +87,7 @@ def _show(console: Console, verification: Verification, tokenizer: Any) -> None:
     """One strategy: what was compared, every difference, the distribution, the verdict."""
     from rich.markup import escape
 
-    from hf_spec.verify.mismatch import TIE
+    from hf_spec.evaluation.lossless.mismatch import TIE
 
     outputs = verification.greedy
     differing = [output for output in outputs if output.differences]
@@ -119,8 +119,8 @@ def _show(console: Console, verification: Verification, tokenizer: Any) -> None:
 def _differences(verification: Verification, tokenizer: Any) -> Table:
     from rich.text import Text
 
-    from hf_spec.bench.tables import Table
-    from hf_spec.verify.mismatch import TIE
+    from hf_spec.evaluation.bench.tables import Table
+    from hf_spec.evaluation.lossless.mismatch import TIE
 
     def text(token: int | None) -> str:
         return "the end" if token is None else repr(tokenizer.decode([token]))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from hf_spec.bench.suite import Benchmark
+from hf_spec.evaluation.bench.suite import Benchmark
 from hf_spec.cli.app import build_app
 from hf_spec.cli.bench import show
 

@@ -12,12 +12,12 @@ import typer
 from typer.testing import CliRunner
 
 from hf_spec import OptionError
-from hf_spec.bench import settings as bench
+from hf_spec.evaluation.bench import settings as bench
 from hf_spec.cli.options import AnswerSettings, Placement, check_out, from_settings
 from hf_spec.models.shapes import FalconShape
 from hf_spec.common.settings import Count, Internal, Named, Settings, Share, described
 from hf_spec.training import settings as train
-from hf_spec.verify.settings import SamplingPlan, VerificationPlan
+from hf_spec.evaluation.lossless.settings import SamplingPlan, VerificationPlan
 from tests.cli.test_app import LEAVES
 
 

@@ -1,3 +1,3 @@
 """The tokenizer and the prompts of the benchmarks' tests."""
 
-from tests.bench.conftest import *  # noqa: F403
+from tests.evaluation.bench.conftest import *  # noqa: F403

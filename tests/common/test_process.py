@@ -31,6 +31,6 @@ def test_started_as_command(program: str, expected: bool, monkeypatch: pytest.Mo
 
 def test_a_process_that_is_another_module_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["-m"])
-    for module, expected in (("hf_spec", True), ("hf_spec.bench.report", False)):
+    for module, expected in (("hf_spec", True), ("hf_spec.evaluation.bench.report", False)):
         monkeypatch.setattr(sys, "orig_argv", ["python", "-u", "-m", module])
         assert started_as_command() is expected

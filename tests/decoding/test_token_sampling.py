@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hf_spec.decoding.token_sampling import distribution, draw, first_to_ring
-from hf_spec.verify.distribution import chi_square
+from hf_spec.evaluation.lossless.distribution import chi_square
 
 DRAWS = 20_000
 PROBS = torch.tensor([0.5, 0.3, 0.0, 0.15, 0.05])

@@ -16,7 +16,7 @@ from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.stopping import StopRules
 from hf_spec.decoding.verification import NodeDraw, ResidualRejection, Verifier
 from hf_spec.execution.tree import DraftTree, Verdict
-from hf_spec.verify.distribution import chi_square
+from hf_spec.evaluation.lossless.distribution import chi_square
 
 VOCAB = 6
 

@@ -19,7 +19,7 @@ from hf_spec.heads.eagle_head import EagleHead, build
 from hf_spec.heads.eagle_layouts import LAYOUTS, Verifier
 from hf_spec.heads.eagle_spec import EagleSpec, normal_names, read_spec
 from hf_spec.models.shapes import default_aux_layers
-from hf_spec.trace.rounds import record_rounds
+from hf_spec.evaluation.trace.rounds import record_rounds
 from tests import published_heads as heads
 from tests.tiny_models import build as tiny
 from tests.tiny_models import prompts

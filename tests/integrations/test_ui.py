@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from hf_spec.trace.pictures import ACCEPTED
+from hf_spec.evaluation.trace.pictures import ACCEPTED
 from tests.serving.conftest import folder, plain  # noqa: F401 - a fixture
 
 pytest.importorskip("gradio", reason="needs the extra 'ui'")

@@ -10,8 +10,8 @@ import torch
 
 import hf_spec
 from hf_spec import DraftConfig
-from hf_spec.bench.contenders import plain
-from hf_spec.bench.known_answers import PlainAnswers
+from hf_spec.evaluation.bench.contenders import plain
+from hf_spec.evaluation.bench.known_answers import PlainAnswers
 from hf_spec.drafting.model_drafter import DraftModelDrafter
 from hf_spec.training.answers import answer_logits
 from hf_spec.training.responses import Response

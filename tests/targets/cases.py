@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 import hf_spec
 from hf_spec.models.falcon_head import FalconHead, FalconShape
-from hf_spec.verify.mismatch import TIE, differences
+from hf_spec.evaluation.lossless.mismatch import TIE, differences
 from tests import tiny_models
 
 NEW_TOKENS = 16

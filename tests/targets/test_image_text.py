@@ -28,7 +28,7 @@ from hf_spec.execution.row_work import BATCHING
 from hf_spec.generation import own_prefill
 from hf_spec.generation.one_call import generate_with
 from hf_spec.models.falcon_head import FalconHead, FalconShape
-from hf_spec.verify.distribution import chi_square
+from hf_spec.evaluation.lossless.distribution import chi_square
 from tests import tiny_models
 from tests.biased_rules import NoResidual
 from tests.model_watch import count_forwards, snapshot

@@ -27,7 +27,7 @@ from hf_spec.execution import cross_attention, model_call, runner
 from hf_spec.generation import hook
 from hf_spec.generation.one_call import generate_with
 from hf_spec.models.pair_runner import check_packed
-from hf_spec.verify.distribution import chi_square
+from hf_spec.evaluation.lossless.distribution import chi_square
 from tests import tiny_models
 from tests.biased_rules import NoResidual
 from tests.model_watch import count_forwards, snapshot

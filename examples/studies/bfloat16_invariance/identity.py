@@ -15,8 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.studies.lossless.identity import compare
-from hf_spec.bench.contenders import Contender, strategy
-from hf_spec.bench.entries import parse_entry
+from hf_spec.evaluation.bench.contenders import Contender, strategy
+from hf_spec.evaluation.bench.entries import parse_entry
 from hf_spec.cli.options import ENTRY
 from hf_spec.common.machine import environment
 from hf_spec.common.prompts import load_prompts

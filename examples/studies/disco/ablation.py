@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from hf_spec.bench.tables import Table
+from hf_spec.evaluation.bench.tables import Table
 from hf_spec.common.machine import environment
 from hf_spec.common.files import write_json
 from hf_spec.models.disco_classifier import DiscoClassifier

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel
 
 from examples.studies.timing import add_options, begin, write_record
-from hf_spec.bench.tables import Table
+from hf_spec.evaluation.bench.tables import Table
 from hf_spec.common.prompts import load_prompts
 from hf_spec.drafting.config import StrategyConfig
 from hf_spec.strategies import DiscoConfig, DraftConfig, GsdConfig, TreeConfig

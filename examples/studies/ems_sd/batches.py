@@ -32,7 +32,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.studies.ems_sd.batch_report import markdown, plot, summary
-from hf_spec.bench.timing import timed
+from hf_spec.evaluation.bench.timing import timed
 from hf_spec.backend.cpu.packed_copies import MODES, set_cpu_packing
 from hf_spec.common.machine import environment
 from hf_spec.common.prompts import Prompt, left_padded, load_prompts

@@ -20,7 +20,7 @@ import torch
 from transformers import PreTrainedModel
 
 from examples.studies.timing import add_options, begin, write_record
-from hf_spec.bench.tables import Table
+from hf_spec.evaluation.bench.tables import Table
 from hf_spec.execution.runner import ModelRunner
 from hf_spec.execution.tree import DraftTree
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.studies.trainings import SEEN
-from hf_spec.bench.plots import Series, lines
+from hf_spec.evaluation.bench.plots import Series, lines
 
 
 def training_curves(records: Mapping[str, Any], figure: str) -> Series:

@@ -2,7 +2,7 @@
 
 Run as `python -m examples.studies.full_table.measure --help` says, from the root of a checkout,
 where the adapters lie. Each model's results are a JSON file and a folder of plots, which
-`python -m hf_spec.bench.report` prints and draws again.
+`python -m hf_spec.evaluation.bench.report` prints and draws again.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from hf_spec.bench.entries import Entry, parse_entries
-from hf_spec.bench.report import markdown
-from hf_spec.bench.settings import Suite
-from hf_spec.bench.suite import Benchmark
+from hf_spec.evaluation.bench.entries import Entry, parse_entries
+from hf_spec.evaluation.bench.report import markdown
+from hf_spec.evaluation.bench.settings import Suite
+from hf_spec.evaluation.bench.suite import Benchmark
 from hf_spec.cli.bench import run_and_write
 from hf_spec.cli.loading import load_target, load_tokenizer
 from hf_spec.cli.options import Placement

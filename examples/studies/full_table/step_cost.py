@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from hf_spec.bench.step_cost import measure_step_cost
-from hf_spec.bench.tables import Table
+from hf_spec.evaluation.bench.step_cost import measure_step_cost
+from hf_spec.evaluation.bench.tables import Table
 from hf_spec.common.machine import environment
 
 

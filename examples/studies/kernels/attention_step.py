@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from examples.studies import timing
 from examples.studies.kernels.step_time import Steps, check
-from hf_spec.bench.tables import Table
+from hf_spec.evaluation.bench.tables import Table
 
 # Rows, nodes of each, and committed tokens of each.
 SHAPES = (

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from examples.studies import timing
-from hf_spec.bench.tables import Table
+from hf_spec.evaluation.bench.tables import Table
 from hf_spec.backend.cpu.packed_products import ONEDNN, OWN, ROUNDED, Form, obstacle
 
 ROWS = (1, 2, 4, 8, 12, 16, 24, 48, 200)

@@ -24,8 +24,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from examples.studies.kernels.tree_attention import summary
-from hf_spec.bench.tables import Table
-from hf_spec.bench.timing import timed
+from hf_spec.evaluation.bench.tables import Table
+from hf_spec.evaluation.bench.timing import timed
 from hf_spec.common.machine import environment
 from hf_spec.decoding.state import GenerationState
 from hf_spec.decoding.stopping import StopRules

@@ -24,10 +24,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hf_spec.bench.step_cost import tree_of
-from hf_spec.bench.summary import spread
-from hf_spec.bench.tables import Table
-from hf_spec.bench.timing import timed
+from hf_spec.evaluation.bench.step_cost import tree_of
+from hf_spec.evaluation.bench.summary import spread
+from hf_spec.evaluation.bench.tables import Table
+from hf_spec.evaluation.bench.timing import timed
 from hf_spec.common.machine import environment
 from hf_spec.backend.device.capture import cuda_graphs
 from hf_spec.backend.device.transfer import send

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_spec.bench.contenders import Contender, Run
+from hf_spec.evaluation.bench.contenders import Contender, Run
 
 
 class Peer:

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from examples.studies.sdsat.sandbox import Limits, run_program
 from hf_spec.adapters.folder import load_adapter
-from hf_spec.bench.tables import Table
+from hf_spec.evaluation.bench.tables import Table
 from hf_spec.common.machine import environment
 from hf_spec.common.prompts import Prompt
 from hf_spec.common.files import write_json

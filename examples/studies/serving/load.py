@@ -34,7 +34,7 @@ import openai
 import psutil
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_spec.bench.tables import Table
+from hf_spec.evaluation.bench.tables import Table
 from hf_spec.common.machine import environment
 from hf_spec.common.prompts import load_prompts
 

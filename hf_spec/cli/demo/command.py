@@ -43,8 +43,8 @@ def demo(
             "dim",
         )
     )
-    from hf_spec.bench.settings import Suite
-    from hf_spec.bench.suite import Benchmark
+    from hf_spec.evaluation.bench.settings import Suite
+    from hf_spec.evaluation.bench.suite import Benchmark
     from hf_spec.cli.demo import entries, session
     from hf_spec.cli.demo.replay import Recorder
 

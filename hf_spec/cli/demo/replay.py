@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from hf_spec.bench.runner import Record
+from hf_spec.evaluation.bench.runner import Record
 from hf_spec.cli.answer.console_streamer import ACCEPTED_STYLE, DraftedTextStreamer, printable
 
 FRAME_SECONDS = 0.05

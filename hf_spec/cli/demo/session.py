@@ -13,11 +13,11 @@ from rich.text import Text
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_spec.bench.report import SPEEDS
-from hf_spec.bench.runner import Record
-from hf_spec.bench.suite import Benchmark
-from hf_spec.bench.summary import ALL, summary
-from hf_spec.bench.tables import Table
+from hf_spec.evaluation.bench.report import SPEEDS
+from hf_spec.evaluation.bench.runner import Record
+from hf_spec.evaluation.bench.suite import Benchmark
+from hf_spec.evaluation.bench.summary import ALL, summary
+from hf_spec.evaluation.bench.tables import Table
 from hf_spec.cli.demo.replay import Lane, Recorder, replay
 from hf_spec.cli.loading import load_target, load_tokenizer
 from hf_spec.cli.options import Placement

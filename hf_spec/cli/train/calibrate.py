@@ -1,4 +1,4 @@
-"""`hf-spec calibrate ...`: thin commands over `hf_spec.bench.calibrate`."""
+"""`hf-spec calibrate ...`: thin commands over `hf_spec.evaluation.bench.calibrate`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from hf_spec.bench.settings import CalibrationSettings, TreeSettings
+from hf_spec.evaluation.bench.settings import CalibrationSettings, TreeSettings
 from hf_spec.cli import options
 from hf_spec.cli.train.common import Responses, bench_command, show_table
 
@@ -43,7 +43,7 @@ def calibrate_disco_command(  # noqa: PLR0913 - one parameter an option
     from tqdm import tqdm
 
     from hf_spec.adapters.folder import load_adapter
-    from hf_spec.bench.calibrate.disco import calibrate_disco, validation_prompts
+    from hf_spec.evaluation.bench.calibrate.disco import calibrate_disco, validation_prompts
     from hf_spec.cli.loading import load_target, load_tokenizer
     from hf_spec.common.prompts import load_prompts
     from hf_spec.models.disco_classifier import METHOD
@@ -96,7 +96,7 @@ def calibrate_falcon_command(
     """
     from tqdm import tqdm
 
-    from hf_spec.bench.calibrate.falcon import calibrate_falcon
+    from hf_spec.evaluation.bench.calibrate.falcon import calibrate_falcon
     from hf_spec.cli.loading import load_target
     from hf_spec.training.responses import read_responses
 

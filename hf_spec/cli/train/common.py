@@ -142,6 +142,6 @@ def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]
     """Print a table."""
     from rich.console import Console
 
-    from hf_spec.bench.tables import Table
+    from hf_spec.evaluation.bench.tables import Table
 
     Console().print(Table(columns, list(rows)).drawn(title))

@@ -11,7 +11,7 @@ from html import escape
 from hf_spec.cli.answer.console_streamer import printable
 from hf_spec.cli.demo.replay import Lane
 from hf_spec.cli.ui.comparison import Comparison
-from hf_spec.trace.pictures import ACCEPTED, DARK, INK, PADDING
+from hf_spec.evaluation.trace.pictures import ACCEPTED, DARK, INK, PADDING
 
 WELCOME = (
     '<p class="hs-welcome">Both answers appear here: the model\'s own, token by token, and the '

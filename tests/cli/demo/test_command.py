@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from hf_spec.bench.suite import Benchmark
+from hf_spec.evaluation.bench.suite import Benchmark
 from hf_spec.cli.app import build_app
 from hf_spec.cli.demo import session
 from hf_spec.cli.demo.entries import PROMPTS

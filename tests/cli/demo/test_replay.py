@@ -9,10 +9,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from hf_spec.bench import contenders
-from hf_spec.bench.contenders import Run
-from hf_spec.bench.entries import parse_entry
-from hf_spec.bench.runner import Record
+from hf_spec.evaluation.bench import contenders
+from hf_spec.evaluation.bench.contenders import Run
+from hf_spec.evaluation.bench.entries import parse_entry
+from hf_spec.evaluation.bench.runner import Record
 from hf_spec.cli.demo.replay import Lane, Piece, Recorder, Recording, replay
 from tests import tiny_models
 

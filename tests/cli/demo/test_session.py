@@ -13,13 +13,13 @@ import pytest
 import torch
 from rich.console import Console
 
-from hf_spec.bench import suite
-from hf_spec.bench.contenders import Contender, Run
-from hf_spec.bench.entries import Entry
-from hf_spec.bench.runner import Record, Row
-from hf_spec.bench.settings import Suite
-from hf_spec.bench.suite import Benchmark
-from hf_spec.bench.tables import Table
+from hf_spec.evaluation.bench import suite
+from hf_spec.evaluation.bench.contenders import Contender, Run
+from hf_spec.evaluation.bench.entries import Entry
+from hf_spec.evaluation.bench.runner import Record, Row
+from hf_spec.evaluation.bench.settings import Suite
+from hf_spec.evaluation.bench.suite import Benchmark
+from hf_spec.evaluation.bench.tables import Table
 from hf_spec.cli.demo import session
 from hf_spec.cli.demo.entries import chosen_entries
 from hf_spec.cli.demo.replay import Recorder

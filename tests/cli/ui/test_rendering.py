@@ -7,7 +7,7 @@ from dataclasses import replace
 from html import unescape
 from xml.etree import ElementTree
 
-from hf_spec.bench.runner import Record
+from hf_spec.evaluation.bench.runner import Record
 from hf_spec.cli.demo.replay import Lane, Piece
 from hf_spec.cli.ui import rendering
 from hf_spec.cli.ui.comparison import Comparison

@@ -9,7 +9,7 @@ import pytest
 
 from examples.studies.disco.improvement_factor import cost_ratio, improvement_factor
 from hf_spec import DraftConfig, SpecStats
-from hf_spec.bench.contenders import strategy
+from hf_spec.evaluation.bench.contenders import strategy
 from tests.tiny_models import draft_model, settled_prompt
 
 

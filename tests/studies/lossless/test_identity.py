@@ -11,7 +11,7 @@ from torch import Tensor
 
 from examples.studies.lossless.identity import compare, main
 from hf_spec import LookupConfig
-from hf_spec.bench.contenders import Contender, Run, plain, strategy
+from hf_spec.evaluation.bench.contenders import Contender, Run, plain, strategy
 from hf_spec.common.prompts import Prompt
 
 NEW_TOKENS = 8

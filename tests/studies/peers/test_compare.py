@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.studies.peers.compare import main
-from hf_spec.bench.contenders import plain
+from hf_spec.evaluation.bench.contenders import plain
 from hf_spec.common.prompts import load_prompts
 
 # Says what a file says, or something else in the end; every answer takes a thousand seconds.

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from examples.studies.peers import openvino_peer
 from examples.studies.peers.openvino_peer import serve
 from examples.studies.peers.peer import started
-from hf_spec.bench.contenders import plain
+from hf_spec.evaluation.bench.contenders import plain
 
 # It goes with an older transformers than ours, so it has an environment of its own.
 PYTHON = os.environ.get("OPENVINO_PYTHON")

@@ -1,0 +1,1 @@
+"""Measurements: losslessness (`lossless/`), speed (`bench/`), and recorded rounds (`trace/`)."""

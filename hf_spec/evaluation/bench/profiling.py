@@ -1,0 +1,124 @@
+"""Where the time of a generation goes, by parts of a step (`hf-spec bench --profile`).
+
+While `profiled` holds, the methods at the seams of the engine are timed, and each is charged what
+it spends outside of the others. Nothing is changed before and after, so it costs nothing when off.
+On a GPU every seam waits for the device: shares are right, the total is slower than without.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from hf_spec.evaluation.bench.timing import synchronize
+from hf_spec.decoding.drafter import Drafter
+from hf_spec.decoding.processors import NodeProcessors
+from hf_spec.decoding.state import GenerationState
+from hf_spec.decoding.verification import Verifier
+from hf_spec.execution.model_call import ModelCall
+from hf_spec.execution.row_storage import RowStorage
+from hf_spec.execution.runner import ModelRunner
+from hf_spec.heads.eagle_head import EagleHead
+from hf_spec.models.falcon_head import FalconHead
+from hf_spec.models.pair_runner import HeadRunner
+
+# In the order of a step; what a draft model does inside a draft has names of its own.
+PARTS = (
+    "draft: forward",
+    "draft: layout",
+    "draft: KV moves",
+    "draft: rest",
+    "verify: forward",
+    "verify: layout",
+    "verification",
+    "processors",
+    "commit",
+    "KV moves",
+    "observe",
+    "rest",
+)
+_DRAFTING = "draft: rest"
+_OBSERVING = "observe"
+# Parts that belong to drafting where a drafter asks for them.
+_OF_A_DRAFT = {
+    "verify: forward": "draft: forward",
+    "verify: layout": "draft: layout",
+    "KV moves": "draft: KV moves",
+    "processors": _DRAFTING,
+}
+
+
+# The methods at the seams of the engine, those that subclasses have of their own included.
+_SEAMS = (
+    (ModelCall, "__call__", "verify: forward"),
+    (ModelRunner, "forward", "verify: layout"),
+    (EagleHead, "mix", "verify: forward"),
+    (EagleHead, "attend", "verify: forward"),
+    (FalconHead, "mix", "verify: forward"),
+    (FalconHead, "attend", "verify: forward"),
+    (HeadRunner, "lists", "verify: forward"),
+    (NodeProcessors, "__call__", "processors"),
+    (RowStorage, "keep", "KV moves"),
+    (GenerationState, "commit", "commit"),
+    (Drafter, "draft", _DRAFTING),
+    (Drafter, "observe", _OBSERVING),
+    (Verifier, "verify", "verification"),
+)
+
+
+class _Clock:
+    """Charges the time since the last look to the innermost part."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._open = ["rest"]
+        synchronize()
+        self._since = time.perf_counter()
+
+    def charge(self) -> None:
+        synchronize()
+        now = time.perf_counter()
+        self.seconds[self._open[-1]] += now - self._since
+        self._since = now
+
+    def timed(self, method: Callable[..., Any], part: str) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            in_draft = _DRAFTING in self._open or _OBSERVING in self._open
+            self.charge()
+            self._open.append(_OF_A_DRAFT.get(part, part) if in_draft else part)
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self.charge()
+                self._open.pop()
+
+        return call
+
+
+@contextmanager
+def profiled() -> Iterator[dict[str, float]]:
+    """Yield seconds by part, complete when the block ends; keys are among `PARTS`."""
+    replaced: list[tuple[type, str, Any]] = []
+    clock = _Clock()
+    try:
+        for base, name, part in _SEAMS:
+            for owner in _family(base):
+                if name in vars(owner):
+                    replaced.append((owner, name, vars(owner)[name]))
+                    setattr(owner, name, clock.timed(vars(owner)[name], part))
+        yield clock.seconds
+        clock.charge()
+    finally:
+        for owner, name, original in reversed(replaced):
+            setattr(owner, name, original)
+
+
+def _family(base: type[Any]) -> Iterator[type]:
+    yield base
+    for child in base.__subclasses__():
+        yield from _family(child)

@@ -1,0 +1,139 @@
+"""Figures from benchmark records: medians with their spread, never a single run."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean, median, quantiles
+from typing import Any
+
+from hf_spec.evaluation.bench.runner import Record, Row
+from hf_spec.common.outputs import SpecStats
+
+ALL = "all"
+# The engine without drafts.
+IDLE = "none"
+Summary = dict[str, Any]
+
+
+def per_prompt(records: Iterable[Record], figure: str = "ratio") -> dict[str, float]:
+    """Prompt id -> median of a figure of the records over its repetitions."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for record in records:
+        values[record.prompt].append(getattr(record, figure))
+    return {prompt: median(found) for prompt, found in values.items()}
+
+
+def spread(values: Sequence[float]) -> tuple[float, float, float]:
+    """20th percentile, median and 80th percentile."""
+    if len(values) == 1:
+        return values[0], values[0], values[0]
+    fifths = quantiles(values, n=5, method="inclusive")
+    return fifths[0], median(values), fifths[3]
+
+
+def summary(records: Sequence[Record]) -> list[Summary]:
+    """One row per batch size, contender and task, and one for all tasks (`task` is "all").
+
+    A batch of prompts of several tasks counts for "all" and "mixed"; its outputs are still counted
+    by task in `identical_by_task`.
+    """
+    groups: dict[tuple[int, str, str], list[Record]] = defaultdict(list)
+    for record in records:
+        for task in (record.task, ALL):
+            groups[record.batch_size, record.contender, task].append(record)
+    idle = {_occasion(r): r.ratio for r in records if r.contender == IDLE}
+    return [
+        {**_row(*key, group), "ratio_to_none": _ratio_to(idle, group)}
+        for key, group in groups.items()
+    ]
+
+
+def notice(results: Mapping[str, Any]) -> str:
+    """What is said above tables and plots of drafts that no drafter made; empty otherwise."""
+    acceptance = results.get("synthetic_acceptance")
+    return "" if acceptance is None else f"SYNTHETIC acceptance {acceptance:g}"
+
+
+def _occasion(record: Record) -> tuple[int, str, int]:
+    return record.batch_size, record.prompt, record.repeat
+
+
+def _ratio_to(
+    others: Mapping[tuple[int, str, int], float], group: Sequence[Record]
+) -> float | None:
+    """The median over prompts of the speed relative to `others` in the same repetition."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for record in group:
+        if _occasion(record) not in others:
+            return None
+        found[record.prompt].append(record.ratio / others[_occasion(record)])
+    return median(median(ratios) for ratios in found.values())
+
+
+def _row(batch_size: int, contender: str, task: str, group: Sequence[Record]) -> Summary:
+    by_task = _identical(group)
+    first = [record for record in group if record.repeat == 0]
+    tokens = sum(record.new_tokens for record in first)
+    forwards = [record.target_forwards for record in first if record.target_forwards is not None]
+    counted = len(forwards) == len(first)
+    peaks = [record.peak_bytes for record in group if record.peak_bytes is not None]
+    row: Summary = {
+        "batch_size": batch_size,
+        "contender": contender,
+        "task": task,
+        "batches": len(first),
+        **spread_of(group, "ratio"),
+        **spread_of(group, "tokens_per_second"),
+        "total_ratio": sum(r.plain_seconds for r in group) / sum(r.seconds for r in group),
+        "tokens_per_forward": tokens / sum(forwards) / batch_size if counted else None,
+        "peak_bytes": max(peaks, default=None),
+        "identical": None if by_task is None else sum(same for same, _ in by_task.values()),
+        "outputs": sum(len(record.rows) for record in first),
+        "identical_by_task": by_task,
+    }
+    spent = [(r.seconds, r.stats) for r in group if r.stats is not None]
+    if spent:
+        row |= _drafting([stats for _, stats in spent], sum(seconds for seconds, _ in spent))
+    return row
+
+
+def spread_of(group: Sequence[Record], figure: str) -> Summary:
+    """The spread of a figure over prompts, of each the median over repetitions."""
+    low, middle, high = spread(list(per_prompt(group, figure).values()))
+    return {f"{figure}_p20": low, figure: middle, f"{figure}_p80": high}
+
+
+def _identical(group: Sequence[Record]) -> dict[str, tuple[int, int]] | None:
+    """Task -> outputs identical in every repetition, and all outputs; None if they are sampled."""
+    outputs: dict[tuple[str, int], list[Row]] = defaultdict(list)
+    for record in group:
+        for place, row in enumerate(record.rows):
+            outputs[record.prompt, place].append(row)
+    if any(row.identical is None for rows in outputs.values() for row in rows):
+        return None
+    found: dict[str, tuple[int, int]] = {}
+    for rows in outputs.values():
+        same, number = found.get(rows[0].task, (0, 0))
+        found[rows[0].task] = same + all(row.identical for row in rows), number + 1
+    return found
+
+
+def _drafting(stats: Sequence[SpecStats], seconds: float) -> Summary:
+    """What only our own strategies count: acceptance, drafts, where the time went."""
+    together, count = sum(stats, SpecStats([])), len(stats)
+    rounds = together.counters.get("rounds", 0)
+    merged = together.counters.get("rounds_with_merged_accepted", 0)
+    reached = zip(together.accepted_by_position, together.drafted_by_position, strict=False)
+    return {
+        "tau": fmean(one.tau for one in stats),
+        "alpha": together.accepted_tokens / max(together.new_tokens, 1),
+        "acceptance_by_position": [accepted / drafted for accepted, drafted in reached],
+        "drafted_tokens": together.drafted_tokens / count,
+        "draft_nodes": fmean(one.counters.get("draft_nodes", one.drafted_tokens) for one in stats),
+        "draft_forwards": together.draft_forwards / count,
+        "rounds_with_merged_accepted": merged / rounds if rounds else 0.0,
+        "draft_share": together.draft_seconds / seconds,
+        "verify_share": together.verify_seconds / seconds,
+        "outside_forward": 1 - together.verify_seconds / seconds,
+    }

@@ -1,0 +1,64 @@
+"""Readings of published heads: the one under which a head was made is found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_spec import AssistantError
+from hf_spec.evaluation.lossless.head_layouts import Agreement, Texts, check_readings, own_answers, read_head
+from tests.published_heads import WIDTH, bare, embeddings, plain_config, sample, save
+from tests.tiny_models import VOCAB, build, repetitive_prompt
+
+KEY = "eagle_aux_hidden_state_layer_ids"
+# The head below says 5t + 3 where it reads the embedding of token t first.
+TOKENS = [7, 20]
+while len(TOKENS) < 60:
+    TOKENS.append((5 * TOKENS[-2] + 3) % VOCAB)
+TEXTS = Texts([TOKENS], [4])
+
+
+def head(layers: list[int]) -> str:
+    """Folder of a head whose config names layers, and which needs the embeddings as the first.
+
+    Its attention and its MLP give nothing.
+    """
+    tensors = bare(sample("every token").tensors)
+    tensors["fc.weight"] = torch.eye(WIDTH, 3 * WIDTH)
+    rows = torch.nn.functional.normalize(embeddings(), dim=-1)
+    following = (5 * torch.arange(VOCAB) + 3) % VOCAB
+    tensors["lm_head.weight"] = torch.zeros_like(rows).index_copy(0, following, rows)
+    return save(f"readings{layers[0]}", plain_config(**{KEY: layers}), tensors)
+
+
+def test_own_answers() -> None:
+    texts = own_answers(build("llama"), [repetitive_prompt(9), repetitive_prompt(5)], 20)
+    plain = build("llama").generate(repetitive_prompt(9), max_new_tokens=10, do_sample=False)
+    assert texts.tokens[0] == plain[0].tolist()
+    assert texts.begins == [9, 5]
+
+
+def test_a_wrong_config() -> None:
+    heard: list[Agreement] = []
+    best = check_readings(read_head(head([1, 2, 3])), build("llama"), TEXTS, heard.append)
+    assert heard[0].changes == ()
+    assert heard[0].share < 0.8
+    assert best.changes == (("aux_layers", (0, 1, 2)),)
+    assert best.share > 0.95
+    assert {one.compared for one in heard} == {len(TOKENS) - 4}
+    tried = {name for one in heard for name, _ in one.changes}
+    assert tried == {"aux_layers", "embedding", "norm_before_residual"}
+
+
+def test_a_right_config_is_kept() -> None:
+    best = check_readings(read_head(head([0, 1, 2])), build("llama"), TEXTS, lambda one: None)
+    assert best.changes == ()
+    assert best.share > 0.95
+
+
+def test_a_head_of_another_kind(tmp_path: Path) -> None:
+    build("llama").save_pretrained(tmp_path)
+    with pytest.raises(AssistantError, match="no published head; readings are open in"):
+        check_readings(read_head(str(tmp_path)), build("llama"), TEXTS, print)

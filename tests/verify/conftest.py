@@ -1,3 +1,0 @@
-"""The tiny model and the prompts of the benchmarks' tests."""
-
-from tests.bench.conftest import *  # noqa: F403
