@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_spec.drafting.graph import TokenGraph
-from hf_spec.execution.tree import DraftTree
+from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.evaluation.trace import pictures
 from hf_spec.evaluation.trace.pictures import ACCEPTED, INK, PADDING, PALE, REFUSED, ROWS, Canvas
 

@@ -3,16 +3,16 @@
 from hf_spec import strategies
 from hf_spec.adapters.folder import SpecAdapter
 from hf_spec.backend.cpu.packed_copies import clear_cpu_packing, cpu_packing_bytes, set_cpu_packing
-from hf_spec.decoding.drafter import Drafter
-from hf_spec.decoding.state import GenerationState
-from hf_spec.decoding.streaming import BatchStreamer, BatchTextStreamer
+from hf_spec.engine.decode.drafter import Drafter
+from hf_spec.engine.decode.generation_state import GenerationState
+from hf_spec.engine.decode.streaming import BatchStreamer, BatchTextStreamer
 from hf_spec.backend.device.capture import set_cuda_graphs
 from hf_spec.drafting.config import StrategyConfig
 from hf_spec.drafting.lookup_store import LookupStore
 from hf_spec.common.errors import AssistantError, HubError, OptionError, SpecError, UnsupportedError
-from hf_spec.execution.forward_output import ForwardOutput
-from hf_spec.execution.runner import ModelRunner
-from hf_spec.execution.tree import DraftTree, Verdict
+from hf_spec.engine.forward.output import ForwardOutput
+from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
 from hf_spec.generation.compiling import CompileReport, compile  # noqa: A004 - as torch's
 from hf_spec.generation.custom_generate import custom_generate
 from hf_spec.generation.hook import disable, enable

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_spec.decoding.verification import NodeDraw, ResidualRejection
-from hf_spec.execution.tree import Verdict
+from hf_spec.engine.decode.verifiers import NodeDraw, ResidualRejection
+from hf_spec.engine.forward.draft_tree import Verdict
 
 
 class NoResidual(ResidualRejection):

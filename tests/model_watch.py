@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_spec.execution.step_graphs import is_of_transformers
+from hf_spec.engine.fast.cuda_graphs import is_of_transformers
 
 
 def snapshot(model: PreTrainedModel) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from transformers import StoppingCriteria, StoppingCriteriaList, TextStreamer
 
 import hf_spec
 from hf_spec import OptionError
-from hf_spec.decoding.stopping import StopRules
-from hf_spec.execution.row_work import BATCHING
+from hf_spec.engine.decode.stopping import StopRules
+from hf_spec.engine.forward.row_batch import BATCHING
 from hf_spec.evaluation.lossless.distribution import IMPOSSIBLE, chi_square
 from tests import criteria, test_distribution, tiny_models
 from tests.model_watch import count_forwards

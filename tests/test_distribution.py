@@ -39,11 +39,11 @@ from hf_spec import (
 )
 from hf_spec.adapters.folder import SpecAdapter
 from hf_spec.adapters.published import PublishedHead
-from hf_spec.decoding import drafter
-from hf_spec.decoding.verification import NodeDraw
+from hf_spec.engine.decode import drafter
+from hf_spec.engine.decode.verifiers import NodeDraw
 from hf_spec.drafting import level_drafter
 from hf_spec.drafting.model_drafter import DraftModelDrafter
-from hf_spec.execution.tree import DraftTree
+from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.heads.gemma_assistant import GemmaAssistant
 from hf_spec.heads.gemma_assistant import build as build_assistant
 from hf_spec.heads.mtp_head import MtpHead

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from hf_spec.common.errors import UnsupportedError
-from hf_spec.execution.model_checks import check_model
+from hf_spec.engine.models.support_checks import check_model
 from tests import tiny_models
 
 SMALL = {

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from hf_spec.backend.cpu import packed_products
 from hf_spec.backend.cpu.packed_copies import clear_cpu_packing, set_cpu_packing
-from hf_spec.execution.cpu_linear import fast_cpu_linears, fast_products
+from hf_spec.engine.fast.packed_linear import fast_cpu_linears, fast_products
 
 WIDTH = 256
 

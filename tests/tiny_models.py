@@ -28,7 +28,7 @@ from transformers import (
 
 import hf_spec
 from hf_spec.adapters.folder import BaseModel, SpecAdapter, save_adapter
-from hf_spec.execution.attention import takes_packed
+from hf_spec.engine.forward.tree_attention import takes_packed
 from hf_spec.models.adaptive_tokens import AdaptiveShape, AdaptiveTokens
 from hf_spec.models.disco_classifier import DiscoClassifier
 from hf_spec.models.gated_lora import new_lora

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from hf_spec.decoding.drafter import Drafter
-from hf_spec.decoding.state import GenerationState
+from hf_spec.engine.decode.drafter import Drafter
+from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.drafting.lookup_store import LONGEST_MATCH, LookupStore, suggest
-from hf_spec.execution.forward_output import ForwardOutput
-from hf_spec.execution.tree import DraftTree, Verdict
+from hf_spec.engine.forward.output import ForwardOutput
+from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
 
 
 class KeepsAnswers(Drafter):

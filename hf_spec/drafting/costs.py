@@ -22,8 +22,8 @@ from hf_spec.backend.cpu.packed_copies import cpu_packing_bytes
 from hf_spec.backend.device.placement import execution_device
 from hf_spec.drafting.sources import MEMORY_DECAY, Fared
 from hf_spec.common.errors import OptionError
-from hf_spec.execution.compiled_layers import CompiledLayers
-from hf_spec.execution.per_model import made_once
+from hf_spec.engine.fast.compiled_layers import CompiledLayers
+from hf_spec.engine.forward.model_cache import made_once
 
 # What is expected before anything is timed, in forwards of the target over one node: another node,
 # and a forward of a drafter. Nodes are expected to be cheap, so that their real price is found out.

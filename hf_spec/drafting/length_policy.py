@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 
 from hf_spec.drafting.sources import EXPECTATION_WEIGHT, PROBABILITY_KINDS, Shares, shares_of_levels
 from hf_spec.common.errors import OptionError, choices
-from hf_spec.execution.tree import Verdict
+from hf_spec.engine.forward.draft_tree import Verdict
 
 # The policy that decides by the time that rounds take, and the one that asks a head of the drafter.
 MEASURED = "measured"

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from hf_spec.decoding.processors import NodeProcessors
-from hf_spec.decoding.token_sampling import draw_or_none
-from hf_spec.decoding.verification import Verifier, Walk
+from hf_spec.engine.decode.logits_processors import NodeProcessors
+from hf_spec.engine.decode.sampling import draw_or_none
+from hf_spec.engine.decode.verifiers import Verifier, Walk
 from hf_spec.common.errors import UnsupportedError
-from hf_spec.execution.tree import DraftTree
+from hf_spec.engine.forward.draft_tree import DraftTree
 
 
 class LongestPath(Verifier):

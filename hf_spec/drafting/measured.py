@@ -21,9 +21,9 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedModel
 
-from hf_spec.decoding.drafter import Drafter
-from hf_spec.decoding.state import GenerationState
-from hf_spec.decoding.verification import Verifier
+from hf_spec.engine.decode.drafter import Drafter
+from hf_spec.engine.decode.generation_state import GenerationState
+from hf_spec.engine.decode.verifiers import Verifier
 from hf_spec.backend.device.clock import clock_of
 from hf_spec.backend.device.distributed_checks import tensor_parallel_size
 from hf_spec.drafting.allowance import Allowance
@@ -40,10 +40,10 @@ from hf_spec.drafting.length_policy import (
 from hf_spec.drafting.round_clock import RoundClock
 from hf_spec.drafting.sources import NODES_PER_LEVEL, MergedTree, Source
 from hf_spec.common.errors import UnsupportedError
-from hf_spec.execution.forward_output import ForwardOutput
-from hf_spec.execution.mixers import recurrent_share
-from hf_spec.execution.runner import ModelRunner
-from hf_spec.execution.tree import DraftTree, Verdict
+from hf_spec.engine.forward.output import ForwardOutput
+from hf_spec.engine.models.recurrent_layers import recurrent_share
+from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
 
 Policed = TypeVar("Policed", bound=PolicyConfig)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_spec.decoding.state import GenerationState
+from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.drafting.device_growth import DeviceGrowth
 from hf_spec.drafting.growth import ran_of
 from hf_spec.drafting.length_policy import LengthPolicy, make_policy
@@ -29,11 +29,11 @@ from hf_spec.drafting.level_drafter import (
     Owners,
 )
 from hf_spec.common.errors import OptionError, choices
-from hf_spec.execution.forward_output import ForwardOutput
-from hf_spec.execution.given import Given
-from hf_spec.execution.runner import ModelRunner
-from hf_spec.execution.tree import DraftTree, Verdict
-from hf_spec.execution.vocabulary import num_embeddings
+from hf_spec.engine.forward.output import ForwardOutput
+from hf_spec.engine.forward.device_tokens import Given
+from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
+from hf_spec.engine.forward.vocabulary import num_embeddings
 
 # How drafts of a model with another tokenizer become the target's tokens.
 TRANSLATIONS = ("shared", "text")

@@ -27,17 +27,17 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation.stopping_criteria import EosTokenCriteria
 
-from hf_spec.decoding.state import GenerationState
-from hf_spec.decoding.stopping import StopRules
+from hf_spec.engine.decode.generation_state import GenerationState
+from hf_spec.engine.decode.stopping import StopRules
 from hf_spec.drafting.draft_text import DraftText
 from hf_spec.drafting.length_policy import LengthPolicy
 from hf_spec.drafting.model_drafter import DraftModelConfig, DraftModelDrafter
 from hf_spec.drafting.text_tokens import BROKEN, common_length, context_start
 from hf_spec.drafting.token_map import TokenMap, TokenPair
 from hf_spec.common.errors import OptionError
-from hf_spec.execution.forward_output import ForwardOutput
-from hf_spec.execution.runner import ModelRunner
-from hf_spec.execution.tree import DraftTree, Verdict, likeliest
+from hf_spec.engine.forward.output import ForwardOutput
+from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.forward.draft_tree import DraftTree, Verdict, likeliest
 
 # Share of the target's tokens that a draft model must have to draft nothing else. Of SmolLM2's,
 # Gemma 3 has 94 %, and both ways bring the same; of Gemma's, SmolLM2 has 18 %.

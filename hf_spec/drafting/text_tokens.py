@@ -14,7 +14,7 @@ from itertools import takewhile
 from typing import Any
 
 from hf_spec.common.errors import OptionError
-from hf_spec.execution.vocabulary import PADDED_ROWS
+from hf_spec.engine.forward.vocabulary import PADDED_ROWS
 
 # Tokens that are decoded, and characters that are encoded, in front of a piece.
 CONTEXT_TOKENS, CONTEXT_CHARACTERS = 8, 32

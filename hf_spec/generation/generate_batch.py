@@ -2,7 +2,7 @@
 
 transformers has a `generate_batch` of its own, which serves every call without a strategy. With
 one, sequences follow each other in the rows of one speculative batch (continuous batching, see
-`hf_spec.decoding.continuous_batching`). Arguments, request ids and outputs are named as they are
+`hf_spec.engine.decode.continuous_batching`). Arguments, request ids and outputs are named as they are
 there.
 """
 
@@ -19,16 +19,16 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from hf_spec.common.compat import CACHE_NAMES
-from hf_spec.decoding.continuous_batching import ContinuousBatch, Prepared, Request
-from hf_spec.decoding.drafter import Drafter
-from hf_spec.decoding.processors import check_processors
-from hf_spec.decoding.stopping import StopRules, for_one_sequence
+from hf_spec.engine.decode.continuous_batching import ContinuousBatch, Prepared, Request
+from hf_spec.engine.decode.drafter import Drafter
+from hf_spec.engine.decode.logits_processors import check_processors
+from hf_spec.engine.decode.stopping import StopRules, for_one_sequence
 from hf_spec.backend.device.distributed_checks import check_ranks
 from hf_spec.backend.device.placement import execution_device
 from hf_spec.drafting.config import StrategyConfig
 from hf_spec.common.errors import OptionError, UnsupportedError
-from hf_spec.execution.row_work import BATCHING
-from hf_spec.execution.vocabulary import num_embeddings
+from hf_spec.engine.forward.row_batch import BATCHING
+from hf_spec.engine.forward.vocabulary import num_embeddings
 from hf_spec.generation import own_prefill
 from hf_spec.generation.call_checks import Settings, check_batch_streamer, check_inputs
 from hf_spec.generation.settling import settle, with_own_storage, without_tokenizers

@@ -8,10 +8,10 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.generation import StoppingCriteriaList, StopStringCriteria
 
-from hf_spec.decoding.drafter import Drafter
+from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.drafting.config import StrategyConfig
 from hf_spec.common.errors import AssistantError, OptionError, UnsupportedError
-from hf_spec.execution.model_checks import check_model
+from hf_spec.engine.models.support_checks import check_model
 from hf_spec.generation.assisted_settings import (
     check_assisted,
     generation_configs,

@@ -21,7 +21,7 @@ from transformers import Qwen3Config
 from transformers.activations import ACT2FN
 
 from hf_spec.adapters.adapter import BaseModel
-from hf_spec.execution.attention import PackedStep, tree_attention
+from hf_spec.engine.forward.tree_attention import PackedStep, tree_attention
 from hf_spec.heads.markov import CONFIDENCE, ConfidenceHead, MarkovHead
 from hf_spec.heads.markov import PREFIX as MARKOV
 from hf_spec.heads.published_weights import OutputHead

@@ -27,7 +27,7 @@ from hf_spec.adapters.adapter import BaseModel
 from hf_spec.adapters.published import PublishedFamily, PublishedHead, register_family
 from hf_spec.adapters.reading import whole_number
 from hf_spec.common.errors import AssistantError
-from hf_spec.execution.vocabulary import PADDED_ROWS
+from hf_spec.engine.forward.vocabulary import PADDED_ROWS
 from hf_spec.heads.block_head import STRATEGY, BlockHead, BlockLayer, BlockShape, LayerKind
 from hf_spec.heads.markov import PREFIX as MARKOV
 from hf_spec.heads.markov import expected_tensors

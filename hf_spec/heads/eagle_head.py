@@ -30,7 +30,7 @@ from hf_spec.adapters.published import PublishedFamily, PublishedHead, register_
 from hf_spec.adapters.reading import check_tensors
 from hf_spec.backend.device.placement import weight_rows
 from hf_spec.common.errors import AssistantError
-from hf_spec.execution.vocabulary import PADDED_ROWS, num_embeddings
+from hf_spec.engine.forward.vocabulary import PADDED_ROWS, num_embeddings
 from hf_spec.heads.eagle_spec import EagleSpec, layer_config, normal_names, read_spec
 from hf_spec.heads.published_weights import head_dtype, known_tokens
 from hf_spec.models.draft_head import FewTokensHead

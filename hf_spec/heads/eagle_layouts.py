@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hf_spec.common.errors import AssistantError
-from hf_spec.execution.last_layer import BEFORE_NORM
+from hf_spec.engine.forward.last_layer import BEFORE_NORM
 from hf_spec.heads.eagle_spec import EagleSpec, layer_config
 from hf_spec.heads.published_weights import known_tokens
 from hf_spec.models.shapes import default_aux_layers

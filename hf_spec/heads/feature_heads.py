@@ -32,7 +32,7 @@ from hf_spec.adapters.published import PublishedFamily, PublishedHead, register_
 from hf_spec.adapters.reading import whole_number
 from hf_spec.drafting.proposal_drafter import Lists, Proposals
 from hf_spec.common.errors import AssistantError
-from hf_spec.execution.cpu_linear import fast_cpu_linears
+from hf_spec.engine.fast.packed_linear import fast_cpu_linears
 from hf_spec.heads.published_weights import OutputHead, fitted, linear, sizes_of
 
 STRATEGY = "heads"

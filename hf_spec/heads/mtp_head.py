@@ -30,7 +30,7 @@ from hf_spec.adapters.published import (
 )
 from hf_spec.adapters.reading import check_tensors
 from hf_spec.common.errors import AssistantError, UnsupportedError
-from hf_spec.execution.vocabulary import num_embeddings
+from hf_spec.engine.forward.vocabulary import num_embeddings
 from hf_spec.heads.eagle_head import OwnHead
 from hf_spec.heads.mtp_layouts import LAYER, PARTS, Layout, find_module, own_names
 from hf_spec.models.pair_rows import State

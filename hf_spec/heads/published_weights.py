@@ -12,7 +12,7 @@ from hf_spec.adapters.published import PublishedHead
 from hf_spec.adapters.reading import check_tensors
 from hf_spec.backend.device.placement import execution_device
 from hf_spec.common.errors import AssistantError
-from hf_spec.execution.vocabulary import PADDED_ROWS, num_embeddings
+from hf_spec.engine.forward.vocabulary import PADDED_ROWS, num_embeddings
 from hf_spec.models.draft_head import FewTokensHead
 
 

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from hf_spec.backend.device.placement import weight_rows
 from hf_spec.common.errors import UnsupportedError
-from hf_spec.execution.step_shapes import step_variant
+from hf_spec.engine.fast.graph_shapes import step_variant
 
 
 class _Alone(threading.local):

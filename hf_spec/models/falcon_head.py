@@ -30,7 +30,7 @@ from hf_spec.adapters.adapter import AdapterMethod, BaseModel, register_method
 from hf_spec.adapters.folder import SpecAdapter
 from hf_spec.adapters.reading import VOCABULARY, check_tensors, read_vocabulary
 from hf_spec.common.errors import AssistantError, OptionError, UnsupportedError
-from hf_spec.execution.mixers import mixers_of
+from hf_spec.engine.models.recurrent_layers import mixers_of
 from hf_spec.models.draft_head import FewTokensHead
 from hf_spec.models.pair_rows import State
 from hf_spec.models.shapes import FalconShape, default_aux_layers

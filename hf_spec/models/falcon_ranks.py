@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hf_spec.execution.segment import Segment
+from hf_spec.engine.forward.attention_span import Segment
 from hf_spec.models.draft_head import FewTokensHead
 from hf_spec.models.pair_rows import PairRow, State
 from hf_spec.models.pair_runner import HeadRunner, PairHead, joined

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from hf_spec.common.errors import AssistantError, UnsupportedError
-from hf_spec.execution.mixers import mixers_of
+from hf_spec.engine.models.recurrent_layers import mixers_of
 
 # Down (rank, inputs) and up (outputs, rank) of each layer.
 LoraWeights = Mapping[str, tuple[Tensor, Tensor]]

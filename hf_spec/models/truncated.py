@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from hf_spec.adapters.folder import LAYER_NAME
 from hf_spec.backend.device.placement import dense_copy
 from hf_spec.common.errors import OptionError, UnsupportedError
-from hf_spec.execution.cross_attention import num_layers as layers_of
-from hf_spec.execution.model_checks import takes_images
+from hf_spec.engine.models.cross_attention import num_layers as layers_of
+from hf_spec.engine.models.support_checks import takes_images
 
 # So begins a name for some of the target's own layers; no Hub id has a colon.
 PREFIX = "truncated:"

@@ -14,7 +14,7 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_spec.common.errors import OptionError
-from hf_spec.execution.vocabulary import num_embeddings
+from hf_spec.engine.forward.vocabulary import num_embeddings
 from hf_spec.generation.hook import STORED
 from hf_spec.serving.settings import ServeSettings
 

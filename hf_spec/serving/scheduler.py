@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from hf_spec.decoding.open_batch import OpenBatch
+from hf_spec.engine.decode.open_batch import OpenBatch
 from hf_spec.common.errors import SpecError
 from hf_spec.generation.open_generation import OpenGeneration, Ready
 from hf_spec.common.outputs import SpecRequestOutput, SpecStats

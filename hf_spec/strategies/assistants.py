@@ -25,10 +25,10 @@ from hf_spec.adapters.published import (
 )
 from hf_spec.common.hub import load_named
 from hf_spec.common.errors import AssistantError, HubError, OptionError, SpecError, UnsupportedError
-from hf_spec.execution.cross_attention import attends_to_encoder, is_lone_decoder
-from hf_spec.execution.model_checks import check_model
-from hf_spec.execution.per_model import made_once
-from hf_spec.execution.vocabulary import PADDED_ROWS, num_embeddings
+from hf_spec.engine.models.cross_attention import attends_to_encoder, is_lone_decoder
+from hf_spec.engine.models.support_checks import check_model
+from hf_spec.engine.forward.model_cache import made_once
+from hf_spec.engine.forward.vocabulary import PADDED_ROWS, num_embeddings
 from hf_spec.models.falcon_head import METHOD as FALCON
 from hf_spec.models.falcon_head import FalconHead
 from hf_spec.models.trained_draft import METHOD as DRAFT

@@ -15,8 +15,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from hf_spec.decoding.drafter import Drafter
-from hf_spec.decoding.state import GenerationState
+from hf_spec.engine.decode.drafter import Drafter
+from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.drafting.length_policy import HEAD
 from hf_spec.common.errors import AssistantError, OptionError
 from hf_spec.heads.block_head import BlockHead

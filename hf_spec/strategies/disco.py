@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from hf_spec.adapters.folder import SpecAdapter, beside, load_adapter
 from hf_spec.adapters.reading import whole_number
-from hf_spec.decoding.drafter import Drafter
+from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.backend.device.transfer import send
 from hf_spec.drafting.length_policy import (
     DraftedToken,
@@ -35,7 +35,7 @@ from hf_spec.drafting.length_policy import (
 from hf_spec.drafting.measured import can_measure, measured
 from hf_spec.drafting.model_drafter import DraftModelConfig
 from hf_spec.common.errors import AssistantError, OptionError
-from hf_spec.execution.per_model import made_once
+from hf_spec.engine.forward.model_cache import made_once
 from hf_spec.models.disco_classifier import METHOD, DiscoClassifier, draft_features
 from hf_spec.models.truncated import truncated_draft
 from hf_spec.strategies.assistants import resolve_draft_model

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from transformers import PreTrainedModel
 
-from hf_spec.decoding.drafter import Drafter
+from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.drafting.config import AUTO
 from hf_spec.drafting.measured import with_policy
 from hf_spec.drafting.model_drafter import DraftModelConfig

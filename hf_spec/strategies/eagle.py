@@ -18,7 +18,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from hf_spec.decoding.drafter import Drafter
+from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.drafting.beam_config import BeamConfig
 from hf_spec.drafting.measured import with_policy
 from hf_spec.common.errors import OptionError, choices

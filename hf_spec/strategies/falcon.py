@@ -22,16 +22,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_spec.decoding.drafter import Drafter
-from hf_spec.decoding.state import GenerationState
+from hf_spec.engine.decode.drafter import Drafter
+from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.backend.device.transfer import fetch_all, send
 from hf_spec.drafting.config import AUTO, PolicyConfig
 from hf_spec.drafting.length_policy import MEASURED, DraftedToken, LengthPolicy, make_policy
 from hf_spec.drafting.measured import measured, resolve, weighs_nodes
 from hf_spec.drafting.rank_tree import RankTree, checked_tree
 from hf_spec.drafting.sources import NODES_PER_LEVEL
-from hf_spec.execution.forward_output import ForwardOutput
-from hf_spec.execution.tree import DraftTree, Verdict, likeliest
+from hf_spec.engine.forward.output import ForwardOutput
+from hf_spec.engine.forward.draft_tree import DraftTree, Verdict, likeliest
 from hf_spec.models.falcon_head import METHOD, FalconHead
 from hf_spec.models.falcon_plan import DraftPass, DraftPlan, draft_plan
 from hf_spec.models.pair_rows import PairRows, State

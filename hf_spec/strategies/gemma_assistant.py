@@ -17,17 +17,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_spec.decoding.drafter import Drafter
-from hf_spec.decoding.state import GenerationState
+from hf_spec.engine.decode.drafter import Drafter
+from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.backend.device import transfer
 from hf_spec.drafting.beam_config import BeamConfig
 from hf_spec.drafting.device_growth import DeviceGrowth
 from hf_spec.drafting.length_policy import LengthPolicy
 from hf_spec.drafting.level_drafter import Graphs, LevelDrafter, Owners
 from hf_spec.drafting.measured import with_policy
-from hf_spec.execution.forward_output import ForwardOutput
-from hf_spec.execution.tree import DraftTree, Verdict
-from hf_spec.execution.vocabulary import fit_logits, num_embeddings
+from hf_spec.engine.forward.output import ForwardOutput
+from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
+from hf_spec.engine.forward.vocabulary import fit_logits, num_embeddings
 from hf_spec.heads.assistant_runner import AssistantRunner
 from hf_spec.heads.gemma_assistant import FAMILY, STRATEGY, GemmaAssistant
 from hf_spec.strategies.assistants import resolve_published

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from hf_spec.decoding.verification import Verifier
+from hf_spec.engine.decode.verifiers import Verifier
 from hf_spec.drafting.lossy_rules import IndependentAcceptance
 from hf_spec.common.errors import OptionError
 from hf_spec.strategies.draft_model import TreeConfig, make_drafter

@@ -15,8 +15,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from hf_spec.decoding.drafter import Drafter
-from hf_spec.decoding.state import GenerationState
+from hf_spec.engine.decode.drafter import Drafter
+from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.drafting.growth import TreeShape
 from hf_spec.drafting.length_policy import MEASURED, make_policy
 from hf_spec.drafting.measured import measured, resolve, weighs_nodes

@@ -20,17 +20,17 @@ from itertools import islice
 import numpy as np
 from transformers import PreTrainedModel
 
-from hf_spec.decoding.drafter import Drafter
-from hf_spec.decoding.state import GenerationState
+from hf_spec.engine.decode.drafter import Drafter
+from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.drafting.answers import AnswersDrafter, KeepsAnswers
 from hf_spec.drafting.config import StrategyConfig
 from hf_spec.drafting.lookup_store import BETWEEN, LONGEST_MATCH, LookupStore, suggest
 from hf_spec.drafting.measured import Bounds, SelfTimedDrafter, can_measure
 from hf_spec.drafting.sources import Source
 from hf_spec.common.errors import AssistantError, OptionError
-from hf_spec.execution.per_model import made_once
-from hf_spec.execution.tree import DraftTree
-from hf_spec.execution.vocabulary import num_embeddings
+from hf_spec.engine.forward.model_cache import made_once
+from hf_spec.engine.forward.draft_tree import DraftTree
+from hf_spec.engine.forward.vocabulary import num_embeddings
 from hf_spec.strategies.registry import register
 
 # Drafts where one of the two is given.

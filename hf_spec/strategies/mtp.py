@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from transformers import PreTrainedModel
 
-from hf_spec.decoding.drafter import Drafter
+from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.drafting.beam_config import BeamConfig
 from hf_spec.drafting.measured import with_policy
 from hf_spec.heads.mtp_head import FAMILY, STRATEGY, MtpHead, own_head

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
-from hf_spec.decoding.drafter import Drafter
-from hf_spec.decoding.state import GenerationState
+from hf_spec.engine.decode.drafter import Drafter
+from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.drafting.config import StrategyConfig
 from hf_spec.common.errors import AssistantError
-from hf_spec.execution.tree import DraftTree
+from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.strategies.registry import register
 
 

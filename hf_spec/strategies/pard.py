@@ -22,9 +22,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_spec.adapters.published import PublishedFamily, PublishedHead, register_family
-from hf_spec.decoding.drafter import Drafter
-from hf_spec.decoding.state import GenerationState
-from hf_spec.decoding.token_sampling import distribution, draw
+from hf_spec.engine.decode.drafter import Drafter
+from hf_spec.engine.decode.generation_state import GenerationState
+from hf_spec.engine.decode.sampling import distribution, draw
 from hf_spec.backend.device.transfer import fetch_all
 from hf_spec.drafting.config import AUTO
 from hf_spec.drafting.graph import place_graph
@@ -33,9 +33,9 @@ from hf_spec.drafting.level_drafter import stacked
 from hf_spec.drafting.measured import with_policy
 from hf_spec.drafting.model_drafter import DraftModelConfig, DraftModelDrafter
 from hf_spec.common.errors import AssistantError
-from hf_spec.execution.forward_output import ForwardOutput
-from hf_spec.execution.tree import DraftTree, Verdict
-from hf_spec.execution.vocabulary import num_embeddings
+from hf_spec.engine.forward.output import ForwardOutput
+from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
+from hf_spec.engine.forward.vocabulary import num_embeddings
 from hf_spec.strategies.assistants import resolve_draft_model
 from hf_spec.strategies.registry import register
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedModel
 
-from hf_spec.decoding.drafter import Drafter
+from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.drafting.config import StrategyConfig
 from hf_spec.common.errors import OptionError, choices
 

@@ -21,8 +21,8 @@ from hf_spec.drafting.other_tokens import make_translated
 from hf_spec.drafting.text_tokens import TextTokens
 from hf_spec.drafting.token_map import TokenPair
 from hf_spec.common.errors import AssistantError, HubError, OptionError, UnsupportedError
-from hf_spec.execution.per_model import made_once
-from hf_spec.execution.vocabulary import num_embeddings
+from hf_spec.engine.forward.model_cache import made_once
+from hf_spec.engine.forward.vocabulary import num_embeddings
 from hf_spec.strategies.assistants import has_targets_size, read_draft_model, resolve_draft_model
 
 

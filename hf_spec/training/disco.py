@@ -33,7 +33,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from hf_spec.adapters.folder import BaseModel, SpecAdapter
-from hf_spec.execution.vocabulary import num_embeddings
+from hf_spec.engine.forward.vocabulary import num_embeddings
 from hf_spec.models.disco_classifier import METHOD, DiscoClassifier, draft_features
 from hf_spec.models.truncated import named_layers
 from hf_spec.strategies.assistants import resolve_draft_model

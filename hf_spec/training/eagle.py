@@ -24,7 +24,7 @@ from hf_spec.adapters.card import GENERATED
 from hf_spec.adapters.published import PublishedHead, write_published
 from hf_spec.common.compat import CACHE_NAME
 from hf_spec.common.errors import OptionError
-from hf_spec.execution.vocabulary import num_embeddings
+from hf_spec.engine.forward.vocabulary import num_embeddings
 from hf_spec.heads.eagle_head import EagleHead, build
 from hf_spec.heads.eagle_layouts import Layout, Verifier, for_vllm
 from hf_spec.heads.eagle_spec import normal_names, read_spec

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hf_spec.cli.app import build_app
-from hf_spec.decoding import drafter
+from hf_spec.engine.decode import drafter
 from tests.biased_rules import OneTooMany, RedrawnBonus
 
 SHORT = ["--new-tokens", "8", "--draws", "200"]

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 import hf_spec
 from hf_spec import AssistantError, OptionError, SpecError, UnsupportedError
 from hf_spec.common.errors import choices
-from hf_spec.execution.tree import DraftTree
+from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.strategies.lookup import LookupDrafter
 from tests.model_watch import snapshot
 from tests.tiny_models import build, repetitive_prompt

@@ -22,7 +22,7 @@ from hf_spec.drafting.costs import (
 )
 from hf_spec.drafting.sources import LEVEL_EXPECTATION
 from hf_spec.common.errors import OptionError
-from hf_spec.execution.compiled_layers import compiling
+from hf_spec.engine.fast.compiled_layers import compiling
 from tests.tiny_models import build
 
 

@@ -14,8 +14,8 @@ from hf_spec.drafting.growth import TreeShape
 from hf_spec.drafting.length_policy import ConfidencePolicy, LengthPolicy
 from hf_spec.drafting.level_drafter import Graphs, LevelConfig, LevelDrafter, Owners
 from hf_spec.drafting.rank_tree import RankTree
-from hf_spec.execution.forward_output import ForwardOutput
-from hf_spec.execution.tree import DraftTree, Verdict
+from hf_spec.engine.forward.output import ForwardOutput
+from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
 from hf_spec.strategies import GsdConfig, TreeConfig
 from tests.drafting.test_model_drafter import start
 from tests.tiny_models import ragged_batch

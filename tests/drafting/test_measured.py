@@ -19,7 +19,7 @@ from hf_spec.drafting.allowance import FIRST, SHARE
 from hf_spec.drafting.costs import RoundTimes
 from hf_spec.drafting.measured import SelfTimedDrafter, resolve
 from hf_spec.common.errors import OptionError, UnsupportedError
-from hf_spec.execution.runner import ModelRunner
+from hf_spec.engine.forward.runner import ModelRunner
 from hf_spec.strategies.registry import make_drafter, parse_strategy
 from tests.falcon_reference import random_head
 from tests.tiny_models import build, disco_adapter, draft_model, prompts

@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from hf_spec import DraftConfig, GsdConfig, TreeConfig
-from hf_spec.decoding.state import GenerationState
-from hf_spec.decoding.stopping import StopRules
+from hf_spec.engine.decode.generation_state import GenerationState
+from hf_spec.engine.decode.stopping import StopRules
 from hf_spec.drafting.model_drafter import DraftModelDrafter
-from hf_spec.execution.tree import DraftTree
+from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.models.disco_classifier import draft_features
 from hf_spec.models.draft_head import DraftHead
 from tests.model_watch import count_forwards

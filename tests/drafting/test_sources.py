@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from hf_spec.decoding.drafter import Drafter
-from hf_spec.decoding.state import GenerationState
-from hf_spec.decoding.stopping import StopRules
+from hf_spec.engine.decode.drafter import Drafter
+from hf_spec.engine.decode.generation_state import GenerationState
+from hf_spec.engine.decode.stopping import StopRules
 from hf_spec.drafting.sources import (
     EXPECTATION_WEIGHT,
     LEVEL_EXPECTATION,
@@ -19,8 +19,8 @@ from hf_spec.drafting.sources import (
     Shares,
     Source,
 )
-from hf_spec.execution.forward_output import ForwardOutput
-from hf_spec.execution.tree import DraftTree, Verdict
+from hf_spec.engine.forward.output import ForwardOutput
+from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
 
 ROOT = 5
 NOTHING = ForwardOutput(torch.empty(0))

@@ -10,8 +10,8 @@ import torch
 from hf_spec_kernels.build import BuildError
 
 import hf_spec
-from hf_spec.execution import layer_programs
-from hf_spec.execution.compiled_layers import CompiledLayers
+from hf_spec.engine.fast import layer_tracing as layer_programs
+from hf_spec.engine.fast.compiled_layers import CompiledLayers
 from tests import tiny_models
 from tests.compiler import needs_compiler
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_spec.execution.runner import ModelRunner
+from hf_spec.engine.forward.runner import ModelRunner
 from hf_spec.generation.encoder_inputs import of_decoder, read_input
 from hf_spec.generation.own_prefill import Prompt
 from tests.targets.whisper_cases import build, own_encoder, sound

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 import hf_spec
-from hf_spec.execution import cpu_linear
+from hf_spec.engine.fast import packed_linear as cpu_linear
 from hf_spec.strategies.registry import parse_strategy
 from tests import tiny_models
 from tests.compiler import needs_compiler
@@ -105,7 +105,7 @@ def test_a_nested_call_under_another_adapter(how: str, compiled: bool) -> None:
 
 def test_an_uncompiled_call_inside_a_compiled_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the other way round; each layer runs as its own call wants it."""
-    from hf_spec.execution.bound_program import BoundProgram
+    from hf_spec.engine.fast.layer_call import BoundProgram
 
     model, runs = copy.deepcopy(tiny_models.build("llama")), []
     run = BoundProgram.__call__

@@ -13,7 +13,7 @@ from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
 from hf_spec import LookupConfig, SpecGenerateOutput, SpecStats
 from hf_spec.common.compat import CACHE_NAME, output_cache
-from hf_spec.decoding.verification import NodeDraw
+from hf_spec.engine.decode.verifiers import NodeDraw
 from hf_spec.generation.one_call import generate_with
 from hf_spec.strategies.lookup import LookupDrafter
 from tests import criteria, tiny_models

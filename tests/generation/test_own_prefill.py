@@ -11,9 +11,9 @@ import transformers as T
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_spec.decoding.state import GenerationState
-from hf_spec.decoding.stopping import StopRules
-from hf_spec.execution.runner import ModelRunner
+from hf_spec.engine.decode.generation_state import GenerationState
+from hf_spec.engine.decode.stopping import StopRules
+from hf_spec.engine.forward.runner import ModelRunner
 from hf_spec.generation import own_prefill
 from hf_spec.generation.own_prefill import Prompt, first_round
 from hf_spec.strategies.lookup import LookupConfig, LookupDrafter

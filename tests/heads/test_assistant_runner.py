@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from hf_spec.decoding.loop import speculative_step
-from hf_spec.decoding.verification import NodeDraw
+from hf_spec.engine.decode.loop import speculative_step
+from hf_spec.engine.decode.verifiers import NodeDraw
 from hf_spec.drafting.length_policy import LengthPolicy
-from hf_spec.execution.runner import ModelRunner
+from hf_spec.engine.forward.runner import ModelRunner
 from hf_spec.heads.assistant_runner import AssistantRunner
 from hf_spec.heads.gemma_assistant import build
 from hf_spec.strategies.gemma_assistant import GemmaAssistantConfig, GemmaAssistantDrafter

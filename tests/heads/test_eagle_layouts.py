@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hf_spec import AssistantError, EagleConfig
 from hf_spec.adapters.published import PublishedHead, known_head, write_published
-from hf_spec.execution.last_layer import BEFORE_NORM
+from hf_spec.engine.forward.last_layer import BEFORE_NORM
 from hf_spec.heads.eagle_head import EagleHead, build
 from hf_spec.heads.eagle_layouts import LAYOUTS, Verifier
 from hf_spec.heads.eagle_spec import EagleSpec, normal_names, read_spec

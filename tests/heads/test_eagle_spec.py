@@ -11,7 +11,7 @@ import pytest
 
 from hf_spec import AssistantError
 from hf_spec.adapters.published import PublishedHead
-from hf_spec.execution.last_layer import BEFORE_NORM
+from hf_spec.engine.forward.last_layer import BEFORE_NORM
 from hf_spec.heads.eagle_spec import EagleSpec, normal_names, read_spec
 from tests import published_heads as heads
 

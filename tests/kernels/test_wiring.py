@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 import hf_spec
 from hf_spec.backend.device.capture import cuda_graphs
-from hf_spec.execution.kv_cache import KVPool
+from hf_spec.engine.forward.kv_pool import KVPool
 from hf_spec.models.disco_classifier import draft_features
 from hf_spec.models.falcon_head import FalconHead, FalconShape
 from hf_spec.training.csgd import CsgdSettings, GlancingLoss

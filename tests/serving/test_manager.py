@@ -13,7 +13,7 @@ import torch
 from transformers import GenerationConfig
 
 from hf_spec import LookupConfig
-from hf_spec.execution.compiled_layers import CompiledLayers
+from hf_spec.engine.fast.compiled_layers import CompiledLayers
 from hf_spec.serving.errors import StoppedError
 from hf_spec.serving.manager import RequestGeneration, SpeculativeManager, SpeculativeState
 from hf_spec.serving.settings import ServeSettings

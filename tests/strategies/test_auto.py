@@ -15,8 +15,8 @@ import hf_spec
 from hf_spec import AssistantError, AutoConfig, OptionError
 from hf_spec.adapters.folder import BaseModel, SpecAdapter, save_adapter
 from hf_spec.drafting.sources import Source
-from hf_spec.execution.runner import ModelRunner
-from hf_spec.execution.tree import DraftTree
+from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.strategies.auto import AutoDrafter
 from tests.falcon_reference import random_head
 from tests.model_watch import snapshot

@@ -15,7 +15,7 @@ import hf_spec
 from hf_spec import AssistantError, EagleConfig, OptionError
 from hf_spec.adapters.published import read_published
 from hf_spec.drafting.measured import SelfTimedDrafter
-from hf_spec.execution.last_layer import BEFORE_NORM
+from hf_spec.engine.forward.last_layer import BEFORE_NORM
 from hf_spec.models.pair_drafter import PairDrafter
 from hf_spec.strategies.assistants import resolve_published
 from hf_spec.strategies.registry import make_drafter

@@ -20,8 +20,8 @@ from hf_spec import AssistantError, FalconConfig, OptionError, UnsupportedError
 from hf_spec.adapters.folder import save_adapter
 from hf_spec.common.compat import CACHE_NAME
 from hf_spec.drafting.rank_tree import RankTree, published_trees
-from hf_spec.execution import runner as runner_module
-from hf_spec.execution.tree import DraftTree
+from hf_spec.engine.forward import runner as runner_module
+from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.models.falcon_head import FalconHead, FalconShape
 from hf_spec.strategies.falcon import FalconDrafter
 from tests.drafting.test_rank_tree import random_paths

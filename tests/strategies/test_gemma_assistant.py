@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 
 from hf_spec import AssistantError, GemmaAssistantConfig, UnsupportedError
 from hf_spec.adapters.published import PublishedHead
-from hf_spec.decoding.loop import speculative_step
-from hf_spec.decoding.verification import NodeDraw
+from hf_spec.engine.decode.loop import speculative_step
+from hf_spec.engine.decode.verifiers import NodeDraw
 from hf_spec.drafting.length_policy import make_policy
-from hf_spec.execution.runner import ModelRunner
+from hf_spec.engine.forward.runner import ModelRunner
 from hf_spec.heads.gemma_assistant import build
 from hf_spec.strategies.gemma_assistant import GemmaAssistantDrafter
 from tests import tiny_models

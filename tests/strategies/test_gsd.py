@@ -12,14 +12,14 @@ from transformers import PreTrainedModel
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 import hf_spec
-from hf_spec.decoding.state import GenerationState
-from hf_spec.decoding.stopping import StopRules
-from hf_spec.decoding.verification import NodeDraw
+from hf_spec.engine.decode.generation_state import GenerationState
+from hf_spec.engine.decode.stopping import StopRules
+from hf_spec.engine.decode.verifiers import NodeDraw
 from hf_spec.drafting.graph import TokenGraph, Unmerged
 from hf_spec.drafting.lossy_rules import IndependentAcceptance
 from hf_spec.drafting.model_drafter import DraftModelDrafter
-from hf_spec.execution.forward_output import ForwardOutput
-from hf_spec.execution.tree import DraftTree, Verdict
+from hf_spec.engine.forward.output import ForwardOutput
+from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
 from tests.tiny_models import build, draft_model, prompts, ragged_batch, repetitive_prompt
 
 WIDE = {

@@ -10,9 +10,9 @@ import torch
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from hf_spec import AssistantError, LookupConfig, LookupStore, OptionError
-from hf_spec.decoding.state import GenerationState
-from hf_spec.decoding.stopping import StopRules
-from hf_spec.execution.tree import DraftTree
+from hf_spec.engine.decode.generation_state import GenerationState
+from hf_spec.engine.decode.stopping import StopRules
+from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.strategies.lookup import LookupDrafter
 from tests import tiny_models
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_spec import AssistantError, MtpConfig, UnsupportedError
-from hf_spec.decoding.loop import speculative_step
-from hf_spec.decoding.verification import NodeDraw
+from hf_spec.engine.decode.loop import speculative_step
+from hf_spec.engine.decode.verifiers import NodeDraw
 from hf_spec.drafting.length_policy import make_policy
-from hf_spec.execution.runner import ModelRunner
+from hf_spec.engine.forward.runner import ModelRunner
 from hf_spec.heads.mtp_head import MtpHead
 from hf_spec.models.pair_drafter import PairDrafter
 from tests import tiny_models

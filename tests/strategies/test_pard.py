@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from hf_spec import AssistantError, AutoConfig, OptionError, PardConfig
-from hf_spec.decoding.state import GenerationState
-from hf_spec.execution.forward_output import ForwardOutput
-from hf_spec.execution.runner import ModelRunner
-from hf_spec.execution.tree import DraftTree, Verdict
+from hf_spec.engine.decode.generation_state import GenerationState
+from hf_spec.engine.forward.output import ForwardOutput
+from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
 from hf_spec.strategies.pard import PardDrafter
 from tests.drafting.test_model_drafter import count_tokens, paths, start
 from tests.test_distribution import ALPHA, REPETITIVE, TOP_K, worst_p_value

@@ -16,12 +16,12 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 import hf_spec
 from hf_spec import SdsatConfig
 from hf_spec.adapters.folder import save_adapter
-from hf_spec.decoding.state import GenerationState
-from hf_spec.decoding.stopping import StopRules
-from hf_spec.decoding.verification import NodeDraw
+from hf_spec.engine.decode.generation_state import GenerationState
+from hf_spec.engine.decode.stopping import StopRules
+from hf_spec.engine.decode.verifiers import NodeDraw
 from hf_spec.drafting.lossy_rules import PathSampling
 from hf_spec.drafting.rank_tree import published_trees
-from hf_spec.execution.forward_output import ForwardOutput
+from hf_spec.engine.forward.output import ForwardOutput
 from hf_spec.models.adaptive_tokens import from_adapter
 from hf_spec.strategies.registry import parse_strategy
 from hf_spec.strategies.sdsat import SdsatDrafter

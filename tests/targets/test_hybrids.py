@@ -17,8 +17,8 @@ from transformers import DynamicCache, Lfm2Config, Lfm2ForCausalLM
 import hf_spec
 from hf_spec.common.compat import CACHE_NAME, cache_argument
 from hf_spec.common.errors import OptionError, UnsupportedError
-from hf_spec.execution.mixers import COMMITTED, Mixer, mixers_of
-from hf_spec.execution.recurrent import RecurrentMixers
+from hf_spec.engine.models.recurrent_layers import COMMITTED, Mixer, mixers_of
+from hf_spec.engine.models.recurrent_state import RecurrentMixers
 from hf_spec.models.falcon_head import FalconHead, FalconShape
 from hf_spec.models.gated_lora import GatedLora
 from hf_spec.common.outputs import SpecStats

@@ -22,9 +22,9 @@ from transformers import DynamicCache, PreTrainedModel
 import hf_spec
 from hf_spec import AssistantError, SpecGenerateOutput
 from hf_spec.common.compat import CACHE_NAME
-from hf_spec.decoding import drafter
+from hf_spec.engine.decode import drafter
 from hf_spec.backend.device.capture import padded_steps
-from hf_spec.execution.row_work import BATCHING
+from hf_spec.engine.forward.row_batch import BATCHING
 from hf_spec.generation import own_prefill
 from hf_spec.generation.one_call import generate_with
 from hf_spec.models.falcon_head import FalconHead, FalconShape

@@ -17,7 +17,7 @@ from hf_spec import UnsupportedError
 from hf_spec.adapters.folder import BaseModel, save_adapter
 from hf_spec.backend.cpu.packed_copies import cpu_packing_bytes
 from hf_spec.backend.device.placement import dense_copy
-from hf_spec.execution.cpu_linear import fast_cpu_linears, fast_products
+from hf_spec.engine.fast.packed_linear import fast_cpu_linears, fast_products
 from hf_spec.models.draft_head import FewTokensHead
 from hf_spec.models.falcon_head import FalconHead, FalconShape
 from hf_spec.models.trained_draft import TrainableDraft

@@ -22,8 +22,10 @@ from transformers import EncoderDecoderCache, GenerationMixin, PreTrainedModel
 import hf_spec
 from hf_spec import SpecStats, collect_stats
 from hf_spec.common.compat import CACHE_NAME, output_cache
-from hf_spec.decoding import drafter
-from hf_spec.execution import cross_attention, model_call, runner
+from hf_spec.engine.decode import drafter
+from hf_spec.engine.models import cross_attention
+from hf_spec.engine.forward import model_call
+from hf_spec.engine.forward import runner
 from hf_spec.generation import hook
 from hf_spec.generation.one_call import generate_with
 from hf_spec.models.pair_runner import check_packed

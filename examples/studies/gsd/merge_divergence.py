@@ -26,11 +26,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from hf_spec.evaluation.bench.tables import Table
 from hf_spec.common.machine import environment
 from hf_spec.common.prompts import Prompt, load_prompts
-from hf_spec.decoding.state import GenerationState
+from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.drafting.graph import TokenGraph
 from hf_spec.drafting.model_drafter import DraftModelDrafter
-from hf_spec.execution.runner import ModelRunner
-from hf_spec.execution.tree import DraftTree
+from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.generation.one_call import generate_with
 from hf_spec.models.truncated import truncated_draft
 from hf_spec.strategies import GsdConfig

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from hf_spec.decoding.streaming import BatchTextStreamer
+from hf_spec.engine.decode.streaming import BatchTextStreamer
 
 ACCEPTED_STYLE = "green"
 

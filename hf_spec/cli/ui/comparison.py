@@ -19,7 +19,7 @@ from hf_spec.cli.answer.speaker import check_room
 from hf_spec.cli.demo.replay import Lane, Recorder
 from hf_spec.common.prompts import Prompt
 from hf_spec.common.errors import OptionError
-from hf_spec.execution.model_checks import check_model
+from hf_spec.engine.models.support_checks import check_model
 from hf_spec.evaluation.trace.drawing import draw_round
 from hf_spec.evaluation.trace.pictures import Canvas
 from hf_spec.evaluation.trace.rounds import Round, record_rounds

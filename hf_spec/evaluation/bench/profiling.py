@@ -15,13 +15,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from hf_spec.evaluation.bench.timing import synchronize
-from hf_spec.decoding.drafter import Drafter
-from hf_spec.decoding.processors import NodeProcessors
-from hf_spec.decoding.state import GenerationState
-from hf_spec.decoding.verification import Verifier
-from hf_spec.execution.model_call import ModelCall
-from hf_spec.execution.row_storage import RowStorage
-from hf_spec.execution.runner import ModelRunner
+from hf_spec.engine.decode.drafter import Drafter
+from hf_spec.engine.decode.logits_processors import NodeProcessors
+from hf_spec.engine.decode.generation_state import GenerationState
+from hf_spec.engine.decode.verifiers import Verifier
+from hf_spec.engine.forward.model_call import ModelCall
+from hf_spec.engine.forward.row_storage import RowStorage
+from hf_spec.engine.forward.runner import ModelRunner
 from hf_spec.heads.eagle_head import EagleHead
 from hf_spec.models.falcon_head import FalconHead
 from hf_spec.models.pair_runner import HeadRunner

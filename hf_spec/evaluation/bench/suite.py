@@ -27,8 +27,8 @@ from hf_spec.evaluation.bench.summary import summary
 from hf_spec.common.machine import environment
 from hf_spec.common.prompts import Prompt, as_conversations, check_batch_size, make_batches
 from hf_spec.common.errors import OptionError
-from hf_spec.execution.model_checks import check_model
-from hf_spec.execution.vocabulary import num_embeddings
+from hf_spec.engine.models.support_checks import check_model
+from hf_spec.engine.forward.vocabulary import num_embeddings
 from hf_spec.models.trained_draft import METHOD as DRAFT
 from hf_spec.strategies.assistants import (
     find_assistant,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_spec.execution.last_layer import BEFORE_NORM
+from hf_spec.engine.forward.last_layer import BEFORE_NORM
 from hf_spec.heads.block_head import BlockHead
 from hf_spec.heads.block_reading import DFLASH, DSPARK
 from hf_spec.heads.block_runner import BlockRunner

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_spec.backend.cpu.layer_values import SourceError
-from hf_spec.execution.bound_program import BoundProgram
-from hf_spec.execution.layer_programs import LayerCall, compile_layer, linears_of, tensors_of
+from hf_spec.engine.fast.layer_call import BoundProgram
+from hf_spec.engine.fast.layer_tracing import LayerCall, compile_layer, linears_of, tensors_of
 from tests.compiler import needs_compiler
 
 pytestmark = needs_compiler

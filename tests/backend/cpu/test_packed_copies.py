@@ -20,7 +20,7 @@ from hf_spec.backend.cpu.packed_copies import (
 )
 from hf_spec.backend.cpu.packed_products import served
 from hf_spec.common.errors import OptionError
-from hf_spec.execution.cpu_linear import fast_cpu_linears
+from hf_spec.engine.fast.packed_linear import fast_cpu_linears
 from tests.tied_linears import WIDTH, Tied, assert_same, nothing_packed, run, run_fast
 
 

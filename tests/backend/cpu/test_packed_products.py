@@ -26,7 +26,7 @@ from hf_spec.backend.cpu.packed_products import (
     padded_product,
     served_rows,
 )
-from hf_spec.execution.cpu_linear import fast_cpu_linears, fast_products
+from hf_spec.engine.fast.packed_linear import fast_cpu_linears, fast_products
 from tests.compiler import needs_compiler
 
 WIDTH = 256

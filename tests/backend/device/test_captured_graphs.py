@@ -14,15 +14,15 @@ from transformers import MaxLengthCriteria
 
 from hf_spec import BlockConfig, EagleConfig, HeadsConfig, MtpConfig
 from hf_spec.adapters.published import read_published
-from hf_spec.decoding.drafter import Drafter
-from hf_spec.decoding.loop import speculative_step
-from hf_spec.decoding.state import GenerationState
-from hf_spec.decoding.stopping import StopRules
+from hf_spec.engine.decode.drafter import Drafter
+from hf_spec.engine.decode.loop import speculative_step
+from hf_spec.engine.decode.generation_state import GenerationState
+from hf_spec.engine.decode.stopping import StopRules
 from hf_spec.backend.device import graph_store
 from hf_spec.drafting.length_policy import LengthPolicy
 from hf_spec.drafting.rank_tree import RankTree
-from hf_spec.execution.last_layer import BEFORE_NORM
-from hf_spec.execution.runner import ModelRunner
+from hf_spec.engine.forward.last_layer import BEFORE_NORM
+from hf_spec.engine.forward.runner import ModelRunner
 from hf_spec.heads.block_reading import build_block_head as build_block
 from hf_spec.heads.eagle_head import build as build_eagle
 from hf_spec.heads.feature_heads import build_medusa, build_mlp_speculator

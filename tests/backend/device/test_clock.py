@@ -11,9 +11,9 @@ import torch
 from transformers import MaxLengthCriteria
 
 from hf_spec import DraftConfig
-from hf_spec.decoding.loop import finish_step, speculative_step
-from hf_spec.decoding.state import GenerationState
-from hf_spec.decoding.stopping import StopRules
+from hf_spec.engine.decode.loop import finish_step, speculative_step
+from hf_spec.engine.decode.generation_state import GenerationState
+from hf_spec.engine.decode.stopping import StopRules
 from hf_spec.backend.device import transfer
 from hf_spec.backend.device.clock import DeviceClock, HostClock, Stopwatch, clock_of
 from hf_spec.drafting import measured
@@ -21,8 +21,8 @@ from hf_spec.drafting.costs import RoundTimes
 from hf_spec.drafting.length_policy import LengthPolicy
 from hf_spec.drafting.measured import SelfTimedDrafter
 from hf_spec.drafting.model_drafter import DraftModelDrafter
-from hf_spec.execution.runner import ModelRunner
-from hf_spec.execution.tree import DraftTree
+from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.forward.draft_tree import DraftTree
 from tests import tiny_models
 from tests.fake_gpu import DEVICE, FakeGpu, OnGpu, on_gpu, pretended
 

@@ -14,16 +14,16 @@ from transformers import EosTokenCriteria, MaxLengthCriteria, TopKLogitsWarper
 
 from hf_spec import DraftConfig, EagleConfig, GsdConfig, TreeConfig
 from hf_spec.adapters.published import read_published
-from hf_spec.decoding.drafter import Drafter
-from hf_spec.decoding.loop import finish_step
-from hf_spec.decoding.state import GenerationState
-from hf_spec.decoding.stopping import StopRules
+from hf_spec.engine.decode.drafter import Drafter
+from hf_spec.engine.decode.loop import finish_step
+from hf_spec.engine.decode.generation_state import GenerationState
+from hf_spec.engine.decode.stopping import StopRules
 from hf_spec.backend.device.transfer import ALIGNMENT, Block, fetch, fetch_all, send
 from hf_spec.drafting.length_policy import LengthPolicy
 from hf_spec.drafting.model_drafter import DraftModelDrafter
 from hf_spec.drafting.rank_tree import RankTree
-from hf_spec.execution.runner import ModelRunner
-from hf_spec.execution.tree import DraftTree
+from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.heads.eagle_head import build as build_eagle
 from hf_spec.models.adaptive_tokens import AdaptiveShape, AdaptiveTokens
 from hf_spec.models.pair_drafter import PairDrafter

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_spec import DraftConfig, LookupConfig, TreeConfig
-from hf_spec.decoding import drafter
+from hf_spec.engine.decode import drafter
 from hf_spec.evaluation.lossless.distribution import Comparison
 from hf_spec.evaluation.lossless.sampling import (
     SampledText,

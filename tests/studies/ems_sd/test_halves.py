@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from examples.studies.ems_sd import halves
-from hf_spec.execution.kv_cache import KVPool
+from hf_spec.engine.forward.kv_pool import KVPool
 from tests.tiny_models import build
 
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from hf_spec.evaluation.bench.contenders import speculative
 from hf_spec.drafting.rank_tree import Path, RankTree, likeliest_paths
-from hf_spec.execution.tree import Verdict, by_likelihood
+from hf_spec.engine.forward.draft_tree import Verdict, by_likelihood
 from hf_spec.models.falcon_head import FalconHead
 from hf_spec.common.outputs import SpecStats
 from hf_spec.strategies.falcon import FalconConfig

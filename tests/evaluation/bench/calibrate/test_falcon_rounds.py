@@ -9,7 +9,7 @@ import pytest
 from hf_spec import FalconConfig
 from hf_spec.evaluation.bench.calibrate.falcon_rounds import Rounds, best_choice, candidates, record_rounds
 from hf_spec.drafting.rank_tree import RankTree
-from hf_spec.execution.tree import Verdict
+from hf_spec.engine.forward.draft_tree import Verdict
 from hf_spec.models.falcon_head import FalconHead
 from hf_spec.strategies.falcon import FalconDrafter
 from hf_spec.training.responses import Response

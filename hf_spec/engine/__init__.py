@@ -1,0 +1,1 @@
+"""The engine that runs and verifies drafts of every method."""

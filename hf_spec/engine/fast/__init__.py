@@ -1,0 +1,1 @@
+"""Optional accelerators of the forward pass: packed weights, compiled layers, CUDA graphs."""

@@ -1,0 +1,225 @@
+"""The draft tree: a ragged batch of token trees.
+
+A chain and a batch of one are the same thing with other numbers. Node 0 of each row is its *root*,
+the last committed token, whose keys and values are not stored yet; a finished row has no nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from hf_spec.backend.device.transfer import send
+
+
+@dataclass(frozen=True, eq=False)
+class DraftTree:
+    """Token trees of B rows with N nodes in all, rows one after the other; made by `from_drafts`.
+
+    A node with a negative token id is *virtual*: a place where the target is asked something, no
+    token that is proposed. No token equals it, so no verifier goes there, and its keys and values
+    are dropped with those of the rejected nodes (see `hf_spec.engine.forward.virtual_tokens`).
+
+    Attributes:
+        tokens: of each of the N nodes.
+        parent: of each node its parent's index, -1 for a root. Parents precede children.
+        depth: of each node, 0 for a root; its position is its root's position + depth.
+        row_start: B + 1 indices, where each row begins and the last one ends.
+        draft_probs: (N, V) float32 or None; row i is the distribution that the children of node i
+            were drawn from, after every processor. Only for drafts that were sampled.
+        node_probs: the draft model's probability of each node's token, 1 for a root; or None. In a
+            graph, a copy has the probability of the edge that it stands for.
+    """
+
+    tokens: list[int]
+    parent: list[int]
+    depth: list[int]
+    row_start: list[int]
+    draft_probs: Tensor | None = None
+    node_probs: list[float] | None = None
+    _sent: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = field(
+        default_factory=dict, repr=False
+    )
+
+    @classmethod
+    def from_rows(
+        cls,
+        rows: Sequence[tuple[Sequence[int], Sequence[int]]],
+        draft_probs: Tensor | None = None,
+        node_probs: list[float] | None = None,
+    ) -> DraftTree:
+        """Build a tree from one (tokens, parents) pair per row.
+
+        Args:
+            rows: per row the node tokens and, of the same length, the index of each node's parent
+                within the row, -1 for the root. Both empty for a finished row.
+            draft_probs: see the class.
+            node_probs: see the class.
+
+        Raises:
+            ValueError: if a row does not start with its only root or a parent follows its child.
+        """
+        tokens: list[int] = []
+        parent: list[int] = []
+        depth: list[int] = []
+        row_start = [0]
+        for index, (row_tokens, row_parents) in enumerate(rows):
+            base = len(tokens)
+            if len(row_tokens) != len(row_parents):
+                raise ValueError(
+                    f"row {index} has {len(row_tokens)} tokens and {len(row_parents)} parents"
+                )
+            for node, above in enumerate(row_parents):
+                if (above < 0) != (node == 0) or above >= node:
+                    raise ValueError(f"row {index}: node {node} cannot have parent {above}")
+                parent.append(base + above if node else -1)
+                depth.append(depth[base + above] + 1 if node else 0)
+            tokens.extend(row_tokens)
+            row_start.append(len(tokens))
+        return cls(tokens, parent, depth, row_start, draft_probs, node_probs)
+
+    @classmethod
+    def from_drafts(
+        cls,
+        drafts: Mapping[int, tuple[Sequence[int], Sequence[int]]],
+        num_rows: int,
+        draft_probs: Tensor | None = None,
+        node_probs: list[float] | None = None,
+    ) -> DraftTree:
+        """Build a tree from row -> (tokens, parents), see `from_rows`; other rows have no nodes."""
+        rows = [drafts.get(row, ((), ())) for row in range(num_rows)]
+        return cls.from_rows(rows, draft_probs, node_probs)
+
+    @property
+    def num_nodes(self) -> int:
+        """N, roots included."""
+        return len(self.tokens)
+
+    @property
+    def num_rows(self) -> int:
+        """B, finished rows included."""
+        return len(self.row_start) - 1
+
+    def nodes(self, row: int) -> range:
+        """Indices of the nodes of `row`; the first one is its root."""
+        return range(self.row_start[row], self.row_start[row + 1])
+
+    @cached_property
+    def children(self) -> list[list[int]]:
+        """Node indices of each node's children, in order of rank (the order they were added)."""
+        children: list[list[int]] = [[] for _ in self.tokens]
+        for node, above in enumerate(self.parent):
+            if above >= 0:
+                children[above].append(node)
+        return children
+
+    def proposals(self, node: int) -> list[int]:
+        """The children of `node` that are tokens, not virtual ones."""
+        return [child for child in self.children[node] if self.tokens[child] >= 0]
+
+    def child(self, node: int, token: int) -> int | None:
+        """The child of `node` that carries `token`, if there is one."""
+        return next((c for c in self.children[node] if self.tokens[c] == token), None)
+
+    def num_drafted(self, row: int) -> int:
+        """Tokens that the draft of `row` proposes."""
+        return sum(self.tokens[node] >= 0 for node in self.nodes(row)[1:])
+
+    def height(self, row: int) -> int:
+        """Depth of the deepest token of `row`; 0 for a root alone or a finished row."""
+        depths = (self.depth[node] for node in self.nodes(row) if self.tokens[node] >= 0)
+        return max(depths, default=0)
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """`tokens`, `parent` and `row_start` as int64 tensors on a device, sent there once."""
+        if device not in self._sent:
+            lists = (self.tokens, self.parent, self.row_start)
+            tensors = [torch.tensor(values, dtype=torch.long) for values in lists]
+            tokens, parent, row_start = send(tensors, device)
+            self._sent[device] = tokens, parent, row_start
+        return self._sent[device]
+
+    @cached_property
+    def ancestor_mask(self) -> Tensor:
+        """(N, W) bool on the host, W nodes in the widest row: of whom in its row a node descends.
+
+        Columns count from the row's root; a node is among its own ancestors. Built by pointer
+        doubling: after step s every node sees 2**s generations.
+        """
+        _, parent, row_start = self.on(torch.device("cpu"))
+        sizes = row_start.diff()
+        width = int(sizes.max())
+        index = torch.arange(self.num_nodes)
+        offset = index - row_start[:-1].repeat_interleave(sizes)
+        mask = offset[:, None] == torch.arange(width)
+        hop = torch.where(parent < 0, index, parent)
+        for _ in range(max(width - 1, 0).bit_length()):
+            mask = mask | mask[hop]
+            hop = hop[hop]
+        return mask
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the target made of a draft tree.
+
+    Attributes:
+        tree: the tree that was judged.
+        accepted: per row the accepted nodes in path order, without the root; indices into the tree.
+        bonus: per row the target's own token after the last accepted one, None for finished rows.
+        scores: per row the processed scores of every token the verdict commits (accepted, then the
+            bonus), each (V,) float32, or None when nobody asked for them.
+        logits: the same before the processors.
+    """
+
+    tree: DraftTree
+    accepted: list[list[int]]
+    bonus: list[int | None]
+    scores: list[list[Tensor]] | None = None
+    logits: list[list[Tensor]] | None = None
+
+    def tokens(self, row: int) -> list[int]:
+        """The tokens that `row` gains: the accepted ones, then the bonus token."""
+        bonus = self.bonus[row]
+        if bonus is None:
+            return []
+        return [self.tree.tokens[node] for node in self.accepted[row]] + [bonus]
+
+    @property
+    def paths(self) -> list[list[int]]:
+        """Per row the accepted nodes, counted from the row's root."""
+        starts = self.tree.row_start
+        return [
+            [node - start for node in row]
+            for row, start in zip(self.accepted, starts, strict=False)
+        ]
+
+
+def by_likelihood(parents: Sequence[int], chances: Sequence[float]) -> list[int]:
+    """The nodes of a row's tree, likelier paths first and parents before children.
+
+    `parents` begin with the root's -1; `chances` are of each node's token, given those above it.
+    """
+    reach = [1.0]
+    for parent, chance in zip(parents[1:], chances[1:], strict=True):
+        reach.append(reach[parent] * chance)
+    return sorted(range(len(reach)), key=lambda node: -reach[node])
+
+
+def likeliest(
+    parents: Sequence[int], chances: Sequence[float], count: int | None
+) -> tuple[list[int], list[int]]:
+    """The `count` likeliest nodes of a row's tree beside the root; None for all of them.
+
+    Returns:
+        The kept nodes in their order, the root among them, and of each its parent's place.
+    """
+    if count is None or len(parents) <= count + 1:
+        return list(range(len(parents))), list(parents)
+    kept = sorted(by_likelihood(parents, chances)[: count + 1])
+    place = {node: index for index, node in enumerate(kept)}
+    return kept, [-1, *(place[parents[node]] for node in kept[1:])]

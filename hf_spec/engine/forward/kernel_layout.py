@@ -1,0 +1,143 @@
+"""A packed step as the kernels read it: flat tensors, made on the host and sent in one transfer.
+
+`padded` brings a layout to a shape that many steps share, for steps that run as a captured graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from hf_spec_kernels.ragged_tree_attention import RaggedLayout, pack_bits
+from torch import Tensor
+from torch.nn import functional as F
+
+from hf_spec.engine.forward.attention_span import Segment
+
+TENSORS = tuple(f.name for f in fields(RaggedLayout) if not f.name.startswith("max_"))
+
+
+def ragged_layout(segments: Sequence[Segment], sees: Tensor | None = None) -> RaggedLayout:
+    """Put what segments see, one after the other from token 0 on, into one layout on the host.
+
+    Where a device has the bits, `sees`, those here are zeros.
+    """
+    # Where everything is visible nothing needs a bit.
+    prefixes = [s.num_keys if s.seen is None else s.prefix for s in segments]
+    tails = [s.num_keys - first for s, first in zip(segments, prefixes, strict=True)]
+    bits = (
+        _bits(segments, max(tails)) if sees is None else torch.zeros(sees.shape, dtype=torch.uint8)
+    )
+    positions = [s.tail_position for s in segments if s.seen is not None]
+    return RaggedLayout(
+        slot=_ints([s.slot for s in segments]),
+        query_start=_ints([0, *(s.end for s in segments)]),
+        num_keys=_ints([s.num_keys for s in segments]),
+        prefix=_ints(prefixes),
+        bits=bits,
+        position=torch.cat([s.position for s in segments]).int(),
+        first_position=_ints([s.first_position for s in segments]),
+        key_position=torch.cat(positions).int() if positions else _ints([]),
+        key_start=_ints([0, *accumulate(tails)][:-1]),
+        max_queries=max(s.end - s.start for s in segments),
+        max_keys=max(s.num_keys for s in segments),
+    )
+
+
+def _bits(segments: Sequence[Segment], width: int) -> Tensor:
+    seen = torch.zeros(segments[-1].end, width, dtype=torch.bool)
+    for s in segments:
+        if s.seen is not None:
+            seen[s.start : s.end, : s.num_keys - s.prefix] = s.seen
+    return pack_bits(seen)
+
+
+def write_places(writes: Sequence[tuple[int, int, int, slice | Tensor]], num_tokens: int) -> Tensor:
+    """(2, T) int32 on the host, slot and place where each token is stored; slot -1 for nowhere."""
+    slots, places = [-1] * num_tokens, [-1] * num_tokens
+    for slot, start, end, where in writes:
+        slots[start:end] = [slot] * (end - start)
+        places[start:end] = (
+            range(where.start, where.stop) if isinstance(where, slice) else where.tolist()
+        )
+    return torch.tensor([slots, places], dtype=torch.int32)
+
+
+def tensors_of(layout: RaggedLayout) -> list[Tensor]:
+    """The tensors of a layout, in the order of `TENSORS`."""
+    return [getattr(layout, name) for name in TENSORS]
+
+
+def with_tensors(layout: RaggedLayout, tensors: Sequence[Tensor]) -> RaggedLayout:
+    """The layout with other tensors, in the order of `TENSORS`."""
+    changes: dict[str, Any] = dict(zip(TENSORS, tensors, strict=True))
+    return replace(layout, **changes)
+
+
+class Sizes(NamedTuple):
+    """What a graph fixes of a layout: tokens, segments, bytes of bits, queries of a segment."""
+
+    tokens: int
+    segments: int
+    num_bytes: int
+    max_queries: int
+
+    @classmethod
+    def of(cls, layout: RaggedLayout) -> Sizes:
+        """Those that the layout is padded to, which others of about its size share."""
+        tokens = round_up(layout.position.shape[0])
+        num_bytes = round_up(max(layout.bits.shape[1], 1))
+        queries = round_up(_most_queries(layout, tokens))
+        return cls(tokens, round_up(layout.slot.shape[0]), num_bytes, queries)
+
+    def hold(self, layout: RaggedLayout) -> bool:
+        """Whether the layout can be padded to these."""
+        enough = self.tokens >= layout.position.shape[0] and self.segments >= layout.slot.shape[0]
+        enough = enough and self.num_bytes >= layout.bits.shape[1]
+        return enough and self.max_queries >= _most_queries(layout, self.tokens)
+
+
+def padded(layout: RaggedLayout, sizes: Sizes, capacity: int) -> RaggedLayout:
+    """The same step with more tokens, segments and bits.
+
+    The last segment takes in the tokens that are added, which see its prefix and nothing else;
+    segments that are added hold nothing. No segment has more keys than `capacity`.
+    """
+    added = sizes.tokens - layout.position.shape[0]
+    empty = sizes.segments - layout.slot.shape[0]
+    starts = layout.query_start.clone()
+    starts[-1] = sizes.tokens
+    room = sizes.segments * 8 * sizes.num_bytes
+    return RaggedLayout(
+        slot=F.pad(layout.slot, (0, empty)),
+        query_start=F.pad(starts, (0, empty), value=sizes.tokens),
+        num_keys=F.pad(layout.num_keys, (0, empty)),
+        prefix=F.pad(layout.prefix, (0, empty)),
+        bits=F.pad(layout.bits, (0, sizes.num_bytes - layout.bits.shape[1], 0, added)),
+        # Like the last token's, so that no window reaches further back for them.
+        position=torch.cat([layout.position, layout.position[-1:].expand(added)]),
+        first_position=F.pad(layout.first_position, (0, empty)),
+        key_position=F.pad(layout.key_position, (0, room - layout.key_position.shape[0])),
+        key_start=F.pad(layout.key_start, (0, empty)),
+        max_queries=sizes.max_queries,
+        max_keys=capacity,
+    )
+
+
+def _most_queries(layout: RaggedLayout, num_tokens: int) -> int:
+    """Of any segment, when the last one takes in what is missing to `num_tokens`."""
+    starts = layout.query_start
+    return max(layout.max_queries, num_tokens - int(starts[-2]))
+
+
+def round_up(number: int) -> int:
+    """The next of 1, 2, 3, 4, 6, 8, 12, 16, 24, ...: few sizes, each less than half too large."""
+    power = 1 << max(number - 1, 0).bit_length()
+    return power * 3 // 4 if number <= power * 3 // 4 else power
+
+
+def _ints(numbers: Sequence[int]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)

@@ -1,0 +1,1 @@
+"""What single model architectures need beyond the common forward pass."""

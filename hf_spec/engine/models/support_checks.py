@@ -1,0 +1,157 @@
+"""Refusals of models: what no strategy can decode exactly, said before the first forward pass."""
+
+from __future__ import annotations
+
+import transformers
+from packaging.version import Version
+from transformers import PreTrainedModel
+
+from hf_spec.common.compat import cache_parameter, unknown_cache_parameter, version_message
+from hf_spec.backend.device.distributed_checks import check_sharding, tensor_parallel_size
+from hf_spec.common.errors import UnsupportedError
+from hf_spec.engine.models.alibi import uses_alibi
+from hf_spec.engine.forward.tree_attention import takes_packed
+from hf_spec.engine.models.cross_attention import (
+    ENCODER_DECODERS,
+    takes_positions,
+)
+from hf_spec.engine.models.recurrent_layers import (
+    PASTLESS_LAYERS,
+    RECURRENT_LAYERS,
+    mixers_of,
+    num_attention_layers,
+    num_recurrent_layers,
+    stateful_modules,
+)
+from hf_spec.engine.models.internal_positions import tables_of
+
+# Layers whose past can be taken back: keys and values, the state of a mixer, or nothing at all.
+SERVED_LAYERS = {
+    "full_attention",
+    "sliding_attention",
+    "chunked_attention",
+    *RECURRENT_LAYERS,
+    *PASTLESS_LAYERS,
+}
+
+# Architectures whose attention needs more than keys, values and a mask of visible tokens.
+UNSERVED = {
+    "doge": "its mask weighs keys by their values, which a draft tree cannot carry",
+    "kosmos_2_5_text_model": "plain generate() has it count positions from its padding token on",
+    "mllama_text_model": "its cross-attention layers read images, not keys of its tokens",
+    "roformer": "all rows of a batch share the angles of their positions",
+    "hrm_text": "its layers run several times per token, each time with other keys and values",
+    "moshi": "its tokens stand for text and sound at once",
+}
+
+# What the rectangular path can be shown a tree by; None stands for a class's own.
+MASKED_ATTENTION = (None, "eager", "sdpa")
+
+
+def check_model(model: object) -> None:
+    """Refuse models whose state cannot be rolled back token by token (`UnsupportedError`)."""
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedError(f"{type(model).__name__} is not a transformers PreTrainedModel")
+    name = type(model).__name__
+    if model.config.is_encoder_decoder and model.config.model_type not in ENCODER_DECODERS:
+        raise UnsupportedError(
+            f"{name} is an encoder-decoder; hf_spec serves Whisper, which can be told where the "
+            "branches of a draft tree stand, and decoder-only models"
+        )
+    config = model.config.get_text_config()
+    # These choose what a token sees, and calls are checked for where they begin to leave some out.
+    indexed = {"indexed_attention"} if hasattr(config, "index_topk") else set()
+    odd = sorted(set(getattr(config, "layer_types", None) or []) - SERVED_LAYERS - indexed)
+    if odd or not _has_known_states(model):
+        detail = f"layers of type {', '.join(odd)}" if odd else "a recurrent state of its own kind"
+        raise UnsupportedError(
+            f"{name} has {detail}, which cannot take a rejected token back; "
+            "generate without spec_strategy"
+        )
+    if not model.can_generate():
+        raise UnsupportedError(
+            f"{name} has no language-model head and cannot generate; load a model that has: "
+            "AutoModelForCausalLM"
+        )
+    _check_attention(model, name)
+    check_sharding(model)
+    if tensor_parallel_size(model) > 1 and mixers_of(model):
+        raise UnsupportedError(
+            f"{name} has recurrent layers, which are served in one process; load it without tp_plan"
+        )
+    owner = getattr(model.prepare_inputs_for_generation, "__self__", model)
+    if getattr(getattr(owner, "active_peft_config", None), "is_prompt_learning", False):
+        raise UnsupportedError(
+            "prompt-learning adapters put virtual tokens before every input, which spec_strategy "
+            "cannot carry; use LoRA or another adapter that changes weights"
+        )
+    chosen = model.config._attn_implementation
+    if not takes_packed(model) and chosen not in MASKED_ATTENTION:
+        raise UnsupportedError(
+            f"attn_implementation={chosen!r} takes no mask of a draft tree, {name} no attention "
+            "function in its place; load it with attn_implementation='sdpa'"
+        )
+    if not takes_packed(model) and limits_attention(model):
+        raise UnsupportedError(
+            f"{name} has a sliding window or chunks but no attention interface, so what a draft "
+            "tree sees cannot be set"
+        )
+
+
+def _has_known_states(model: PreTrainedModel) -> bool:
+    """Whether every state that the model keeps is that of a mixer, one in a layer."""
+    recurrent = num_recurrent_layers(model.config.get_text_config())
+    mixers = mixers_of(model)
+    if len(mixers) != recurrent or mixers != stateful_modules(model):
+        return False
+    unknown = getattr(model, "_is_stateful", False) and not recurrent
+    return not unknown and len({mixer.layer_idx for mixer in mixers}) == recurrent
+
+
+def _check_attention(model: PreTrainedModel, name: str) -> None:
+    """Refuse models that cannot be shown a tree: where its tokens stand, what they look back on."""
+    config = model.config.get_text_config()
+    reason = UNSERVED.get(config.model_type)
+    # Encoders that can be made decoders know cross attention; GPT-NeoX has the same unused field.
+    encoder = getattr(config, "is_decoder", True) is False
+    if encoder and hasattr(config, "add_cross_attention"):
+        reason = "config.is_decoder is False, so that tokens also look ahead"
+    elif cache_parameter(model.forward) is None:
+        reason = _without_cache(model)
+    elif not _takes_positions(model) and num_attention_layers(config):
+        reason = "it takes no position_ids, so the branches of a draft tree cannot be placed"
+    elif "local" in (getattr(config, "attention_layers", None) or ()):
+        reason = "the window of its local layers counts stored tokens, not positions"
+    elif config.model_type == "git" and Version(transformers.__version__) < Version("5.23"):
+        reason = "transformers before 5.23 widens its mask; install a newer one"
+    if reason is not None:
+        raise UnsupportedError(f"{name} cannot decode draft trees: {reason}")
+
+
+def _without_cache(model: PreTrainedModel) -> str:
+    """Return why a model without a known cache parameter cannot be decoded."""
+    unknown = unknown_cache_parameter(model.forward)
+    if unknown is None:
+        return "it keeps no keys and values"
+    return f"its forward takes the cache as {unknown}=, which hf_spec does not know: " + (
+        version_message()
+    )
+
+
+def _takes_positions(model: PreTrainedModel) -> bool:
+    return takes_positions(model) or uses_alibi(model) or bool(tables_of(model))
+
+
+def limits_attention(model: PreTrainedModel) -> bool:
+    """Whether layers of a model see no more than a window or a chunk of the text."""
+    config = model.config.get_text_config()
+    limits = ("sliding_window", "attention_chunk_size")
+    return any(getattr(config, name, None) for name in limits)
+
+
+def takes_images(model: PreTrainedModel) -> bool:
+    """Whether a model reads images beside text; the text model inside says that it does, too."""
+    config = model.config
+    # Some versions of transformers do not say so of Qwen3.5.
+    shown = "image" in model.input_modalities or hasattr(config, "vision_config")
+    return shown and config.get_text_config() is not config

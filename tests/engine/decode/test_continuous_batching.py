@@ -1,0 +1,202 @@
+"""Continuous batching: slots are reused, forwards shared, and nothing grows with the prompts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import MaxLengthCriteria
+from transformers.generation import EosTokenCriteria
+
+from hf_spec.engine.decode.continuous_batching import ContinuousBatch, Prepared, Request, as_they_finish
+from hf_spec.engine.decode.drafter import Drafter
+from hf_spec.engine.decode.generation_state import GenerationState
+from hf_spec.engine.decode.stopping import StopRules
+from hf_spec.drafting.model_drafter import DraftModelDrafter
+from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.forward.draft_tree import DraftTree
+from hf_spec.strategies.draft_model import DraftConfig
+from hf_spec.strategies.lookup import LookupConfig, LookupDrafter
+from hf_spec.strategies.registry import make_drafter, parse_strategy
+from tests import tiny_models
+
+# Longer texts than the first capacity of the pool would hide growth.
+NEW_TOKENS = 6
+
+
+def requests(count: int, lengths: tuple[int, ...] = (9, 2, 5, 14)) -> list[Request]:
+    generator = torch.Generator().manual_seed(4)
+    found = []
+    for index in range(count):
+        pattern = torch.randint(3, tiny_models.VOCAB, (3,), generator=generator)
+        prompt = pattern.repeat(20)[: lengths[index % len(lengths)]].tolist()
+        found.append(Request(index, f"name {index}", index, prompt))
+    return found
+
+
+def prepare(request: Request) -> Prepared:
+    longest = MaxLengthCriteria(len(request.prompt) + NEW_TOKENS - request.index % 3)
+    return Prepared([], StopRules([longest], 1), do_sample=False)
+
+
+def batch_of(
+    count: int, drafter: Drafter | None = None, num_slots: int = 3, **options: Any
+) -> ContinuousBatch:
+    drafter = drafter or LookupDrafter(LookupConfig())
+    model = tiny_models.build("llama")
+    return ContinuousBatch(model, drafter, requests(count), prepare, num_slots, **options)
+
+
+def drain(batch: ContinuousBatch) -> list[int]:
+    """Run to the end; memory of keys and values after every step."""
+    sizes = []
+    with batch.active():
+        while batch.unfinished:
+            batch.step()
+            sizes.append(batch._target.pool.nbytes())
+    return sizes
+
+
+def test_a_finished_row_hands_its_slot_on_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    trees: list[tuple[DraftTree, list[list[int]]]] = []
+    works = ModelRunner.forward
+
+    def forward(self: Any, tree: DraftTree, sequences: Any, nodes: Any = None) -> Any:
+        trees.append((tree, [list(tokens) for tokens in sequences]))
+        return works(self, tree, sequences, nodes)
+
+    monkeypatch.setattr(ModelRunner, "forward", forward)
+    batch = batch_of(8)
+    drain(batch)
+    waiting = [request.prompt for request in requests(8)]
+    for tree, texts in trees:
+        busy = sum(bool(tree.nodes(row)) for row in range(3))
+        for row, text in enumerate(texts):
+            if tree.nodes(row) and text in waiting:
+                waiting.remove(text)
+        assert busy == 3 or not waiting, "a slot is free while prompts wait"
+    assert waiting == []
+    # A newcomer's prompt is in one forward with the drafts of rows that are further on.
+    newcomers = {tuple(request.prompt) for request in requests(8)[3:]}
+    for prompt in newcomers:
+        tree, texts = next((t, s) for t, s in trees if list(prompt) in s)
+        assert sum(bool(tree.nodes(row)) for row in range(3)) > 1
+    assert len(trees) == batch.stats.target_forwards
+
+
+@pytest.mark.parametrize("strategy", ["lookup", "draft", "falcon"])
+def test_memory_is_that_of_the_slots(strategy: str) -> None:
+    """Twenty prompts take what six take: keys and values, frames, what the drafter keeps."""
+
+    def measure(count: int) -> tuple[list[int], Any, Any]:
+        model = tiny_models.build("llama")
+        arguments = tiny_models.speculation("llama", strategy)
+        config = parse_strategy(arguments["spec_strategy"])
+        drafter: Any = make_drafter(config, model, arguments.get("assistant"))
+        batch = batch_of(count, drafter)
+        sizes = drain(batch)
+        state = batch._state
+        rows = (state.frames.shape, len(state.tokens), len(state.scores))
+        runner = getattr(drafter, "_runner", None)
+        kept = 0 if runner is None else runner.pool.nbytes()
+        pairs = getattr(drafter, "_pairs", None)
+        per_row = [len(getattr(drafter, "_indexes", ())), len(pairs.rows) if pairs else 0]
+        return sizes, rows, (kept, per_row)
+
+    few, many = measure(6), measure(20)
+    assert len(many[0]) > len(few[0])
+    assert len(set(few[0] + many[0])) == 1
+    assert few[1:] == many[1:]
+
+
+def test_no_more_slots_than_requests() -> None:
+    sizes = drain(batch_of(2, num_slots=50))
+    assert set(sizes) == set(drain(batch_of(8, num_slots=2)))
+
+
+def test_a_slot_forgets_the_sequence_before() -> None:
+    """A lookup that did not would copy from another text; the draft model would attend to it."""
+    drafter = DraftModelDrafter(
+        DraftConfig(length_policy="heuristic"), tiny_models.draft_model("llama")
+    )
+    seen: list[tuple[int, int]] = []
+    works = drafter.restart
+
+    def restart(row: int) -> None:
+        works(row)
+        assert drafter._runner is not None
+        seen.append((drafter._runner.stored[row], drafter.policy.limit(row)))
+
+    drafter.restart = restart  # type: ignore[method-assign]
+    drain(batch_of(7, drafter))
+    # Three begin with the generation.
+    assert seen == [(0, 5)] * 4
+
+
+def test_every_sequence_has_its_own_rules() -> None:
+    outputs = {output.request_id: output for output in as_they_finish(batch_of(7))}
+    for request in requests(7):
+        output = outputs[request.request_id]
+        assert len(output.generated_tokens) == NEW_TOKENS - request.index % 3
+        plain = tiny_models.build("llama").generate(
+            torch.tensor([request.prompt]),
+            max_new_tokens=len(output.generated_tokens),
+            do_sample=False,
+        )
+        assert plain[0].tolist() == output.prompt_ids + output.generated_tokens
+
+
+def test_what_is_refused_for_its_length_is_refused_at_once() -> None:
+    asked: list[int] = []
+
+    def refuse(request: Request) -> Prepared:
+        asked.append(len(request.prompt))
+        raise ValueError("too long")
+
+    with pytest.raises(ValueError, match="too long"):
+        ContinuousBatch(
+            tiny_models.build("llama"), LookupDrafter(LookupConfig()), requests(8), refuse, 3
+        )
+    assert asked == [14], "the longest one is asked for first"
+
+
+def test_a_drafter_starts_with_the_first_prompts() -> None:
+    """One that measures what a round costs needs something to run."""
+
+    seen: list[list[list[int]]] = []
+
+    class Starts(LookupDrafter):
+        def start(self, state: GenerationState) -> None:
+            seen.append([list(tokens) for tokens in state.tokens])
+            super().start(state)
+
+    drafter = Starts(LookupConfig())
+    batch = batch_of(5, drafter)
+    for _ in range(2):
+        with batch.active():
+            batch.step()
+    assert seen == [[request.prompt for request in requests(3)]]
+
+
+def test_statistics_are_those_of_all_requests() -> None:
+    batch = batch_of(7)
+    drain(batch)
+    stats = batch.stats
+    assert [row.new_tokens for row in stats.rows] == [NEW_TOKENS - i % 3 for i in range(7)]
+    assert stats.target_forwards < sum(row.target_forwards for row in stats.rows)
+    assert stats.target_padding == 0
+    prompts = sum(len(request.prompt) - 1 for request in requests(7))
+    roots = sum(row.target_forwards for row in stats.rows)
+    assert stats.target_tokens == prompts + roots + stats.drafted_tokens
+
+
+def test_an_end_of_sequence_is_known_to_drafters() -> None:
+    def with_end(request: Request) -> Prepared:
+        longest = MaxLengthCriteria(len(request.prompt) + NEW_TOKENS)
+        return Prepared([], StopRules([longest, EosTokenCriteria([7])], 1), do_sample=False)
+
+    batch = ContinuousBatch(
+        tiny_models.build("llama"), LookupDrafter(LookupConfig()), requests(2), with_end, 2
+    )
+    assert batch._state.stop.ends_sequence(7)

@@ -1,0 +1,52 @@
+"""Copies for sequences that advance at different speeds: what is their own and what is shared."""
+
+from __future__ import annotations
+
+import io
+import queue
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from hf_spec.engine.decode.copies import own_copy
+from hf_spec.common.errors import UnsupportedError
+from tests import tiny_models
+
+
+class Held:
+    def __init__(self, member: Any):
+        self.member = member
+
+
+@pytest.mark.parametrize("member", [[1, 2], {"seen": {3}}, torch.zeros(2)], ids=type)
+def test_what_is_remembered_is_copied(member: Any) -> None:
+    thing = Held(member)
+    assert own_copy(thing, "rows").member is not member
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.nn.Linear(2, 2),
+        tiny_models.tokenizer,
+        threading.Event,
+        threading.Lock,
+        threading.RLock,
+        threading.Condition,
+        queue.Queue,
+        io.StringIO,
+    ],
+)
+def test_what_reaches_out_or_is_large_is_shared(make: Any) -> None:
+    thing = Held(make())
+    mine = own_copy(thing, "rows")
+    assert mine is not thing
+    assert mine.member is thing.member
+
+
+def test_what_cannot_be_copied_is_named() -> None:
+    thing = Held(number for number in range(3))
+    with pytest.raises(UnsupportedError, match=r"Held cannot be copied.*cannot follow five rows"):
+        own_copy(thing, "five rows")

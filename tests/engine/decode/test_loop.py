@@ -1,0 +1,119 @@
+"""The decoding loop: exact lengths, and no token of a finished row or of padding is ever run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import MaxLengthCriteria
+from transformers.generation import EosTokenCriteria
+
+from hf_spec import TreeConfig
+from hf_spec.common.compat import output_cache
+from hf_spec.engine.decode.loop import speculative_decode
+from hf_spec.engine.decode.generation_state import GenerationState
+from hf_spec.engine.decode.stopping import StopRules
+from hf_spec.engine.decode.verifiers import NodeDraw
+from hf_spec.drafting.model_drafter import DraftModelDrafter
+from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
+from hf_spec.strategies.lookup import LookupConfig, LookupDrafter
+from tests import tiny_models
+
+
+def decode(batch: dict[str, Tensor], eos: list[int], **watched: Any) -> GenerationState:
+    """Decoding of llama put together by hand, with lookup unless told otherwise."""
+    num_rows, width = batch["input_ids"].shape
+    stop = StopRules([MaxLengthCriteria(width + 24), EosTokenCriteria(eos)], num_rows)
+    state = GenerationState.create(*batch.values(), stop)
+    target = watched.get("target") or ModelRunner(tiny_models.build("llama"), num_rows)
+    drafter = watched.get("drafter") or LookupDrafter(LookupConfig())
+    with torch.no_grad(), target.active(), drafter.active(state):
+        speculative_decode(target, drafter, NodeDraw([], num_rows), state)
+    return state
+
+
+@pytest.mark.parametrize("strategy", tiny_models.STRATEGIES)
+@pytest.mark.parametrize("new_tokens", [1, 2, 3, 7])
+def test_the_length_is_exact(strategy: str, new_tokens: int) -> None:
+    prompt = tiny_models.prompts("gemma3", "ragged")
+    output = tiny_models.build("gemma3").generate(
+        **prompt,
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        return_dict_in_generate=True,
+        **tiny_models.speculation("gemma3", strategy),
+    )
+    assert output.sequences.shape[1] == prompt["input_ids"].shape[1] + new_tokens
+    if new_tokens == 1:
+        assert output.spec_stats.drafted_tokens == 0, "the only token is the target's own"
+        assert output.spec_stats.draft_forwards == 0
+
+
+def test_every_token_run_is_a_prompt_token_or_a_node() -> None:
+    """Rows end at different times; the last layer sees what the statistics say, and no more."""
+    batch = tiny_models.prompts("llama", "ragged")
+    model = tiny_models.build("llama")
+    said = model.generate(**batch, max_new_tokens=24, do_sample=False)[:, -24:]
+    eos = [int(said[2, 3]), int(said[3, 9])]
+    counts: list[int] = []
+
+    def count(layer: nn.Module, args: tuple[Tensor, ...]) -> None:
+        counts.append(args[0].shape[:-1].numel())
+
+    handle = model.model.layers[-1].self_attn.q_proj.register_forward_pre_hook(count)
+    try:
+        state = decode(batch, eos)
+    finally:
+        handle.remove()
+    rows = state.stats.rows
+    prompt_tokens = int(batch["attention_mask"].sum()) - len(rows)
+    nodes = sum(row.target_forwards + row.drafted_tokens for row in rows)
+    assert sum(counts) == prompt_tokens + nodes
+    assert len(counts) == state.stats.target_forwards
+    assert len({row.target_forwards for row in rows}) > 1
+    assert max(row.target_forwards for row in rows) == state.stats.target_forwards
+
+
+class StepChecks(DraftModelDrafter):
+    """Drafts trees, and looks at the target's storage whenever a round is over."""
+
+    def __init__(self, target: ModelRunner):
+        super().__init__(TreeConfig(), tiny_models.draft_model("llama"))
+        self.target = target
+        self.state: GenerationState | None = None
+        self.moved = 0
+        self.sizes: list[int] = []
+
+    def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
+        self.state = state
+        return super().draft(state, limits)
+
+    def observe(self, verdict: Verdict, output: Any) -> None:
+        super().observe(verdict, output)
+        assert self.state is not None
+        assert self._runner is not None
+        for row in self.state.unfinished:
+            length = len(self.state.tokens[row])
+            assert self.target.stored[row] == length - 1
+            # The draft model has not seen the last level of what it drafted.
+            assert length - 3 <= self._runner.stored[row] < length
+        self.moved += any(path != list(range(1, len(path) + 1)) for path in verdict.paths)
+        self.sizes.append(self.target.pool.nbytes())
+
+
+def test_what_is_stored_is_what_is_committed_after_every_step() -> None:
+    target = ModelRunner(tiny_models.build("llama"), 5)
+    drafter = StepChecks(target)
+    state = decode(tiny_models.prompts("llama", "ragged"), [], target=target, drafter=drafter)
+    assert len(drafter.sizes) == state.stats.target_forwards
+    assert drafter.moved > 0, "no branch but the first was ever taken"
+    assert len(set(drafter.sizes)) == 1, "memory grew within the first capacity"
+    # Every committed token but the newest is in the pool, at its own place.
+    plain = tiny_models.build("llama")(torch.tensor([state.tokens[0][:-1]]), use_cache=True)
+    keys = output_cache(plain).layers[2].keys[0]
+    length = keys.shape[1]
+    torch.testing.assert_close(target.pool.keys[2][0, :, :length], keys, atol=2e-4, rtol=1e-4)

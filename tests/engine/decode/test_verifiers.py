@@ -1,0 +1,385 @@
+"""The verifiers on trees made by hand, where every answer can be worked out on paper."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hf_spec_kernels import using
+from torch import Tensor
+from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor, TopKLogitsWarper
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+
+from hf_spec.engine.decode import verifiers as verification
+from hf_spec.engine.decode.generation_state import GenerationState
+from hf_spec.engine.decode.stopping import StopRules
+from hf_spec.engine.decode.verifiers import NodeDraw, ResidualRejection, Verifier
+from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
+from hf_spec.evaluation.lossless.distribution import chi_square
+
+VOCAB = 6
+
+
+def make_state(prompts: list[list[int]], eos: int | None = None, **options: Any) -> GenerationState:
+    width = max(len(p) for p in prompts)
+    ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+    criteria: list[Any] = [MaxLengthCriteria(width + 20)]
+    if eos is not None:
+        criteria.append(EosTokenCriteria(eos))
+    return GenerationState.create(ids, mask, StopRules(criteria, len(prompts)), **options)
+
+
+def one_hot(choices: list[int]) -> Tensor:
+    """(N, VOCAB) logits whose argmax is the given token at each node."""
+    return torch.nn.functional.one_hot(torch.tensor(choices), VOCAB) * 10.0
+
+
+def probabilities(rows: list[list[float]]) -> Tensor:
+    """(N, VOCAB) logits with these softmax values; missing ones are 0."""
+    table = torch.zeros(len(rows), VOCAB)
+    for node, row in enumerate(rows):
+        table[node, : len(row)] = torch.tensor(row)
+    return table.log()
+
+
+# Root 1 with children 2 and 3; below 2 the tokens 4 and 5, below 3 the token 4.
+#            node:  0  1  2  3  4  5
+BRANCHED = ([1, 2, 3, 4, 5, 4], [-1, 0, 0, 1, 1, 2])
+
+
+class TestNodeDraw:
+    def test_greedy_walk_follows_the_second_child(self) -> None:
+        tree = DraftTree.from_rows([BRANCHED])
+        verdict = NodeDraw([], 1).verify(tree, one_hot([3, 0, 4, 0, 0, 5]), make_state([[1]]))
+        assert verdict.accepted == [[2, 5]]
+        assert verdict.bonus == [5]
+        assert verdict.tokens(0) == [3, 4, 5]
+        assert verdict.paths == [[2, 5]]
+
+    def test_scores_in_bfloat16_are_processed_in_float32(self) -> None:
+        """As plain `generate()` does; two of them would be equal after this processor."""
+
+        def shift(input_ids: Tensor, scores: Tensor) -> Tensor:
+            return scores + 100
+
+        logits = torch.zeros(2, VOCAB, dtype=torch.bfloat16)
+        logits[:, 2], logits[:, 4] = 10, 10.0625
+        state = make_state([[1]], keep_scores=True)
+        verdict = NodeDraw([shift], 1).verify(
+            DraftTree.from_rows([([1, 4], [-1, 0])]), logits, state
+        )
+        assert verdict.accepted == [[1]]
+        assert verdict.bonus == [4]
+        assert verdict.scores is not None
+        assert [score.dtype for score in verdict.scores[0]] == [torch.float32] * 2
+        assert verdict.scores[0][0][4] == 110.0625
+
+    def test_a_miss_at_the_root_commits_the_bonus_alone(self) -> None:
+        tree = DraftTree.from_rows([BRANCHED])
+        verdict = NodeDraw([], 1).verify(tree, one_hot([0] * 6), make_state([[1]]))
+        assert verdict.accepted == [[]]
+        assert verdict.tokens(0) == [0]
+
+    def test_a_root_without_children_is_plain_decoding(self) -> None:
+        tree = DraftTree.from_rows([([1], [-1])])
+        assert NodeDraw([], 1).verify(tree, one_hot([4]), make_state([[1]])).tokens(0) == [4]
+
+    def test_of_two_children_with_one_token_the_first_is_taken(self) -> None:
+        tree = DraftTree.from_rows([([1, 2, 2], [-1, 0, 0])])
+        verdict = NodeDraw([], 1).verify(tree, one_hot([2, 3, 4]), make_state([[1]]))
+        assert verdict.accepted == [[1]]
+        assert verdict.bonus == [3]
+
+    def test_rows_are_judged_apart_and_finished_ones_not_at_all(self) -> None:
+        state = make_state([[1], [1], [1, 1]])
+        state.finished[1] = True
+        tree = DraftTree.from_rows([([1, 2], [-1, 0]), ([], []), ([1, 2, 3], [-1, 0, 1])])
+        verdict = NodeDraw([], 3).verify(tree, one_hot([2, 4, 2, 3, 5]), state)
+        assert verdict.accepted == [[1], [], [3, 4]]
+        assert verdict.bonus == [4, None, 5]
+        assert [verdict.tokens(row) for row in range(3)] == [[2, 4], [], [2, 3, 5]]
+
+    def test_nothing_behind_an_end_of_sequence_is_looked_at(self) -> None:
+        seen = []
+
+        def spy(input_ids: Tensor, scores: Tensor) -> Tensor:
+            seen.append(input_ids[0].tolist())
+            return scores
+
+        state = make_state([[1]], eos=2)
+        tree = DraftTree.from_rows([([1, 2, 3], [-1, 0, 1])])
+        verdict = NodeDraw([spy], 1).verify(tree, one_hot([2, 3, 4]), state)
+        state.commit(verdict)
+        assert state.tokens == [[1, 2]]
+        assert seen == [[1]]
+        assert state.stats.accepted_tokens == 1
+
+    def test_every_node_is_processed_with_its_own_prefix(self) -> None:
+        penalty = RepetitionPenaltyLogitsProcessor(100.0)
+        tree = DraftTree.from_rows([([1, 2, 3], [-1, 0, 1])])
+        # Without the penalty the target would say 2 everywhere.
+        logits = torch.tensor([[0, 0, 9, 1, 0, 0], [0, 0, 9, 8, 0, 0], [0, 0, 9, 8, 7, 0]]).float()
+        assert NodeDraw([penalty], 1).verify(tree, logits, make_state([[1]])).tokens(0) == [2, 3, 4]
+
+    def test_sampling_takes_no_token_of_probability_zero(self) -> None:
+        torch.manual_seed(0)
+        tree = DraftTree.from_rows([([1, 2], [-1, 0])] * 200)
+        state = make_state([[1]] * 200, do_sample=True)
+        logits = probabilities([[0.5, 0.5], [1.0]] * 200)
+        verdict = NodeDraw([], 200).verify(tree, logits, state)
+        assert all(path == [] for path in verdict.accepted)
+        assert set(verdict.bonus) == {0, 1}
+
+
+class TestResidualRejection:
+    def tree(self, tokens: list[int], draft: list[float]) -> DraftTree:
+        """A root 1 whose children were drawn from `draft`."""
+        return DraftTree.from_rows(
+            [([1, *tokens], [-1] + [0] * len(tokens))],
+            draft_probs=probabilities([draft, *[[]] * len(tokens)]).exp(),
+        )
+
+    def judge(self, tree: DraftTree, target: list[float], rows: int = 1) -> Verdict:
+        logits = probabilities([target, *[[1.0]] * (tree.num_nodes - 1)])
+        return ResidualRejection([], rows).verify(tree, logits, make_state([[1]], do_sample=True))
+
+    def uniforms(self, monkeypatch: pytest.MonkeyPatch, *values: float) -> None:
+        drawn = iter(values)
+        monkeypatch.setattr(
+            verification.torch, "rand", lambda shape, **_: torch.full(shape, next(drawn))
+        )
+
+    @pytest.mark.parametrize(("uniform", "accepted"), [(0.49, True), (0.51, False)])
+    def test_accepts_with_the_ratio_of_the_probabilities(
+        self, monkeypatch: pytest.MonkeyPatch, uniform: float, accepted: bool
+    ) -> None:
+        self.uniforms(monkeypatch, uniform)
+        verdict = self.judge(self.tree([0], [0.8, 0.2]), [0.4, 0.6])
+        assert verdict.accepted == [[1] if accepted else []]
+        if not accepted:
+            # The residual is all on token 1.
+            assert verdict.bonus == [1]
+
+    def test_a_uniform_of_zero_does_not_accept_what_the_target_excludes(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.uniforms(monkeypatch, 0.0)
+        verdict = self.judge(self.tree([0], [0.8, 0.2]), [0.0, 0.0, 1.0])
+        assert verdict.accepted == [[]]
+        assert verdict.bonus == [2]
+
+    def test_equal_distributions_are_always_accepted(self) -> None:
+        torch.manual_seed(0)
+        tree = self.tree([0], [0.3, 0.7])
+        assert all(self.judge(tree, [0.3, 0.7]).accepted == [[1]] for _ in range(200))
+
+    def test_an_empty_residual_gives_no_nan(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        # A uniform of one cannot be drawn; it stands for rounding that rejects where p = q.
+        self.uniforms(monkeypatch, 1.0)
+        verdict = self.judge(self.tree([0], [0.5, 0.5]), [0.5, 0.5])
+        assert verdict.accepted == [[]]
+        assert verdict.bonus[0] in (0, 1)
+
+    def test_the_second_sibling_meets_the_residual(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        draft, target = [0.5, 0.3, 0.2], [0.2, 0.35, 0.45]
+        # After the first is rejected: p = (0, 1/6, 5/6) and q = (0, 0.6, 0.4).
+        ratio = (1 / 6) / 0.6
+        for uniform, accepted in ((ratio - 0.01, [2]), (ratio + 0.01, [])):
+            self.uniforms(monkeypatch, 0.9, uniform)
+            verdict = self.judge(self.tree([0, 1], draft), target)
+            assert verdict.accepted == [accepted]
+        # Then p = (0, 0, 1): only token 2 is left.
+        assert verdict.bonus == [2]
+
+    def test_a_draft_of_one_certain_token_draws_from_the_rest(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.uniforms(monkeypatch, 0.9)
+        verdict = self.judge(self.tree([0], [1.0]), [0.5, 0.0, 0.5])
+        assert verdict.bonus == [2]
+
+    def test_without_children_it_draws_from_the_target(self) -> None:
+        assert self.judge(self.tree([], [1.0]), [0.0, 0.0, 0.0, 1.0]).bonus == [3]
+
+
+class TestRowsThatDrawBesideOthers:
+    ROWS = 2000
+    TARGET = (0.0, 0.1, 0.5, 0.4)
+
+    def said(self, processors: list[Any]) -> tuple[list[list[int]], list[list[int]]]:
+        """What greedy rows say, and what drawing rows do, by the same scores."""
+        torch.manual_seed(0)
+        tree = DraftTree.from_rows([([1, 2], [-1, 0])] * self.ROWS)
+        logits = probabilities([list(self.TARGET), [0.2, 0.6, 0.2]] * self.ROWS)
+        state = make_state([[1]] * self.ROWS)
+        state.draws = [row % 2 == 1 for row in range(self.ROWS)]
+        before = logits.clone()
+        verdict = NodeDraw(processors, self.ROWS).verify(tree, logits, state)
+        assert torch.equal(logits, before), "the model's own scores"
+        rows = [verdict.tokens(row) for row in range(self.ROWS)]
+        return rows[::2], rows[1::2]
+
+    @pytest.mark.parametrize("backend", ["torch", "triton"])
+    def test_each_has_its_own_rule(self, backend: str) -> None:
+        if backend == "triton":
+            self.ROWS = 300
+        with using(backend):
+            greedy, drawn = self.said([])
+        assert greedy == [[2, 1]] * (self.ROWS // 2)
+        check_counts([tokens[0] for tokens in drawn], list(self.TARGET))
+
+    def test_with_processors_too(self) -> None:
+        greedy, drawn = self.said([TopKLogitsWarper(2)])
+        assert greedy == [[2, 1]] * (self.ROWS // 2)
+        check_counts([tokens[0] for tokens in drawn], [0.0, 0.0, 0.5 / 0.9, 0.4 / 0.9])
+
+    def test_a_greedy_row_takes_the_first_of_equals(self) -> None:
+        state = make_state([[1], [1]])
+        state.draws = [False, True]
+        tree = DraftTree.from_rows([([1], [-1])] * 2)
+        logits = torch.tensor([[0.0, 5.0, 5.0, 0.0, 0.0, 0.0]] * 2)
+        found = {NodeDraw([], 2).verify(tree, logits, state).bonus[0] for _ in range(20)}
+        assert found == {1}
+
+
+class TestAllNodesAtOnce:
+    """What a GPU does, here by the interpreted kernel."""
+
+    ROWS = 3000
+
+    def both(self, rule: type[Verifier], tree: DraftTree, logits: Tensor, **options: Any) -> Any:
+        """The verdict level by level, and the one of all nodes at once."""
+        rows = tree.num_rows
+        state = make_state([[1]] * rows, **options)
+        processors = [TopKLogitsWarper(3)]
+        apart = rule(processors, rows).verify(tree, logits, state)
+        with using("triton"):
+            return apart, rule(processors, rows).verify(tree, logits, state)
+
+    def test_processors_that_read_no_prefix_are_applied(self) -> None:
+        def swap(scores: Tensor) -> Tensor:
+            return scores.flip(-1)
+
+        class Swapped(NodeDraw):
+            def __init__(self, processors: Any, num_rows: int):
+                super().__init__(processors, num_rows)
+                step = self.processors._steps[0]
+                step.processor = lambda _, scores: swap(scores)
+
+        tree = DraftTree.from_rows([BRANCHED, ([1], [-1])])
+        # Seen from the other end of the vocabulary: 3 follows the root, 4 that, and 5 that.
+        logits = one_hot([2, 0, 1, 0, 0, 0, 3])
+        apart, together = self.both(Swapped, tree, logits)
+        assert together.accepted == apart.accepted == [[2, 5], []]
+        assert together.bonus == apart.bonus == [5, 2]
+
+    def test_what_lies_behind_an_end_of_sequence_is_cut_off(self) -> None:
+        tree = DraftTree.from_rows([BRANCHED])
+        apart, together = self.both(NodeDraw, tree, one_hot([3, 0, 4, 0, 0, 5]), eos=3)
+        assert together.accepted == apart.accepted == [[2]]
+        assert together.bonus == apart.bonus == [3]
+
+    def test_processors_that_read_the_prefix_go_level_by_level(self) -> None:
+        penalty = RepetitionPenaltyLogitsProcessor(100.0)
+        tree = DraftTree.from_rows([([1, 2, 3], [-1, 0, 1])])
+        logits = torch.tensor([[0, 0, 9, 1, 0, 0], [0, 0, 9, 8, 0, 0], [0, 0, 9, 8, 7, 0]]).float()
+        with using("triton"):
+            verdict = NodeDraw([penalty], 1).verify(tree, logits, make_state([[1]]))
+        assert verdict.tokens(0) == [2, 3, 4]
+
+    def test_a_draw_by_node_has_the_distribution_of_the_target(self) -> None:
+        torch.manual_seed(0)
+        rows = 300
+        tree = DraftTree.from_rows([([1, 2], [-1, 0])] * rows)
+        logits = probabilities([[0.0, 0.1, 0.5, 0.4], [0.6, 0.2, 0.2]] * rows)
+        state = make_state([[1]] * rows, do_sample=True)
+        with using("triton"):
+            verdict = NodeDraw([], rows).verify(tree, logits, state)
+        said = [verdict.tokens(row) for row in range(rows)]
+        assert all((tokens[0] == 2) == (len(tokens) == 2) for tokens in said)
+        first = [tokens[0] for tokens in said]
+        check_counts(first, [0.0, 0.1, 0.5, 0.4])
+        check_counts([tokens[1] for tokens in said if len(tokens) == 2], [0.6, 0.2, 0.2])
+
+    def test_residual_rejection_keeps_the_distribution(self) -> None:
+        """Two siblings drawn without replacement from a distribution far from the target's."""
+        torch.manual_seed(0)
+        draft, target = torch.tensor([0.5, 0.3, 0.2, 0, 0, 0]), [0.1, 0.2, 0.3, 0.4]
+        children = torch.multinomial(draft.expand(self.ROWS, -1), 2).tolist()
+        tree = DraftTree.from_rows(
+            [([1, *pair], [-1, 0, 0]) for pair in children],
+            draft_probs=torch.stack([draft, draft * 0, draft * 0]).repeat(self.ROWS, 1),
+        )
+        logits = probabilities([target, [1.0], [1.0]] * self.ROWS)
+        state = make_state([[1]] * self.ROWS, do_sample=True)
+        with using("triton"):
+            verdict = ResidualRejection([], self.ROWS).verify(tree, logits, state)
+        check_counts([verdict.tokens(row)[0] for row in range(self.ROWS)], target)
+        kept = [len(nodes) for nodes in verdict.accepted]
+        # By hand: of first siblings sum min(p, q) = 0.5 are kept, and more of second ones.
+        assert sum(kept) > 0.5 * self.ROWS
+
+    def test_a_target_that_says_nothing_is_an_error(self) -> None:
+        state = make_state([[1]], do_sample=True)
+        logits = torch.full((1, VOCAB), -torch.inf)
+        with using("triton"), pytest.raises(RuntimeError, match="row 0: no token"):
+            NodeDraw([], 1).verify(DraftTree.from_rows([([1], [-1])]), logits, state)
+
+
+def check_counts(tokens: list[int], expected: list[float]) -> None:
+    counts = torch.bincount(torch.tensor(tokens), minlength=len(expected))
+    assert len(counts) == len(expected), "a token of probability 0 was said"
+    cells = [(p * len(tokens), int(n)) for p, n in zip(expected, counts, strict=True) if p]
+    assert chi_square(cells).p_value > 1e-6
+
+
+class TestScores:
+    def verdict(self, rule: type[Verifier], **options: Any) -> Verdict:
+        state = make_state([[1]], do_sample=rule is ResidualRejection, **options)
+        draft_probs = probabilities([[0, 0, 1], [0, 0, 0, 1], []]).exp()
+        tree = DraftTree.from_rows([([1, 2, 3], [-1, 0, 1])], draft_probs=draft_probs)
+        logits = one_hot([2, 4, 5])
+        return rule([TopKLogitsWarper(1)], 1).verify(tree, logits, state)
+
+    @pytest.mark.parametrize("rule", [NodeDraw, ResidualRejection])
+    def test_one_entry_per_committed_token(self, rule: type[Verifier]) -> None:
+        torch.manual_seed(0)
+        verdict = self.verdict(rule, keep_scores=True, keep_logits=True)
+        assert verdict.tokens(0) == [2, 4]
+        assert verdict.scores is not None
+        assert verdict.logits is not None
+        assert [int(s.argmax()) for s in verdict.scores[0]] == [2, 4]
+        assert all(s.isneginf().sum() == VOCAB - 1 for s in verdict.scores[0])
+        # Logits are those of the model, before the processors.
+        assert torch.equal(torch.stack(verdict.logits[0]), one_hot([2, 4]))
+        assert verdict.scores[0][0].dtype == torch.float32
+
+    def test_nothing_is_kept_unasked(self) -> None:
+        verdict = self.verdict(NodeDraw)
+        assert verdict.scores is None
+        assert verdict.logits is None
+
+    def test_a_processor_that_writes_in_place_leaves_logits_alone(self) -> None:
+        def ban(input_ids: Tensor, scores: Tensor) -> Tensor:
+            scores[:, 2] = -1e9
+            return scores
+
+        state = make_state([[1]], keep_logits=True)
+        logits = one_hot([2])
+        before = logits.clone()
+        verdict = NodeDraw([ban], 1).verify(DraftTree.from_rows([([1], [-1])]), logits, state)
+        assert verdict.bonus == [0]
+        assert torch.equal(logits, before)
+        assert verdict.logits is not None
+        assert torch.equal(verdict.logits[0][0], before[0])
+
+
+@pytest.mark.parametrize("rule", [NodeDraw, ResidualRejection])
+def test_a_verifier_is_a_logits_processor(rule: type[Verifier]) -> None:
+    users = [RepetitionPenaltyLogitsProcessor(1.5), TopKLogitsWarper(3)]
+    ids = torch.tensor([[1, 2, 2], [3, 4, 5]])
+    scores = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(0))
+    expected = LogitsProcessorList(users)(ids, scores.clone())
+    assert torch.equal(LogitsProcessorList([rule(users, 2)])(ids, scores.clone()), expected)

@@ -1,0 +1,383 @@
+"""Layers that run as programs: the same tokens, and a model as it was found."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import fx, nn
+from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_hook
+
+import hf_spec
+from hf_spec.backend.cpu.layer_source import LayerSource, layer_source
+from hf_spec.engine.fast import layer_tracing as layer_programs
+from hf_spec.engine.fast.layer_call import BoundProgram
+from hf_spec.engine.fast.compiled_layers import CompiledLayers
+from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.forward.draft_tree import DraftTree
+from hf_spec.models.adaptive_tokens import from_adapter
+from hf_spec.strategies.registry import parse_strategy
+from tests import tiny_models
+from tests.compiler import needs_compiler
+
+# Windows in some layers, a cap, positions in an embedding, norms elsewhere, biases.
+MODELS = ["llama", "gemma2", "gemma3", "opt", "gpt_neox", "phi3", "qwen2_sliding", "olmo2"]
+
+pytestmark = needs_compiler
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The attention of the layers that ran as programs."""
+    found: list[Any] = []
+    run = BoundProgram.__call__
+
+    def note(self: BoundProgram, *rest: Any) -> Any:
+        found.append(self._attention)
+        return run(self, *rest)
+
+    monkeypatch.setattr(BoundProgram, "__call__", note)
+    return found
+
+
+def model(name: str) -> Any:
+    return copy.deepcopy(tiny_models.build(name))
+
+
+def generate(target: Any, name: str, kind: str = "one", **options: Any) -> torch.Tensor:
+    prompts = tiny_models.prompts(name, kind)
+    sequences: torch.Tensor = target.generate(
+        **prompts, max_new_tokens=10, do_sample=False, **options
+    )
+    return sequences
+
+
+def forwards(target: nn.Module) -> list[str]:
+    return [name for name, module in target.named_modules() if "forward" in module.__dict__]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_programs_give_the_tokens_of_plain_generate(name: str, runs: list[Any]) -> None:
+    target = model(name)
+    report = hf_spec.compile(target)
+    assert (report.layers, report.refused) == (3, {})
+    for kind, strategy in (("one", "lookup"), ("ragged", "tree"), ("ragged", "none")):
+        before = len(runs)
+        options = tiny_models.speculation(name, strategy)
+        found = generate(target, name, kind, **options)
+        assert torch.equal(found, generate(target, name, kind))
+        assert len(runs) > before, "every strategy runs programs"
+    assert not forwards(target)
+
+
+def test_a_draft_model_is_compiled_likewise(runs: list[Any]) -> None:
+    target, options = model("llama"), tiny_models.speculation("llama", "tree")
+    draft = options["assistant"] = copy.deepcopy(options["assistant"])
+    hf_spec.compile(draft)
+    assert torch.equal(generate(target, "llama", **options), generate(target, "llama"))
+    assert set(runs) == {layer.self_attn for layer in draft.model.layers}
+    assert not forwards(draft)
+
+
+@pytest.mark.parametrize(("name", "programs"), [("llama", 1), ("gemma3", 2)])
+def test_layers_of_a_kind_share_programs(name: str, programs: int) -> None:
+    """One for any number of tokens; layers with and without a window differ."""
+    assert hf_spec.compile(model(name)).programs == programs
+
+
+def test_new_weights_are_used(runs: list[Any]) -> None:
+    target = model("llama")
+    hf_spec.compile(target)
+    with torch.no_grad():
+        for layer in target.model.layers:
+            layer.mlp.down_proj.weight.mul_(-2)
+            layer.input_layernorm.weight = nn.Parameter(layer.input_layernorm.weight * 0.5)
+    expected = generate(target, "llama")
+    assert not torch.equal(expected, generate(model("llama"), "llama"))
+    assert torch.equal(generate(target, "llama", spec_strategy="lookup"), expected)
+    assert runs
+
+
+def test_autocast_that_begins_inside_the_model_is_left_alone(runs: list[Any]) -> None:
+    """As in a model that accelerate prepared for mixed precision."""
+    target = model("llama")
+    hf_spec.compile(target)
+    generate(target, "llama", spec_strategy="lookup")
+    runs.clear()
+    target.forward = torch.autocast("cpu", torch.bfloat16)(target.forward)
+    found = generate(target, "llama", spec_strategy="lookup")
+    assert runs == []
+    assert torch.equal(found, generate(target, "llama"))
+
+
+def test_a_program_that_computes_something_else_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, runs: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(graph: fx.Graph) -> LayerSource:
+        source = layer_source(graph)
+        return replace(source, text=source.text.replace("square(", "cube("))
+
+    monkeypatch.setattr(layer_programs, "layer_source", broken)
+    target = model("llama")
+    with caplog.at_level(logging.WARNING):
+        report = hf_spec.compile(target)
+    assert report.layers == 0
+    assert set(report.refused.values()) == {"its program computes something else"}
+    assert sum("something else" in line for line in caplog.messages) == 1
+    tried = len(runs)
+    found = generate(target, "llama", spec_strategy="lookup")
+    assert torch.equal(found, generate(target, "llama"))
+    assert len(runs) == tried
+
+
+@pytest.mark.parametrize("name", ["llama4", "gpt_oss", "gpt2"])
+def test_what_there_is_no_program_for_runs_as_it_is(name: str) -> None:
+    """Objects that layers are handed; experts that no shape can be foreseen of; other products."""
+    target = model(name)
+    report = hf_spec.compile(target)
+    assert report.layers == 0
+    assert len(report.refused) == 3
+    found = generate(target, name, spec_strategy="lookup")
+    assert torch.equal(found, generate(target, name))
+
+
+class Turning(nn.Module):
+    """Computes something else of many tokens."""
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return self.inner(states) if states.shape[1] < 7 else -2 * self.inner(states)
+
+
+def test_a_program_that_holds_for_few_numbers_of_tokens_is_not_used(runs: list[Any]) -> None:
+    target = model("llama")
+    for layer in target.model.layers:
+        layer.mlp = Turning(layer.mlp)
+    report = hf_spec.compile(target)
+    assert report.layers == 0
+    assert len(report.refused) == 3
+    assert all("number of tokens" in reason for reason in report.refused.values())
+    runs.clear()
+    hidden = []
+    for mode in ("on", "off"):
+        hf_spec.compile(target, mode)
+        runner = ModelRunner(target, 1)
+        tree = DraftTree.from_rows([([5] * 12, list(range(-1, 11)))])
+        with torch.no_grad(), runner.active():
+            hidden.append(runner.forward(tree, [[5]]).logits)
+    assert torch.equal(*hidden)
+
+
+class Untraceable(nn.Module):
+    """Fails wherever its input has no contents."""
+
+    def __init__(self, inner: nn.Module, error: type[Exception]):
+        super().__init__()
+        self.inner, self.error = inner, error
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        if type(states) is not torch.Tensor:
+            raise self.error
+        return self.inner(states)
+
+
+@pytest.mark.parametrize("error", [KeyError, AttributeError, OSError, AssertionError])
+def test_whatever_goes_wrong_in_tracing_is_a_reason(error: type[Exception]) -> None:
+    target = model("llama")
+    for layer in target.model.layers:
+        layer.mlp = Untraceable(layer.mlp, error)
+    report = hf_spec.compile(target)
+    assert set(report.refused.values()) == {error.__name__}
+    found = generate(target, "llama", spec_strategy="lookup")
+    assert torch.equal(found, generate(target, "llama"))
+
+
+@pytest.mark.parametrize("product", ["q_proj", "k_proj", "down_proj"])
+def test_forwards_that_products_are_given_later_count(product: str, runs: list[Any]) -> None:
+    target = model("llama")
+    hf_spec.compile(target)
+    before = generate(target, "llama", spec_strategy="lookup")
+    for name, linear in target.named_modules():
+        if name.endswith(product):
+            linear.forward = lambda x, linear=linear: -3 * F.linear(x, linear.weight)
+    runs.clear()
+    found = generate(target, "llama", spec_strategy="lookup")
+    assert torch.equal(found, generate(target, "llama"))
+    assert not torch.equal(found, before)
+    assert runs == []
+
+
+def test_an_adapter_that_is_chosen_later_counts(runs: list[Any]) -> None:
+    """Names and scales of adapters are constants of a program."""
+    target = model("llama")
+    configs = [LoraConfig(r=4, lora_alpha=a, target_modules=["down_proj"]) for a in (8, 32)]
+    adapted = get_peft_model(target, configs[0], "first")
+    adapted.add_adapter("second", configs[1])
+    for part, weight in target.named_parameters():
+        if "lora" in part:
+            torch.manual_seed("second" in part)
+            nn.init.normal_(weight)
+    found = []
+    for name in ("first", "second", "first"):
+        adapted.set_adapter(name)
+        target.eval()
+        assert hf_spec.compile(target).layers == 3
+        before = len(runs)
+        found.append(generate(target, "llama", spec_strategy="lookup"))
+        assert torch.equal(found[-1], generate(target, "llama"))
+        assert len(runs) > before
+    assert not torch.equal(found[0], found[1])
+
+
+def test_hooks_and_training_are_obstacles() -> None:
+    target = model("llama")
+    seen: list[Any] = []
+    first, second, _ = target.model.layers
+    hook = first.mlp.register_forward_hook(lambda *given: seen.append(given))
+    second.train()
+    refused = hf_spec.compile(target).refused
+    assert refused == {
+        "model.layers.0": "it has hooks or a forward of its own",
+        "model.layers.1": "it is in training mode",
+    }
+    seen.clear()
+    generate(target, "llama", spec_strategy="lookup")
+    assert seen, "the hook is called"
+    hook.remove()
+    second.eval()
+    assert hf_spec.compile(target).layers == 3
+
+
+def test_a_dtype_that_is_not_compiled() -> None:
+    report = hf_spec.compile(model("llama").double())
+    said = "it has weights in float64; float32, bfloat16 are compiled"
+    assert report.refused == {f"model.layers.{index}": said for index in range(3)}
+    assert report.programs == 0
+
+
+def test_a_hook_of_all_modules_is_called() -> None:
+    target = model("llama")
+    hf_spec.compile(target)
+    before = generate(target, "llama", spec_strategy="lookup")
+    hook = register_module_forward_hook(
+        lambda module, given, result: -3 * result if isinstance(module, nn.Linear) else None
+    )
+    try:
+        found = generate(target, "llama", spec_strategy="lookup")
+        assert torch.equal(found, generate(target, "llama"))
+    finally:
+        hook.remove()
+    assert not torch.equal(found, before)
+    assert hf_spec.compile(target).layers == 3
+
+
+def test_hidden_states_are_those_of_programs(runs: list[Any]) -> None:
+    """A head reads them; what transformers collects them by stays on the layers."""
+    target, options = model("llama"), tiny_models.speculation("llama", "falcon")
+    expected = generate(target, "llama")
+    assert torch.equal(generate(target, "llama", **options), expected)
+    assert hf_spec.compile(target).layers == 3
+    before = len(runs)
+    assert torch.equal(generate(target, "llama", **options), expected)
+    assert len(runs) > before
+
+
+def test_an_error_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = model("llama")
+    hf_spec.compile(target)
+    expected = generate(target, "llama")
+
+    def fail(*given: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as broken:
+        broken.setattr(BoundProgram, "__call__", fail)
+        with pytest.raises(KeyboardInterrupt):
+            generate(target, "llama", spec_strategy="lookup")
+    assert not forwards(target)
+    assert torch.equal(generate(target, "llama"), expected)
+    assert torch.equal(generate(target, "llama", spec_strategy="lookup"), expected)
+
+
+def test_nothing_is_compiled_unasked(runs: list[Any]) -> None:
+    target = model("llama")
+    for _ in range(3):
+        generate(target, "llama", spec_strategy="lookup", assistant=None)
+    assert not runs
+    assert not CompiledLayers.of(target).programs
+
+
+def test_the_option_holds_for_one_call(runs: list[Any]) -> None:
+    target, config = model("llama"), hf_spec.LookupConfig(compile=True)
+    plain = generate(target, "llama")
+    assert torch.equal(generate(target, "llama", spec_strategy=config), plain)
+    assert runs
+    runs.clear()
+    assert torch.equal(generate(target, "llama", spec_strategy="lookup"), plain)
+    assert not runs
+    assert not forwards(target)
+
+
+def test_the_option_overrides_a_compiled_model(runs: list[Any]) -> None:
+    target = model("llama")
+    hf_spec.compile(target)
+    runs.clear()
+    generate(target, "llama", spec_strategy=hf_spec.LookupConfig(compile=False))
+    assert not runs
+    generate(target, "llama", spec_strategy="lookup")
+    assert runs
+
+
+@pytest.mark.parametrize("strategy", ["tree", "falcon"])
+def test_the_option_compiles_what_drafts(strategy: str, runs: list[Any]) -> None:
+    target, options = model("llama"), tiny_models.speculation("llama", strategy)
+    options["spec_strategy"] = dataclasses.replace(
+        parse_strategy(options["spec_strategy"]), compile=True
+    )
+    found = generate(target, "llama", "ragged", **options)
+    assert torch.equal(found, generate(target, "llama", "ragged"))
+    assert set(runs) - {layer.self_attn for layer in target.model.layers}
+
+
+@torch.no_grad()
+def test_a_lora_that_acts_on_adaptive_tokens_goes_on_acting(runs: list[Any]) -> None:
+    """Its hooks come when the layers have their programs already."""
+    target = model("llama")
+    tokens = from_adapter(target, tiny_models.random_adaptive_tokens(target))
+    found = []
+    for mode in ("off", "on"):
+        hf_spec.compile(target, mode)
+        runner, text = ModelRunner(target, 1, virtual_tokens=tokens), [5]
+        with runner.active():
+            for nodes in ([7], [7, -1, -1]):
+                runs.clear()
+                tree = DraftTree.from_rows([(nodes, list(range(-1, len(nodes) - 1)))])
+                logits = runner.forward(tree, [[*text, 7]]).logits
+                runner.keep([[]])
+                text.append(7)
+                assert bool(runs) == (mode == "on" and nodes == [7])
+        found.append(logits)
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_only_compile_warns_of_layers_that_cannot_be_compiled(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    target = model("gpt_oss")
+    with caplog.at_level(logging.WARNING):
+        generate(target, "gpt_oss", spec_strategy=hf_spec.LookupConfig(compile=True))
+        assert CompiledLayers.of(target).refused
+        assert not caplog.messages
+        CompiledLayers.of(target).refused.clear()
+        hf_spec.compile(target)
+        assert len(caplog.messages) == 1

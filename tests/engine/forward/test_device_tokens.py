@@ -1,0 +1,16 @@
+"""What a device knows of a forward, moved with it."""
+
+from __future__ import annotations
+
+import torch
+
+from hf_spec.engine.forward.device_tokens import Given
+
+META = torch.device("meta")
+
+
+def test_both_parts_move() -> None:
+    given = Given(torch.arange(3), torch.zeros(3, 1, dtype=torch.uint8)).to(META)
+    assert given.sees is not None
+    assert (given.tokens.device, given.sees.device) == (META, META)
+    assert Given(torch.arange(3)).to(META).sees is None

@@ -1,0 +1,125 @@
+"""Rows of equal shape attend in one call, and to the bit as each of them alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hf_spec_kernels import Scoring
+from torch.nn import functional as F
+
+from hf_spec.engine.forward import sdpa_attention as host_attention
+from hf_spec.engine.forward.tree_attention import PackedStep
+from hf_spec.engine.forward.sdpa_attention import MAX_COPIED_KEYS, attend, store, together
+from hf_spec.engine.forward.kv_pool import KVPool
+from hf_spec.engine.forward.packing import pack
+from hf_spec.engine.forward.row_batch import RowWork
+from hf_spec.engine.forward.draft_tree import DraftTree
+
+HEADS, KV_HEADS, WIDTH = 4, 2, 8
+FORK = ([8, 20, 21], [-1, 0, 0])
+TREE = DraftTree.from_rows([FORK, FORK, ([8, 20, 21], [-1, 0, 1]), FORK])
+SCORINGS = {
+    "plain": Scoring(),
+    "window": Scoring(window=3),
+    "softcap": Scoring(softcap=1.5),
+    "sinks": Scoring(sinks=torch.tensor([0.5, -1.0, 2.0, 0.0])),
+}
+
+
+def rows(stored: int = 5) -> list[RowWork]:
+    """Four rows; all but the third are alike."""
+    return [RowWork(row, stored, [3, 4], list(TREE.nodes(row)), [0, 1, 2], 3) for row in range(4)]
+
+
+def test_rows_are_together_where_they_look_at_equal_places() -> None:
+    inputs = pack(rows(), TREE)
+    groups = together(inputs.segments)
+    assert [alike.view.num_keys for alike in groups] == [7, 10, 7, 10]
+    chains, forks, _, other = groups
+    assert chains.slots.tolist() == forks.slots.tolist() == [0, 1, 3]
+    assert forks.tokens.tolist() == [2, 3, 4, 7, 8, 9, 17, 18, 19]
+    assert (other.slots, other.tokens) == (slice(2, 3), slice(12, 15))
+
+
+@pytest.mark.parametrize(
+    "change", [{"stored": 6}, {"pending": [3]}, {"offsets": [0, 2, 1]}, {"held": [0, 1, 2, 3, 5]}]
+)
+def test_rows_that_differ_are_apart(change: dict[str, Any]) -> None:
+    work = rows()[:2]
+    vars(work[1]).update(change)
+    assert len(together(pack(work, TREE).segments)) == 4
+
+
+def test_padding_of_idle_rows_keeps_its_own_places() -> None:
+    idle = [RowWork(row, 4, [], start=start, fill=2) for row, start in ((2, 6), (3, 9))]
+    inputs = pack([*rows()[:2], *idle], TREE)
+    assert [write[3] for write in inputs.writes[2:]] == [slice(6, 8), slice(9, 11)]
+
+
+def test_of_long_rows_no_key_is_copied() -> None:
+    groups = together(pack(rows(MAX_COPIED_KEYS), TREE).segments)
+    assert [alike.slots for alike in groups] == [slice(n // 2, n // 2 + 1) for n in range(8)]
+
+
+@pytest.mark.parametrize("name", SCORINGS)
+def test_together_they_attend_as_each_alone(name: str) -> None:
+    torch.manual_seed(0)
+    inputs = pack(rows(), TREE)
+    total = len(inputs.tokens)
+    query = torch.randn(1, HEADS, total, WIDTH)
+    new = torch.randn(1, KV_HEADS, total, WIDTH)
+    pool = KVPool(4)
+    keys, values = pool.layer(0, new, new)
+    keys.normal_()
+    values.normal_()
+    step = PackedStep(pool, inputs.writes, inputs.segments)
+    store(step.writes, step.where, new, keys)
+    alone = [group for segment in inputs.segments for group in together([segment])]
+    assert len(alone) > len(step.groups)
+    scoring = SCORINGS[name]
+    expected = attend(alone, query, keys, values, scoring)
+    assert torch.equal(attend(step.groups, query, keys, values, scoring), expected)
+
+
+def test_states_are_stored_as_if_written_row_by_row() -> None:
+    inputs = pack(rows(), TREE)
+    step = PackedStep(KVPool(4), inputs.writes, inputs.segments)
+    states = torch.randn(1, KV_HEADS, len(inputs.tokens), WIDTH)
+    together_, apart = (torch.zeros(4, KV_HEADS, 16, WIDTH) for _ in range(2))
+    store(step.writes, step.where, states, together_)
+    for one in inputs.writes:
+        store([one], step.where, states, apart)
+    assert torch.equal(together_, apart)
+    assert bool(apart.any())
+
+
+def test_states_of_another_dtype_are_taken() -> None:
+    """As under autocast, where a layer's values are in half precision and its queries are not."""
+    inputs = pack(rows(), TREE)
+    step = PackedStep(KVPool(4), inputs.writes, inputs.segments)
+    states = torch.randn(1, HEADS, len(inputs.tokens), WIDTH)
+    buffer = torch.zeros(4, KV_HEADS, 16, WIDTH, dtype=torch.bfloat16)
+    store(step.writes, step.where, states[:, :KV_HEADS], buffer)
+    assert bool(buffer.any())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert attend(step.groups, states, buffer, buffer, Scoring()).dtype == torch.float32
+
+
+def test_a_step_of_equal_rows_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(len(args[0]))
+        return F.scaled_dot_product_attention(*args, **kwargs)
+
+    class Counting:
+        scaled_dot_product_attention = staticmethod(counted)
+
+    monkeypatch.setattr(host_attention, "F", Counting)
+    inputs = pack(rows()[:2], TREE)
+    states = torch.randn(1, KV_HEADS, len(inputs.tokens), WIDTH)
+    buffer = torch.randn(4, KV_HEADS, 16, WIDTH)
+    attend(together(inputs.segments), states, buffer, buffer, Scoring())
+    assert calls == [2, 2]
