@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hf_spec.drafting.graph import TokenGraph
+from hf_spec.drafting.token_graph import TokenGraph
 from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.evaluation.trace import pictures
 from hf_spec.evaluation.trace.pictures import ACCEPTED, INK, PADDING, PALE, REFUSED, ROWS, Canvas

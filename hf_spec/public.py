@@ -8,7 +8,7 @@ from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.streaming import BatchStreamer, BatchTextStreamer
 from hf_spec.backend.device.capture import set_cuda_graphs
 from hf_spec.drafting.config import StrategyConfig
-from hf_spec.drafting.lookup_store import LookupStore
+from hf_spec.methods.lookup.answer_store import LookupStore
 from hf_spec.common.errors import AssistantError, HubError, OptionError, SpecError, UnsupportedError
 from hf_spec.engine.forward.output import ForwardOutput
 from hf_spec.engine.forward.runner import ModelRunner
@@ -16,7 +16,7 @@ from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
 from hf_spec.generation.compiling import CompileReport, compile  # noqa: A004 - as torch's
 from hf_spec.generation.custom_generate import custom_generate
 from hf_spec.generation.hook import disable, enable
-from hf_spec.models.truncated import truncated_draft
+from hf_spec.methods.draft_model.truncated import truncated_draft
 from hf_spec.common.outputs import (
     SpecBatchOutput,
     SpecEncoderDecoderOutput,
@@ -26,8 +26,8 @@ from hf_spec.common.outputs import (
     collect_stats,
 )
 from hf_spec.strategies import *  # noqa: F403 - the configs
-from hf_spec.strategies.known_drafters import KnownDrafter, heads_for
-from hf_spec.strategies.registry import known_strategies, register
+from hf_spec.methods.auto.known_drafters import KnownDrafter, heads_for
+from hf_spec.methods.registry import known_strategies, register
 
 __all__ = [
     "AssistantError",

@@ -31,8 +31,8 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from hf_spec.common.small_models import gemma3_270m, smollm2_135m_instruct
-from hf_spec.drafting import costs as round_costs
-from hf_spec.drafting import measured
+from hf_spec.drafting.cost_model import cost_curves as round_costs
+from hf_spec.drafting.cost_model import cost_model_drafter as measured
 from tests.forked_python import ForkedPython
 from tests.installed import ROOT, Built, build, install
 from tests.model_watch import left_behind

@@ -32,7 +32,7 @@ from hf_spec.engine.forward import tree_attention as attention
 from hf_spec.engine.forward import kv_pool as kv_cache
 from hf_spec.engine.fast import cuda_graphs as step_graphs
 from hf_spec.engine.forward.kv_pool import KVPool
-from hf_spec.heads import block_runner
+from hf_spec.methods.block import runner as block_runner
 
 DEVICE = torch.device("meta")
 # They give another look at the same memory.

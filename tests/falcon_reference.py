@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_spec.models.falcon_head import FalconHead, FalconShape
+from hf_spec.methods.falcon.head import FalconHead, FalconShape
 from tests.tiny_models import build
 
 

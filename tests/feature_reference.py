@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from hf_spec.adapters.published import PublishedHead
-from hf_spec.drafting.proposal_drafter import ProposalDrafter
+from hf_spec.drafting.one_pass_drafter import ProposalDrafter
 from hf_spec.engine.forward.draft_tree import DraftTree
 from tests.published_heads import random_tensors
 from tests.tiny_models import VOCAB

@@ -21,8 +21,8 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
-from hf_spec.heads.mtp_head import MtpHead, own_head
-from hf_spec.heads.mtp_layouts import find_module, own_names
+from hf_spec.methods.mtp.head import MtpHead, own_head
+from hf_spec.methods.mtp.layouts import find_module, own_names
 from tests import tiny_models
 from tests.tiny_models import LLAMA_LIKE, VOCAB
 

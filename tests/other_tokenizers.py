@@ -10,8 +10,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from tokenizers.processors import TemplateProcessing
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from hf_spec.drafting.text_tokens import TextTokens
-from hf_spec.drafting.token_map import TokenPair
+from hf_spec.methods.draft_model.other_tokenizer.text_tokens import TextTokens
+from hf_spec.methods.draft_model.other_tokenizer.token_map import TokenPair
 
 SENTENCE = "the quick brown fox jumps over the lazy dog and the dog sleeps in the warm sun. "
 TEXTS = [

@@ -69,7 +69,7 @@ own rows are within a point of that, those it gives for EAGLE not all (with Vicu
 
 Implemented: the head, with per-pair or recurrent LSTM (`--recurrent`), blocks of 1 to 4 tokens,
 the relaxed causal mask in training, drafting and verification, the two published trees, CSGD by
-paper or code, every option named (`hf_spec/training/csgd.py`). Differs: factors on the LSTM's
+paper or code, every option named (`hf_spec/methods/falcon/csgd.py`). Differs: factors on the LSTM's
 inputs and outputs, a start from the target's own last layer, few tokens in the vocabulary, blocks
 counted from the newest pair; sampling is lossless, and any batch size works. `--csgd steps` lets
 the share of glanced inputs fall to nothing within any number of epochs, and `--no-learn-replaced`

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_spec.engine.forward.tree_attention import takes_packed
-from hf_spec.strategies.registry import parse_strategy
+from hf_spec.methods.registry import parse_strategy
 from tests import tiny_models
 from tests.tiny_models import ARCHITECTURES, STRATEGIES, VOCAB
 

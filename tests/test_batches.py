@@ -19,7 +19,7 @@ from hf_spec import (
 )
 from hf_spec.common.compat import CACHE_NAME, output_cache
 from hf_spec.engine.forward.row_batch import BATCHING
-from hf_spec.strategies.registry import parse_strategy
+from hf_spec.methods.registry import parse_strategy
 from tests import tiny_models
 
 NEW_TOKENS = 16

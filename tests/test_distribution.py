@@ -42,13 +42,13 @@ from hf_spec.adapters.published import PublishedHead
 from hf_spec.engine.decode import drafter
 from hf_spec.engine.decode.verifiers import NodeDraw
 from hf_spec.drafting import level_drafter
-from hf_spec.drafting.model_drafter import DraftModelDrafter
+from hf_spec.methods.draft_model.drafter import DraftModelDrafter
 from hf_spec.engine.forward.draft_tree import DraftTree
-from hf_spec.heads.gemma_assistant import GemmaAssistant
-from hf_spec.heads.gemma_assistant import build as build_assistant
-from hf_spec.heads.mtp_head import MtpHead
-from hf_spec.models.draft_head import DraftHead
-from hf_spec.models.falcon_head import FalconHead, FalconShape
+from hf_spec.methods.gemma_assistant.head import GemmaAssistant
+from hf_spec.methods.gemma_assistant.head import build as build_assistant
+from hf_spec.methods.mtp.head import MtpHead
+from hf_spec.methods.feature_pairs.draft_head import DraftHead
+from hf_spec.methods.falcon.head import FalconHead, FalconShape
 from hf_spec.evaluation.lossless.distribution import IMPOSSIBLE, chi_square
 from tests.biased_rules import NoResidual, RedrawnBonus, SiblingsWithoutUpdate
 from tests.feature_reference import deepspec, medusa

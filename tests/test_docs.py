@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import hf_spec
 from hf_spec.cli.app import COMMANDS, load_command
-from hf_spec.strategies import registry
+from hf_spec.methods import registry
 from tests import papers_page, support_matrix, tiny_models
 
 ROOT = Path(__file__).parents[1]

@@ -24,7 +24,7 @@ from hf_spec.common.outputs import RowStats
 from tests import tiny_models
 from tests.tiny_models import ARCHITECTURES, MATRIX, PUBLISHED
 
-# Without drafts nothing can be accepted; tests/strategies/test_none.py has that case.
+# Without drafts nothing can be accepted; tests/methods/test_none.py has that case.
 STRATEGIES = tuple(name for name in MATRIX if name != "none")
 
 NEW_TOKENS = 16

@@ -36,7 +36,7 @@ def card(
 
         hf-spec card my-head --results results.json --license apache-2.0
     """
-    import hf_spec.models.methods  # noqa: F401 - the methods become known
+    import hf_spec.methods.adapter_methods  # noqa: F401 - the methods become known
     from hf_spec.adapters.card import write_card
     from hf_spec.adapters.folder import load_adapter
 

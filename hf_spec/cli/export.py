@@ -29,6 +29,6 @@ def export(
 
         hf-spec export my-eagle my-eagle-for-sglang --for sglang
     """
-    from hf_spec.heads.exporting import export_head
+    from hf_spec.methods.exporting import export_head
 
     typer.echo(f"next: {export_head(head, out, engine, model)}")

@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 
 from hf_spec.drafting.config import AUTO
-from hf_spec.drafting.growth import TreeShape
+from hf_spec.drafting.tree_growth import TreeShape
 from hf_spec.drafting.level_drafter import LevelConfig
 from hf_spec.common.errors import OptionError, choices
 

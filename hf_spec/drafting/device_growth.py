@@ -20,7 +20,7 @@ from hf_spec_kernels.ragged_tree_attention import pack_bits
 from torch import Tensor
 
 from hf_spec.backend.device.transfer import fetch_all, send
-from hf_spec.drafting.growth import Growth, TreeShape
+from hf_spec.drafting.tree_growth import Growth, TreeShape
 from hf_spec.drafting.rank_tree import Path
 
 # Most nodes of a row in a level. Wider ones are meant to be pruned, and padding all of them would

@@ -7,8 +7,8 @@
 `confidence`    stop after the first token whose draft probability is below the threshold
                 (transformers' dynamic speculation)
 `head`          stop after the first token that the drafter's own confidence head gives a chance
-                of acceptance below the threshold (DSpark; `hf_spec.heads.markov`)
-`measured`      stop where the next level is not worth its time (`hf_spec.drafting.measured`)
+                of acceptance below the threshold (DSpark; `hf_spec.methods.block.markov`)
+`measured`      stop where the next level is not worth its time (`hf_spec.drafting.cost_model.cost_model_drafter`)
 ==============  ================================================================================
 
 Others are added from outside with `register_policy`, as is DISCO's classifier. A policy is asked
@@ -27,7 +27,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_spec.drafting.sources import EXPECTATION_WEIGHT, PROBABILITY_KINDS, Shares, shares_of_levels
+from hf_spec.drafting.cost_model.acceptance_stats import EXPECTATION_WEIGHT, PROBABILITY_KINDS, Shares, shares_of_levels
 from hf_spec.common.errors import OptionError, choices
 from hf_spec.engine.forward.draft_tree import Verdict
 

@@ -6,7 +6,7 @@ on, when a length policy stops, what is sent. Chains follow Leviathan et al. 202
 many children per node as nodes per level this is the dynamic tree of EAGLE-2 (Li et al. 2024, arXiv
 2406.16858, section 4): the beam of the w likeliest paths is drafted on, and of all that was drafted
 the likeliest are sent. With merging on, repeated runs of tokens are drafted once
-(`hf_spec.drafting.graph`).
+(`hf_spec.drafting.token_graph`).
 
 When the target samples, a chain is sampled too and judged by residual rejection, which accepts with
 probability 1 - TV(draft, target); a tree takes the top tokens and is judged by node draw. Option
@@ -32,8 +32,8 @@ from hf_spec.engine.decode.verifiers import Verifier
 from hf_spec.backend.device.transfer import fetch_all
 from hf_spec.drafting.config import AUTO, PolicyConfig
 from hf_spec.drafting.device_growth import DeviceGrowth, Plans
-from hf_spec.drafting.graph import TokenGraph, Unmerged
-from hf_spec.drafting.growth import Growth, TreeShape
+from hf_spec.drafting.token_graph import TokenGraph, Unmerged
+from hf_spec.drafting.tree_growth import Growth, TreeShape
 from hf_spec.drafting.length_policy import DraftedToken, LengthPolicy
 from hf_spec.engine.forward.output import ForwardOutput
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from hf_spec.adapters.folder import load_adapter
 from hf_spec.common.errors import AssistantError
-from hf_spec.strategies.assistants import read_once
+from hf_spec.methods.loading import read_once
 
 
 def custom_generate(

@@ -14,7 +14,7 @@ from hf_spec.common.errors import OptionError
 from hf_spec.generation.generate_batch import prepare_request, settle_batch
 from hf_spec.generation.hook import original_generate
 from hf_spec.generation.settling import make_ready, settle
-from hf_spec.strategies.registry import parse_strategy
+from hf_spec.methods.registry import parse_strategy
 
 
 @dataclass(frozen=True)

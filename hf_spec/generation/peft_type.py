@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from hf_spec.adapters.few_bits import packed, unpacked
 from hf_spec.adapters.folder import LAYER_NAME, PEFT_TYPE, SpecAdapter, load_adapter
 from hf_spec.common.errors import AssistantError, SpecError
-from hf_spec.strategies.assistants import build
+from hf_spec.methods.loading import build
 
 
 @dataclass

@@ -27,8 +27,8 @@ from transformers import PreTrainedModel
 from hf_spec.common.prompts import Prompt
 from hf_spec.common.errors import OptionError
 from hf_spec.common.files import check_regular, parse_json, resume_lines
-from hf_spec.models.draft_head import frequent_tokens
-from hf_spec.strategies.none import NoDrafter, NoneConfig
+from hf_spec.methods.feature_pairs.draft_head import frequent_tokens
+from hf_spec.methods.none import NoDrafter, NoneConfig
 from hf_spec.training.answer_keys import answer_keys, check_answered, model_facts
 from hf_spec.training.settings import BATCH_SIZE, ResponseSettings
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from hf_spec.common.errors import OptionError
-from hf_spec.models.shapes import FalconShape, Mode
+from hf_spec.methods.falcon.shapes import FalconShape, Mode
 from hf_spec.common.settings import Count, Internal, Named, Settings, Share, Weight, Within
 
 FROZEN_BASE = ("gated", "embeddings")
@@ -102,12 +102,12 @@ class DraftTrainSettings(Settings):
 
 @dataclass(frozen=True)
 class CsgdSettings(Settings):
-    """What a Falcon head is taught; `hf_spec.training.csgd` explains the choices.
+    """What a Falcon head is taught; `hf_spec.methods.falcon.csgd` explains the choices.
 
     Attributes:
         schedule: of the share of glanced inputs; steps lets it fall to 0 within any number of
-            epochs, off replaces none. See hf_spec.training.csgd.
-        noise: on the input features; see hf_spec.training.csgd.
+            epochs, off replaces none. See hf_spec.methods.falcon.csgd.
+        noise: on the input features; see hf_spec.methods.falcon.csgd.
         hard_label: the token in the data, or one drawn from the target.
         replaced_token: put in by glancing: the target's first choice, or the token in the data.
         feature_weight: of the feature loss, a smooth L1 distance.
@@ -198,10 +198,10 @@ class EagleTrainSettings(Settings):
 
 @dataclass(frozen=True)
 class SdsatTrainSettings(Settings):
-    """What adaptive tokens are trained to be; `hf_spec.training.sdsat` explains the choices.
+    """What adaptive tokens are trained to be; `hf_spec.methods.sdsat.training` explains the choices.
 
     Attributes:
-        mode: what learns; see hf_spec.models.adaptive_tokens.
+        mode: what learns; see hf_spec.methods.sdsat.adaptive_tokens.
         window: most adaptive tokens in a row, L.
         diverse: one adaptive token per place, not one for all.
         rank: rank of the LoRA.

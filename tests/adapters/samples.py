@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from hf_spec.adapters.adapter import BaseModel, known_methods, save_adapter
 from hf_spec.adapters.folder import SpecAdapter
-from hf_spec.models.disco_classifier import DiscoClassifier
-from hf_spec.models.trained_draft import TrainableDraft
+from hf_spec.methods.disco.classifier import DiscoClassifier
+from hf_spec.methods.draft_model.trained import TrainableDraft
 from tests.falcon_reference import random_head
 from tests.tiny_models import VOCAB, build, repetitive_prompt, sdsat_adapter
 

@@ -32,7 +32,7 @@ from hf_spec.adapters.adapter import (
 from hf_spec.adapters.card import save_with_card
 from hf_spec.adapters.folder import load_adapter
 from hf_spec.common.installing import how_to_install
-from hf_spec.strategies.assistants import adapter_module, build, find_assistant
+from hf_spec.methods.loading import adapter_module, build, find_assistant
 from tests import tiny_models
 from tests.adapters.samples import fresh_model, sample
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from hf_spec import OptionError
 from hf_spec.evaluation.bench import settings as bench
 from hf_spec.cli.options import AnswerSettings, Placement, check_out, from_settings
-from hf_spec.models.shapes import FalconShape
+from hf_spec.methods.falcon.shapes import FalconShape
 from hf_spec.common.settings import Count, Internal, Named, Settings, Share, described
 from hf_spec.training import settings as train
 from hf_spec.evaluation.lossless.settings import SamplingPlan, VerificationPlan

@@ -14,7 +14,7 @@ import hf_spec
 from hf_spec import AssistantError, OptionError, SpecError, UnsupportedError
 from hf_spec.common.errors import choices
 from hf_spec.engine.forward.draft_tree import DraftTree
-from hf_spec.strategies.lookup import LookupDrafter
+from hf_spec.methods.lookup.drafter import LookupDrafter
 from tests.model_watch import snapshot
 from tests.tiny_models import build, repetitive_prompt
 

@@ -13,7 +13,7 @@ import pytest
 
 import hf_spec
 from hf_spec import DraftConfig, LookupConfig, OptionError
-from hf_spec.strategies.registry import known_strategies, parse_strategy
+from hf_spec.methods.registry import known_strategies, parse_strategy
 
 
 @pytest.mark.parametrize("name", known_strategies())

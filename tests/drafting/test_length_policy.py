@@ -18,7 +18,7 @@ from hf_spec.drafting.length_policy import (
     make_policy,
     register_policy,
 )
-from hf_spec.drafting.sources import LEVEL_EXPECTATION
+from hf_spec.drafting.cost_model.acceptance_stats import LEVEL_EXPECTATION
 from hf_spec.common.errors import OptionError
 from tests.tiny_models import build
 

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_spec.drafting.growth import TreeShape
+from hf_spec.drafting.tree_growth import TreeShape
 from hf_spec.drafting.length_policy import ConfidencePolicy, LengthPolicy
 from hf_spec.drafting.level_drafter import Graphs, LevelConfig, LevelDrafter, Owners
 from hf_spec.drafting.rank_tree import RankTree
 from hf_spec.engine.forward.output import ForwardOutput
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
 from hf_spec.strategies import GsdConfig, TreeConfig
-from tests.drafting.test_model_drafter import start
+from tests.methods.draft_model.test_drafter import start
 from tests.tiny_models import ragged_batch
 
 # Of four places, which stand for tokens 10, 20, 30 and 40: what follows the token before.

@@ -14,7 +14,7 @@ from transformers import LogitsProcessor
 
 import hf_spec
 from hf_spec.engine.fast import packed_linear as cpu_linear
-from hf_spec.strategies.registry import parse_strategy
+from hf_spec.methods.registry import parse_strategy
 from tests import tiny_models
 from tests.compiler import needs_compiler
 from tests.nested_calls import CHANGES, Contrast

@@ -15,7 +15,7 @@ from hf_spec import LookupConfig, SpecGenerateOutput, SpecStats
 from hf_spec.common.compat import CACHE_NAME, output_cache
 from hf_spec.engine.decode.verifiers import NodeDraw
 from hf_spec.generation.one_call import generate_with
-from hf_spec.strategies.lookup import LookupDrafter
+from hf_spec.methods.lookup.drafter import LookupDrafter
 from tests import criteria, tiny_models
 from tests.model_watch import count_forwards
 

@@ -16,7 +16,7 @@ from hf_spec.engine.decode.stopping import StopRules
 from hf_spec.engine.forward.runner import ModelRunner
 from hf_spec.generation import own_prefill
 from hf_spec.generation.own_prefill import Prompt, first_round
-from hf_spec.strategies.lookup import LookupConfig, LookupDrafter
+from hf_spec.methods.lookup.drafter import LookupConfig, LookupDrafter
 from tests import tiny_models
 from tests.model_watch import count_forwards
 from tests.refusals import refuse

@@ -266,7 +266,7 @@ class TestChoosing:
             model.generate(PROMPT, max_new_tokens=4, spec_strategy=strategy)
 
     def test_auto_takes_what_is_there(self, tmp_path: Path) -> None:
-        from hf_spec.strategies.registry import make_drafter
+        from hf_spec.methods.registry import make_drafter
 
         model = fresh_model()
         model.load_adapter(save_sample(tmp_path / "draft", "draft"), adapter_name="draft")

@@ -15,8 +15,8 @@ from hf_spec.generation.settling import (
     with_own_storage,
     without_tokenizers,
 )
-from hf_spec.strategies.lookup import LookupDrafter
-from hf_spec.strategies.registry import parse_strategy
+from hf_spec.methods.lookup.drafter import LookupDrafter
+from hf_spec.methods.registry import parse_strategy
 from tests import tiny_models
 from tests.refusals import refuse
 

@@ -11,9 +11,9 @@ import torch
 import transformers as T
 
 from hf_spec.adapters.published import known_head, write_published
-from hf_spec.heads.eagle_head import build
-from hf_spec.heads.exporting import export_head
-from hf_spec.training.eagle import layout, new_head
+from hf_spec.methods.eagle.head import build
+from hf_spec.methods.exporting import export_head
+from hf_spec.methods.eagle.training import layout, new_head
 from hf_spec.training.features import stored_texts
 from hf_spec.training.responses import Response
 from hf_spec.training.settings import EagleTrainSettings

@@ -15,7 +15,7 @@ import pytest
 
 from hf_spec.adapters.folder import load_adapter
 from hf_spec.common.small_models import smollm2_135m_instruct
-from hf_spec.strategies.assistants import strategy_of
+from hf_spec.methods.loading import strategy_of
 from tests.adapters.local_hub import LocalHub, local_hub
 from tests.installed import ROOT, User
 

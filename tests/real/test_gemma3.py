@@ -15,7 +15,7 @@ from torch import Tensor
 import hf_spec
 from hf_spec import FalconConfig
 from hf_spec.common.prompts import load_prompts
-from hf_spec.models.falcon_head import FalconHead, FalconShape
+from hf_spec.methods.falcon.head import FalconHead, FalconShape
 
 pytestmark = pytest.mark.real
 

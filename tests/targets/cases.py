@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import hf_spec
-from hf_spec.models.falcon_head import FalconHead, FalconShape
+from hf_spec.methods.falcon.head import FalconHead, FalconShape
 from hf_spec.evaluation.lossless.mismatch import TIE, differences
 from tests import tiny_models
 

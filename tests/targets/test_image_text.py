@@ -27,7 +27,7 @@ from hf_spec.backend.device.capture import padded_steps
 from hf_spec.engine.forward.row_batch import BATCHING
 from hf_spec.generation import own_prefill
 from hf_spec.generation.one_call import generate_with
-from hf_spec.models.falcon_head import FalconHead, FalconShape
+from hf_spec.methods.falcon.head import FalconHead, FalconShape
 from hf_spec.evaluation.lossless.distribution import chi_square
 from tests import tiny_models
 from tests.biased_rules import NoResidual

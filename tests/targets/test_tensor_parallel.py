@@ -12,7 +12,7 @@ import torch
 import transformers
 from packaging.version import Version
 
-from hf_spec.drafting import measured
+from hf_spec.drafting.cost_model import cost_model_drafter as measured
 from tests.refusals import small_llama
 from tests.targets import image_cases, two_processes
 from tests.targets.cases import SEED, sampled, speculate

@@ -56,18 +56,18 @@ def finish():
 """
 METHODS = {
     "draft": """
-from hf_spec.training import draft
+from hf_spec.methods.draft_model import training as draft
 settings = draft.DraftTrainSettings(num_layers=2, rank=4, vocabulary_size=64, held_back=0.2)
 draft.train_draft(build("llama"), examples, folder, settings, run)
 """,
     "sdsat": """
-from hf_spec.training import sdsat
+from hf_spec.methods.sdsat import training as sdsat
 settings = sdsat.SdsatTrainSettings(rank=4, held_back=0.2, window=3)
 sdsat.train_sdsat(build("llama"), examples, folder, settings, run)
 """,
     "disco": """
 import hf_spec
-from hf_spec.training import disco
+from hf_spec.methods.disco import training as disco
 settings = disco.DiscoTrainSettings(max_epochs=3, batch_size=64)
 model = build("llama")
 disco.train_disco(model, hf_spec.truncated_draft(model, 2), responses, folder, settings)
@@ -75,7 +75,7 @@ disco.train_disco(model, hf_spec.truncated_draft(model, 2), responses, folder, s
 }
 # With dropout, noise and glancing: every random number belongs to its micro-batch.
 FALCON = """
-from hf_spec.training.falcon import train_falcon
+from hf_spec.methods.falcon.training import train_falcon
 from hf_spec.training.features import Text
 from tests.training import test_falcon
 few = replace(test_falcon.RUN, epochs=2, accumulate=2, batch_tokens=40)

@@ -28,7 +28,7 @@ from hf_spec.engine.forward import model_call
 from hf_spec.engine.forward import runner
 from hf_spec.generation import hook
 from hf_spec.generation.one_call import generate_with
-from hf_spec.models.pair_runner import check_packed
+from hf_spec.methods.feature_pairs.runner import check_packed
 from hf_spec.evaluation.lossless.distribution import chi_square
 from tests import tiny_models
 from tests.biased_rules import NoResidual

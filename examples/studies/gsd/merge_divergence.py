@@ -27,14 +27,14 @@ from hf_spec.evaluation.bench.tables import Table
 from hf_spec.common.machine import environment
 from hf_spec.common.prompts import Prompt, load_prompts
 from hf_spec.engine.decode.generation_state import GenerationState
-from hf_spec.drafting.graph import TokenGraph
-from hf_spec.drafting.model_drafter import DraftModelDrafter
+from hf_spec.drafting.token_graph import TokenGraph
+from hf_spec.methods.draft_model.drafter import DraftModelDrafter
 from hf_spec.engine.forward.runner import ModelRunner
 from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.generation.one_call import generate_with
-from hf_spec.models.truncated import truncated_draft
+from hf_spec.methods.draft_model.truncated import truncated_draft
 from hf_spec.strategies import GsdConfig
-from hf_spec.strategies.assistants import resolve_draft_model
+from hf_spec.methods.loading import resolve_draft_model
 
 MERGE_LENGTHS = (0, 1, 2, 3)
 CONTROL = "random pair"
@@ -50,7 +50,7 @@ def merged_pairs(tree: DraftTree, context: Sequence[int], merge_length: int) -> 
     Args:
         tree: a draft of one row; siblings in order of rank.
         context: the committed tokens, the root's included.
-        merge_length: see `hf_spec.drafting.graph`.
+        merge_length: see `hf_spec.drafting.token_graph`.
 
     Returns:
         (node, first occurrence) in the order in which they would be drafted. Nodes below a merged

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_spec.evaluation.bench.entries import parse_entry
-from hf_spec.strategies.sdsat import SdsatConfig
+from hf_spec.methods.sdsat.drafter import SdsatConfig
 
 FIGURES = {
     "accept_rate": "drafts accepted / drafts sent",

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_spec.adapters.folder import load_adapter
-from hf_spec.models.adaptive_tokens import METHOD, adaptive_tokens, merge_lora
+from hf_spec.methods.sdsat.adaptive_tokens import METHOD, adaptive_tokens, merge_lora
 from hf_spec.training.responses import Response, read_responses
 
 

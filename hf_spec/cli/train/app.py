@@ -101,7 +101,7 @@ def train_draft_command(  # noqa: PLR0913 - one parameter an option
     """
     from hf_spec.cli.loading import load_target
     from hf_spec.training.answers import teacher_examples
-    from hf_spec.training.draft import train_draft
+    from hf_spec.methods.draft_model.training import train_draft
     from hf_spec.training.responses import read_responses
 
     answers = list(read_responses(responses))
@@ -139,8 +139,8 @@ def train_falcon_command(  # noqa: PLR0913 - one parameter an option
     """
     from hf_spec.adapters.folder import load_adapter
     from hf_spec.cli.loading import load_target
-    from hf_spec.models.falcon_head import METHOD
-    from hf_spec.training.falcon import train_falcon
+    from hf_spec.methods.falcon.head import METHOD
+    from hf_spec.methods.falcon.training import train_falcon
     from hf_spec.training.features import LAST, fused_layers
 
     target = load_target(model, placement)
@@ -177,7 +177,7 @@ def train_eagle_command(  # noqa: PLR0913 - one parameter an option
     """
     from hf_spec.adapters.published import known_head
     from hf_spec.cli.loading import load_target
-    from hf_spec.training.eagle import check_start, train_eagle
+    from hf_spec.methods.eagle.training import check_start, train_eagle
     from hf_spec.training.features import fused_layers
 
     start = None if init is None else known_head(init)
@@ -207,16 +207,16 @@ def train_sdsat_command(  # noqa: PLR0913 - one parameter an option
     """Train adaptive tokens, after which the target drafts for itself.
 
     Modes gated and embeddings leave the target's output as it is; lora and full make another model
-    of it, full in OUT itself. See hf_spec.models.adaptive_tokens. The target's opinions are
+    of it, full in OUT itself. See hf_spec.methods.sdsat.adaptive_tokens. The target's opinions are
     computed, and kept, only for --soft-weight. Use the adapter with
     model.generate(..., spec_strategy="sdsat", assistant=OUT).
 
         hf-spec train sdsat --model MODEL --responses answers.jsonl --out my-tokens --window 5
     """
     from hf_spec.cli.loading import load_target, load_tokenizer
-    from hf_spec.models.adaptive_tokens import CONFIG_ENTRY
+    from hf_spec.methods.sdsat.adaptive_tokens import CONFIG_ENTRY
     from hf_spec.training.answers import Example, teacher_examples
-    from hf_spec.training.sdsat import train_sdsat
+    from hf_spec.methods.sdsat.training import train_sdsat
 
     def examples(answers: list[Response], own: Path) -> list[Example]:
         if settings.soft_weight:
@@ -233,7 +233,7 @@ def train_sdsat_command(  # noqa: PLR0913 - one parameter an option
     if settings.mode == "full":
         step = common.bench_command(out, "sdsat", placement)
     elif settings.mode == "lora":
-        step = f"in Python, hf_spec.models.adaptive_tokens.merge_lora(model, {str(out)!r})"
+        step = f"in Python, hf_spec.methods.sdsat.adaptive_tokens.merge_lora(model, {str(out)!r})"
     common.conclude(made["held_back"], step)
 
 
@@ -265,7 +265,7 @@ def train_disco_command(  # noqa: PLR0913 - one parameter an option
         hf-spec train disco --model MODEL --responses answers.jsonl --draft DRAFT --out my-disco
     """
     from hf_spec.cli.loading import load_target
-    from hf_spec.training.disco import train_disco
+    from hf_spec.methods.disco.training import train_disco
     from hf_spec.training.responses import read_responses
     from hf_spec.training.trainer import processes
 

@@ -46,7 +46,7 @@ def calibrate_disco_command(  # noqa: PLR0913 - one parameter an option
     from hf_spec.evaluation.bench.calibrate.disco import calibrate_disco, validation_prompts
     from hf_spec.cli.loading import load_target, load_tokenizer
     from hf_spec.common.prompts import load_prompts
-    from hf_spec.models.disco_classifier import METHOD
+    from hf_spec.methods.disco.classifier import METHOD
 
     known = load_prompts(prompts)
     chosen = known if use_all else validation_prompts(load_adapter(adapter, METHOD), known)

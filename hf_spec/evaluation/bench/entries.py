@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from hf_spec.drafting.config import StrategyConfig
 from hf_spec.common.errors import AssistantError, OptionError
-from hf_spec.strategies.assistants import find_assistant
-from hf_spec.strategies.registry import make_drafter, parse_strategy
+from hf_spec.methods.loading import find_assistant
+from hf_spec.methods.registry import make_drafter, parse_strategy
 
 
 class Entry(NamedTuple):

@@ -22,9 +22,9 @@ from hf_spec.engine.decode.verifiers import Verifier
 from hf_spec.engine.forward.model_call import ModelCall
 from hf_spec.engine.forward.row_storage import RowStorage
 from hf_spec.engine.forward.runner import ModelRunner
-from hf_spec.heads.eagle_head import EagleHead
-from hf_spec.models.falcon_head import FalconHead
-from hf_spec.models.pair_runner import HeadRunner
+from hf_spec.methods.eagle.head import EagleHead
+from hf_spec.methods.falcon.head import FalconHead
+from hf_spec.methods.feature_pairs.runner import HeadRunner
 
 # In the order of a step; what a draft model does inside a draft has names of its own.
 PARTS = (

@@ -29,8 +29,8 @@ from hf_spec.common.prompts import Prompt, as_conversations, check_batch_size, m
 from hf_spec.common.errors import OptionError
 from hf_spec.engine.models.support_checks import check_model
 from hf_spec.engine.forward.vocabulary import num_embeddings
-from hf_spec.models.trained_draft import METHOD as DRAFT
-from hf_spec.strategies.assistants import (
+from hf_spec.methods.draft_model.trained import METHOD as DRAFT
+from hf_spec.methods.loading import (
     find_assistant,
     read_draft_model,
     resolve_draft_model,

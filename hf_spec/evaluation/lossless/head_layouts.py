@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from hf_spec.adapters.published import PublishedHead, read_published
 from hf_spec.common.errors import AssistantError
 from hf_spec.engine.forward.last_layer import BEFORE_NORM, LastLayer
-from hf_spec.strategies.assistants import build_published
+from hf_spec.methods.loading import build_published
 from hf_spec.evaluation.lossless.ambiguous_layouts import OPEN_READINGS, OpenReadings, States
 
 # Standard errors by which a reading must be better than that of the config.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from xml.sax.saxutils import escape
 
-from hf_spec.drafting.graph import TokenGraph
+from hf_spec.drafting.token_graph import TokenGraph
 from hf_spec.engine.forward.row_batch import BATCHING
 
 Point = tuple[float, float]

@@ -23,13 +23,13 @@ from hf_spec.drafting.length_policy import LengthPolicy
 from hf_spec.drafting.rank_tree import RankTree
 from hf_spec.engine.forward.last_layer import BEFORE_NORM
 from hf_spec.engine.forward.runner import ModelRunner
-from hf_spec.heads.block_reading import build_block_head as build_block
-from hf_spec.heads.eagle_head import build as build_eagle
-from hf_spec.heads.feature_heads import build_medusa, build_mlp_speculator
-from hf_spec.models.pair_drafter import PairDrafter
-from hf_spec.strategies.falcon import FalconDrafter
-from hf_spec.strategies.lookup import LookupConfig, LookupDrafter
-from hf_spec.strategies.registry import make_drafter
+from hf_spec.methods.block.layouts import build_block_head as build_block
+from hf_spec.methods.eagle.head import build as build_eagle
+from hf_spec.methods.medusa.heads import build_medusa, build_mlp_speculator
+from hf_spec.methods.feature_pairs.drafter import PairDrafter
+from hf_spec.methods.falcon.drafter import FalconDrafter
+from hf_spec.methods.lookup.drafter import LookupConfig, LookupDrafter
+from hf_spec.methods.registry import make_drafter
 from tests import mtp_reference, tiny_models
 from tests.fake_gpu import OnGpu, on_gpu, pretended, recording
 from tests.falcon_reference import random_head

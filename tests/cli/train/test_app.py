@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 from hf_spec.adapters.folder import load_adapter
 from hf_spec.cli.app import build_app
 from hf_spec.common.prompts import load_prompts
-from hf_spec.training import falcon, features
+from hf_spec.methods.falcon import training as falcon
+from hf_spec.training import features
 from hf_spec.training.responses import read_responses
 from tests.cli.train.cli_files import (
     next_step,

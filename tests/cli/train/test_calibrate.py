@@ -10,7 +10,7 @@ import pytest
 from hf_spec.adapters.folder import load_adapter, save_adapter
 from hf_spec.common.prompts import load_prompts
 from tests.cli.train.cli_files import next_step, run, save_model, save_responses
-from tests.strategies.test_falcon import knowing_head
+from tests.methods.falcon.test_drafter import knowing_head
 
 
 @pytest.fixture

@@ -13,12 +13,12 @@ from hf_spec.engine.decode.continuous_batching import ContinuousBatch, Prepared,
 from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.stopping import StopRules
-from hf_spec.drafting.model_drafter import DraftModelDrafter
+from hf_spec.methods.draft_model.drafter import DraftModelDrafter
 from hf_spec.engine.forward.runner import ModelRunner
 from hf_spec.engine.forward.draft_tree import DraftTree
-from hf_spec.strategies.draft_model import DraftConfig
-from hf_spec.strategies.lookup import LookupConfig, LookupDrafter
-from hf_spec.strategies.registry import make_drafter, parse_strategy
+from hf_spec.methods.draft_model.config import DraftConfig
+from hf_spec.methods.lookup.drafter import LookupConfig, LookupDrafter
+from hf_spec.methods.registry import make_drafter, parse_strategy
 from tests import tiny_models
 
 # Longer texts than the first capacity of the pool would hide growth.

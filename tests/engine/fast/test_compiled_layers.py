@@ -22,8 +22,8 @@ from hf_spec.engine.fast.layer_call import BoundProgram
 from hf_spec.engine.fast.compiled_layers import CompiledLayers
 from hf_spec.engine.forward.runner import ModelRunner
 from hf_spec.engine.forward.draft_tree import DraftTree
-from hf_spec.models.adaptive_tokens import from_adapter
-from hf_spec.strategies.registry import parse_strategy
+from hf_spec.methods.sdsat.adaptive_tokens import from_adapter
+from hf_spec.methods.registry import parse_strategy
 from tests import tiny_models
 from tests.compiler import needs_compiler
 

@@ -30,8 +30,8 @@ from hf_spec.engine.forward.kv_pool import KVPool
 from hf_spec.engine.forward.runner import ModelRunner
 from hf_spec.engine.fast.cuda_graphs import StepGraphs, obstacle
 from hf_spec.engine.forward.draft_tree import DraftTree
-from hf_spec.models.draft_head import DraftHead
-from hf_spec.models.truncated import truncated_draft
+from hf_spec.methods.feature_pairs.draft_head import DraftHead
+from hf_spec.methods.draft_model.truncated import truncated_draft
 from tests import hybrid_models, tiny_models
 from tests.fake_gpu import standing
 

@@ -11,8 +11,8 @@ import torch
 
 from examples.studies.disco import ablation
 from examples.studies.disco.ablation import ablate, main, ranked_right, table, without
-from hf_spec.models.shapes import FEATURES
-from hf_spec.training.disco import Observed
+from hf_spec.methods.falcon.shapes import FEATURES
+from hf_spec.methods.disco.training import Observed
 from hf_spec.training.responses import FORMAT
 from hf_spec.training.settings import DiscoTrainSettings
 from tests.tiny_models import build, draft_model

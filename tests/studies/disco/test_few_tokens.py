@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from examples.studies.disco import few_tokens
-from hf_spec.models.draft_head import DraftHead
+from hf_spec.methods.feature_pairs.draft_head import DraftHead
 from tests.tiny_models import VOCAB, build, draft_model, repetitive_prompt
 
 

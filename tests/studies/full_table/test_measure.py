@@ -11,7 +11,7 @@ import pytest
 
 from examples.studies.full_table import measure as full
 from examples.studies.full_table.measure import MODELS, main
-from hf_spec.strategies.registry import known_strategies
+from hf_spec.methods.registry import known_strategies
 
 ADAPTERS = Path(__file__).parents[3] / "examples" / "adapters"
 

@@ -33,9 +33,9 @@ from hf_spec.evaluation.bench.summary import spread, spread_of
 from hf_spec.common.machine import environment
 from hf_spec.common.prompts import Prompt, load_prompts
 from hf_spec.common.errors import OptionError
-from hf_spec.models.disco_classifier import METHOD
-from hf_spec.strategies.disco import DiscoConfig, find_draft_model
-from hf_spec.strategies.draft_model import DraftConfig
+from hf_spec.methods.disco.classifier import METHOD
+from hf_spec.methods.disco.drafter import DiscoConfig, find_draft_model
+from hf_spec.methods.draft_model.config import DraftConfig
 
 # The first way, which every other is compared with.
 REFERENCE = "reference"

@@ -25,12 +25,12 @@ from hf_spec.evaluation.bench.calibrate.falcon import (
 from hf_spec.evaluation.bench.settings import TreeSettings
 from hf_spec.common.prompts import load_prompts
 from hf_spec.drafting.rank_tree import RankTree
-from hf_spec.models.falcon_head import FalconHead
-from hf_spec.models.shapes import FalconShape
-from hf_spec.strategies.falcon_tree import choose_tree
+from hf_spec.methods.falcon.head import FalconHead
+from hf_spec.methods.falcon.shapes import FalconShape
+from hf_spec.methods.falcon.tree_choice import choose_tree
 from hf_spec.training.responses import Response
 from tests.falcon_reference import random_head
-from tests.strategies.test_falcon import BUSHY, knowing_head, watch_drafts
+from tests.methods.falcon.test_drafter import BUSHY, knowing_head, watch_drafts
 from tests.tiny_models import VOCAB, build, repetitive_prompt, settled_prompt
 
 SETTINGS = TreeSettings(

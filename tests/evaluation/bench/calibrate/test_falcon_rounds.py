@@ -10,11 +10,11 @@ from hf_spec import FalconConfig
 from hf_spec.evaluation.bench.calibrate.falcon_rounds import Rounds, best_choice, candidates, record_rounds
 from hf_spec.drafting.rank_tree import RankTree
 from hf_spec.engine.forward.draft_tree import Verdict
-from hf_spec.models.falcon_head import FalconHead
-from hf_spec.strategies.falcon import FalconDrafter
+from hf_spec.methods.falcon.head import FalconHead
+from hf_spec.methods.falcon.drafter import FalconDrafter
 from hf_spec.training.responses import Response
 from tests.falcon_reference import random_head
-from tests.strategies.test_falcon import BUSHY, knowing_head
+from tests.methods.falcon.test_drafter import BUSHY, knowing_head
 from tests.tiny_models import build, repetitive_prompt, settled_prompt
 
 NEW_TOKENS = 24

@@ -1,0 +1,1 @@
+"""When a draft is worth its time: measured costs and acceptance rates."""

@@ -1,0 +1,1 @@
+"""Speculative methods, one folder each."""

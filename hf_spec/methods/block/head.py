@@ -1,0 +1,246 @@
+"""Heads that draft a whole block in one pass: DFlash and DSpark.
+
+The block is the last token and then masks. Its layers read two kinds of keys and values: those of
+the block itself, in which every place sees every other one, and those of the *context*, one vector
+per committed token, mixed from the target's hidden states of several layers. The context is the
+same for every layer, which makes keys and values of it without a norm of its own; they stay, and
+those of the block are dropped (Chen et al. 2026, arXiv 2602.06036). DSpark, from deepseek-ai's
+DeepSpec, adds the heads of `hf_spec.methods.block.markov`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import Qwen3Config
+from transformers.activations import ACT2FN
+
+from hf_spec.adapters.adapter import BaseModel
+from hf_spec.engine.forward.tree_attention import PackedStep, tree_attention
+from hf_spec.methods.block.markov import CONFIDENCE, ConfidenceHead, MarkovHead
+from hf_spec.methods.block.markov import PREFIX as MARKOV
+from hf_spec.methods.published_weights import OutputHead
+
+# What `assistant=` is for where no strategy is named.
+STRATEGY = "block"
+
+# Cosines and sines of (T, D) positions.
+Rotation = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What a layer lets the places of a block see: how far back, and whether not ahead."""
+
+    window: int | None
+    causal: bool
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """What a block head is, beside its weights.
+
+    Attributes:
+        block_size: b, places of a block.
+        from_anchor: whether its first output drafts, too, and each one the token after its place.
+        mask_token_id: stands at all places but the first.
+        hidden_layers: indices of the target's hidden states that make the context.
+        kinds: one per layer.
+        embedding_scale: factor of the target's embedding.
+        output_scale, softcap: what becomes of logits, a factor and then squashing by tanh; 0 for
+            none.
+    """
+
+    block_size: int
+    from_anchor: bool
+    mask_token_id: int
+    hidden_layers: tuple[int, ...]
+    kinds: tuple[LayerKind, ...]
+    embedding_scale: float = 1.0
+    output_scale: float = 1.0
+    softcap: float = 0.0
+
+    @property
+    def num_levels(self) -> int:
+        """Tokens that a block drafts."""
+        return self.block_size if self.from_anchor else self.block_size - 1
+
+
+class BlockHead(nn.Module):
+    """A block head beside its target, from tensors of the names that all layouts share.
+
+    Attributes:
+        base: the target that it is for.
+        shape: see `BlockShape`.
+        embedding: of the block's tokens: its own, or the target's.
+        output: reads tokens off the outputs.
+        markov, confidence: of DSpark, where it has them.
+    """
+
+    strategy = STRATEGY
+
+    def __init__(
+        self,
+        base: BaseModel,
+        shape: BlockShape,
+        config: Qwen3Config,
+        tensors: Mapping[str, Tensor],
+        embedding: nn.Module,
+        output: OutputHead,
+    ):
+        super().__init__()
+        from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+        self.base = base
+        self.shape = shape
+        self.hidden_layers, self.num_levels = shape.hidden_layers, shape.num_levels
+        width, eps = config.hidden_size, config.rms_norm_eps
+        with torch.device("meta"):
+            self.fc = nn.Linear(tensors["fc.weight"].shape[1], width, bias=False)
+            self.hidden_norm = nn.RMSNorm(width, eps)
+            self.layers = nn.ModuleList(
+                BlockLayer(config, index, kind) for index, kind in enumerate(shape.kinds)
+            )
+            self.norm = nn.RMSNorm(width, eps)
+        self.load_state_dict(tensors, strict=False, assign=True)
+        self.requires_grad_(False)
+        self.rotary = Qwen3RotaryEmbedding(config).to(tensors["fc.weight"].device)
+        self.embedding, self.output = embedding, output
+        self.markov = MarkovHead(tensors) if f"{MARKOV}markov_w1.weight" in tensors else None
+        has_confidence = f"{CONFIDENCE}weight" in tensors
+        self.confidence = ConfidenceHead(tensors, width) if has_confidence else None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it computes in."""
+        return self.fc.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self.fc.weight.device
+
+    @property
+    def timing_key(self) -> int:
+        """See `ProposalHead`."""
+        return id(self)
+
+    def num_forwards(self, depth: int) -> int:
+        """One pass, however many of its places are drafted."""
+        return 1
+
+    def context(self, states: Sequence[Tensor]) -> Tensor:
+        """(T, H) states of each of the target's layers `hidden_layers` -> (T, width)."""
+        joined = torch.cat([part.to(self.device, self.dtype) for part in states], dim=-1)
+        return self.hidden_norm(self.fc(joined))
+
+    def rotation(self, positions: Tensor) -> Rotation:
+        """Of (T,) int64 positions."""
+        like = self.fc.weight[:1]
+        cos, sin = self.rotary(like, positions[None])
+        return cos[0], sin[0]
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """(T,) int64 -> (T, width), raw rows of the embedding, scaled."""
+        weight: Any = self.embedding.weight
+        rows = F.embedding(tokens.to(weight.device), weight)
+        return rows.to(self.device, self.dtype) * self.shape.embedding_scale
+
+    def forward(
+        self, hidden: Tensor, rotation: Rotation, steps: Mapping[LayerKind, PackedStep]
+    ) -> Tensor:
+        """(T, width) embedded places of packed blocks -> (T, width) outputs, one step a kind."""
+        for layer, kind in zip(self.layers, self.shape.kinds, strict=True):
+            hidden = layer(hidden, rotation, steps[kind])
+        return self.norm(hidden)
+
+    def logits(self, outputs: Tensor) -> Tensor:
+        """(..., width) -> (..., R) logits of the tokens that the head knows."""
+        found = self.output.known(outputs) * self.shape.output_scale
+        if self.shape.softcap:
+            found = torch.tanh(found / self.shape.softcap) * self.shape.softcap
+        return found
+
+
+class BlockLayer(nn.Module):
+    """A layer of Qwen3's kind whose keys and values also come from the context."""
+
+    def __init__(self, config: Qwen3Config, index: int, kind: LayerKind):
+        super().__init__()
+        self.kind = kind
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = _Attention(config, index)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = _Mlp(config)
+
+    def forward(self, hidden: Tensor, rotation: Rotation, step: PackedStep) -> Tensor:
+        """(T, width) -> (T, width)."""
+        normed = self.input_layernorm(hidden)
+        hidden = hidden + self.self_attn(normed, rotation, step, self.kind.window)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class _Attention(nn.Module):
+    def __init__(self, config: Qwen3Config, index: int):
+        super().__init__()
+        self.layer_idx = index
+        self.head_dim = config.head_dim
+        width, bias = config.hidden_size, config.attention_bias
+        queries = config.num_attention_heads * self.head_dim
+        keys = (config.num_key_value_heads or 0) * self.head_dim
+        self.q_proj = nn.Linear(width, queries, bias=bias)
+        self.k_proj = nn.Linear(width, keys, bias=bias)
+        self.v_proj = nn.Linear(width, keys, bias=bias)
+        self.o_proj = nn.Linear(queries, width, bias=bias)
+        self.q_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps)
+
+    def keys_values(self, states: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        """(T, width) -> keys and values (H_kv, T, D) each."""
+        key = self.k_norm(self._split(self.k_proj(states)))
+        return _rotated(key, rotation), self._split(self.v_proj(states))
+
+    def forward(
+        self, hidden: Tensor, rotation: Rotation, step: PackedStep, window: int | None
+    ) -> Tensor:
+        query = _rotated(self.q_norm(self._split(self.q_proj(hidden))), rotation)
+        key, value = self.keys_values(hidden, rotation)
+        mixed, _ = tree_attention(
+            self,
+            query[None],
+            key[None],
+            value[None],
+            None,
+            scaling=self.head_dim**-0.5,
+            spec_step=step,
+            sliding_window=window,
+        )
+        return self.o_proj(mixed[0].flatten(1))
+
+    def _split(self, states: Tensor) -> Tensor:
+        return states.view(len(states), -1, self.head_dim).transpose(0, 1)
+
+
+class _Mlp(nn.Module):
+    def __init__(self, config: Qwen3Config):
+        super().__init__()
+        width, inner = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
+        self.activation = ACT2FN[config.hidden_act]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.down_proj(self.activation(self.gate_proj(hidden)) * self.up_proj(hidden))
+
+
+def _rotated(states: Tensor, rotation: Rotation) -> Tensor:
+    """(H, T, D) turned by the positions of its T, halves against halves."""
+    cos, sin = rotation
+    first, second = states.chunk(2, dim=-1)
+    return states * cos + torch.cat([-second, first], dim=-1) * sin

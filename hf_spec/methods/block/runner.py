@@ -1,0 +1,202 @@
+"""Runs a block head on the rows of a batch, with the keys and values of each row's context.
+
+Of a committed token every layer needs a key and a value once. They are stored in a slot per row, in
+order of position; a block stands after them and is overwritten by what the next round commits. All
+rows run in one packed pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from hf_spec_kernels import kv_write
+from torch import Tensor
+
+from hf_spec.backend.device.transfer import send
+from hf_spec.drafting.one_pass_drafter import Proposals
+from hf_spec.engine.forward.tree_attention import PackedStep
+from hf_spec.engine.fast.packed_linear import fast_cpu_linears, fast_products
+from hf_spec.engine.forward.kv_pool import KVPool
+from hf_spec.engine.forward.kernel_layout import write_places
+from hf_spec.engine.forward.attention_span import Segment
+from hf_spec.engine.fast.cuda_graphs import StepGraphs
+from hf_spec.methods.block.head import BlockHead, LayerKind
+
+# Tokens of a prompt; bounds what is joined of several layers.
+LEARNED_AT_ONCE = 4096
+
+
+class BlockRunner:
+    """A head, what it knows of `num_rows` sequences, and its passes.
+
+    Args:
+        head: the head.
+        num_rows: sequences that it drafts for.
+        expected_length: see `ModelRunner`.
+    """
+
+    def __init__(self, head: BlockHead, num_rows: int, expected_length: int = 0):
+        self.head = head
+        self.pool = KVPool(num_rows)
+        self.forwards = 0
+        self.device = head.device
+        self._expected_length = expected_length
+        # Per row: the position of its first context vector, -1 without any; how many have keys and
+        # values; and those that have none yet.
+        self._first = [-1] * num_rows
+        self._stored = [0] * num_rows
+        self._waiting: dict[int, list[Tensor]] = {}
+        self._kinds = tuple(dict.fromkeys(head.shape.kinds))
+
+    @contextmanager
+    def active(self) -> Iterator[BlockRunner]:
+        """Prepare the head for packed passes; it is as it was found when the block ends."""
+        with ExitStack() as stack:
+            stack.enter_context(fast_cpu_linears(self.head, rounded=True))
+            head: Any = self.head
+            self._graphs = StepGraphs(
+                head,
+                self.pool,
+                self.device,
+                keep_as=self.pool.num_slots if self._expected_length else None,
+                length=self._expected_length,
+            )
+            stack.callback(self._graphs.close)
+            yield self
+
+    def restart(self, row: int) -> None:
+        """Forget the context of a row."""
+        self._first[row], self._stored[row] = -1, 0
+        self._waiting.pop(row, None)
+
+    def knows(self, row: int) -> bool:
+        """Whether a row has any context."""
+        return self._first[row] >= 0
+
+    @fast_products(rounded=True)
+    def learn(self, spans: Mapping[int, tuple[int, int]], states: Sequence[Tensor]) -> None:
+        """See `ProposalRunner`."""
+        parts = zip(*(layer.split(LEARNED_AT_ONCE) for layer in states), strict=True)
+        context = torch.cat([self.head.context(part) for part in parts])
+        counts = [count for _, count in spans.values()]
+        for (row, (first, _)), mine in zip(spans.items(), context.split(counts), strict=True):
+            if not self.knows(row):
+                self._first[row] = first
+            self._waiting.setdefault(row, []).append(mine)
+
+    @fast_products(rounded=True)
+    def propose(self, roots: Mapping[int, int], depth: int) -> Proposals:
+        """See `ProposalRunner`: one pass over a block for each row."""
+        self._store([row for row in roots if row in self._waiting])
+        outputs = self._run(roots).view(len(roots), self.head.shape.block_size, -1)
+        return BlockProposals(self.head, outputs, torch.tensor(list(roots.values())), depth)
+
+    def _store(self, rows: Sequence[int]) -> None:
+        """Keys and values of the context that is new, in every layer."""
+        if not rows:
+            return
+        context = torch.cat([part for row in rows for part in self._waiting[row]])
+        writes, positions, start = [], [], 0
+        for row in rows:
+            begin = self._stored[row]
+            self._stored[row] += sum(map(len, self._waiting.pop(row)))
+            places = slice(begin, self._stored[row])
+            end = start + places.stop - begin
+            writes.append((row, start, end, places))
+            positions.append(torch.arange(begin, places.stop) + self._first[row])
+            start = end
+        self.pool.reserve(max(self._stored))
+        hosted = [torch.cat(positions), write_places(writes, start)]
+        position, where = send(hosted, self.device)
+        rotation = self.head.rotation(position)
+        for index, layer in enumerate(self.head.layers):
+            attention: Any = layer.self_attn
+            key, value = attention.keys_values(context, rotation)
+            keys, values = self.pool.layer(index, key[None], value[None])
+            kv_write(key.transpose(0, 1), value.transpose(0, 1), keys, values, where)
+
+    def _run(self, roots: Mapping[int, int]) -> Tensor:
+        """(A * b, width) outputs of the blocks after the rows' last tokens."""
+        self.forwards += 1
+        size = self.head.shape.block_size
+        self.pool.reserve(max(self._stored[row] for row in roots) + size)
+        masks = [self.head.shape.mask_token_id] * (size - 1)
+        tokens = torch.tensor([token for root in roots.values() for token in (root, *masks)])
+        steps = {kind: self._step(list(roots), kind) for kind in self._kinds}
+        first = next(iter(steps.values()))
+        positions = torch.cat([segment.position for segment in first.segments])
+        tensors = [tokens, positions]
+        if len(steps) == 1:
+            (outputs,) = self._graphs.run(
+                lambda given, step: [self._compute(given, dict.fromkeys(steps, step))],
+                tensors,
+                first,
+            )
+            return outputs[: len(tokens)]
+        # A graph holds one layout.
+        return self._compute(send(tensors, self.device), steps)
+
+    def _compute(self, tensors: Sequence[Tensor], steps: Mapping[LayerKind, PackedStep]) -> Tensor:
+        tokens, positions = tensors
+        hidden = self.head.embed(tokens)
+        return self.head(hidden, self.head.rotation(positions), steps)
+
+    def _step(self, rows: Sequence[int], kind: LayerKind) -> PackedStep:
+        """What the places of each row's block see in the layers of a kind, and where they stand."""
+        size = self.head.shape.block_size
+        segments, writes = [], []
+        for index, row in enumerate(rows):
+            known, start = self._stored[row], index * size
+            position = torch.arange(known, known + size) + self._first[row]
+            seen = torch.ones(size, size, dtype=torch.bool).tril() if kind.causal else None
+            writes.append((row, start, start + size, slice(known, known + size)))
+            segments.append(
+                Segment(
+                    slot=row,
+                    start=start,
+                    end=start + size,
+                    num_keys=known + size,
+                    position=position,
+                    last_position=self._first[row] + known + size - 1,
+                    tail_position=position,
+                    seen=seen,
+                    prefix=known,
+                    first_position=self._first[row],
+                )
+            )
+        return PackedStep(self.pool, writes, segments)
+
+
+class BlockProposals(Proposals):
+    """What (A, b, width) outputs say, place by place, with a Markov head or without."""
+
+    def __init__(self, head: BlockHead, outputs: Tensor, roots: Tensor, depth: int):
+        first = 0 if head.shape.from_anchor else 1
+        self._head = head
+        self._outputs = outputs[:, first : first + depth]
+        self._logits = head.logits(self._outputs)
+        self._state: Tensor | None = None
+        if (markov := head.markov) is not None:
+            state = outputs.new_zeros(len(outputs), markov.rank)
+            if first:
+                # It was trained to read the place of the last token, which drafts nothing.
+                _, state = markov(markov.embed(roots.to(outputs.device)), outputs[:, 0], state)
+            self._state = state
+
+    @fast_products(rounded=True)
+    def after(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        """See `Proposals`."""
+        rows, level = self._descend(parents)
+        outputs, logits = self._outputs[rows, level], self._logits[rows, level]
+        before: Tensor | None = None
+        if self._state is not None:
+            assert self._head.markov is not None, "which has the state"
+            before = self._head.markov.embed(tokens)
+            bias, self._state = self._head.markov(before, outputs, self._state[parents])
+            logits = logits + bias
+        if self._head.confidence is not None:
+            self.confidence = self._head.confidence(outputs, before)
+        return self._head.output.among_all(logits)

@@ -1,0 +1,117 @@
+"""A trained draft model: the target's first layers with a LoRA merged into copies of them.
+
+Embeddings are the target's own, and so is the head after a learned bridge, or some rows of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_spec.adapters.adapter import AdapterMethod, BaseModel, register_method
+from hf_spec.adapters.folder import SpecAdapter
+from hf_spec.adapters.reading import VOCABULARY, check_tensors, read_vocabulary, whole_number
+from hf_spec.methods.feature_pairs.draft_head import DraftHead
+from hf_spec.methods.draft_model.truncated import own_copy, truncated_draft
+
+METHOD = "draft"
+LORA_PREFIX = "lora."
+
+
+class TrainableDraft:
+    """A truncated model with a LoRA on copies of its layers, ready for training or decoding.
+
+    The first `num_layers` of `target` are taken, which is not changed; it can propose the (R,)
+    int64 tokens of `vocabulary`, None for all.
+
+    Attributes:
+        model: the draft model; the LoRA, the final norm and the bridge need gradients.
+        head: its head.
+    """
+
+    def __init__(
+        self, target: PreTrainedModel, num_layers: int, rank: int, vocabulary: Tensor | None
+    ):
+        # PEFT takes as long to import as all the rest of this package.
+        from peft import LoraConfig, LoraModel
+
+        self.num_layers, self.rank, self.vocabulary = num_layers, rank, vocabulary
+        self._base = BaseModel.of(target)
+        self.model = own_copy(truncated_draft(target, num_layers))
+        ends = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
+        self.model.requires_grad_(False)
+        names = [
+            name
+            for name, module in self.model.named_modules()
+            if isinstance(module, nn.Linear) and module not in ends
+        ]
+        config = LoraConfig(r=rank, lora_alpha=rank, target_modules=names, lora_dropout=0.0)
+        self._tuner = LoraModel(self.model, config, "default")
+        self.head = DraftHead(ends[1], vocabulary)
+        self.model.set_output_embeddings(self.head)
+        for parameter in self._others().values():
+            parameter.requires_grad_(True)
+
+    def to_adapter(self, options: dict[str, Any]) -> SpecAdapter:
+        """What has been trained, in bfloat16, with the sizes added to `options`."""
+        tensors = {name: t.detach().to(torch.bfloat16) for name, t in self._trained().items()}
+        if self.vocabulary is not None:
+            tensors[VOCABULARY] = self.vocabulary.int()
+        sizes = {"num_layers": self.num_layers, "rank": self.rank}
+        return SpecAdapter(METHOD, self._base, {**sizes, **options}, tensors)
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Take over trained weights, by the names of the file."""
+        from peft import set_peft_model_state_dict
+
+        found = {name: t for name, t in tensors.items() if name != VOCABULARY}
+        expected = {name: t.shape for name, t in self._trained().items()}
+        check_tensors("the draft adapter", found, expected)
+        lora = {n.removeprefix(LORA_PREFIX): found[n] for n in found if n.startswith(LORA_PREFIX)}
+        set_peft_model_state_dict(self._tuner, lora, adapter_name="default")
+        with torch.no_grad():
+            for name, parameter in self._others().items():
+                parameter.copy_(tensors[name])
+
+    def merge(self) -> PreTrainedModel:
+        """The draft model with the LoRA added into its weights; training ends here."""
+        self._tuner.merge_and_unload()
+        return self.model.requires_grad_(False).eval()
+
+    def _trained(self) -> dict[str, Tensor]:
+        """All that learns, by the names of the file."""
+        from peft import get_peft_model_state_dict
+
+        lora = get_peft_model_state_dict(self._tuner, adapter_name="default")
+        return {**{LORA_PREFIX + name: t for name, t in lora.items()}, **self._others()}
+
+    def _others(self) -> dict[str, nn.Parameter]:
+        """What learns beside the LoRA: the final norm (vectors outside the layers), the bridge."""
+        apart = [self.model.get_input_embeddings(), self.head]
+        apart += [module for module in self.model.modules() if isinstance(module, nn.ModuleList)]
+        inside = {id(parameter) for module in apart for parameter in module.parameters()}
+        norm = {
+            name: parameter
+            for name, parameter in self.model.named_parameters()
+            if id(parameter) not in inside and parameter.ndim == 1
+        }
+        return {**norm, "bridge": self.head.bridge.weight}
+
+
+def draft_from_adapter(adapter: SpecAdapter, target: PreTrainedModel) -> PreTrainedModel:
+    """The trained draft model of `adapter`, in the dtype and on the device of `target`."""
+    adapter.base.check(target)
+    what, options = "the draft adapter", adapter.options
+    num_layers = whole_number(what, options, "num_layers", 1, adapter.base.num_layers - 1)
+    # No weight of a LoRA is of a higher rank than the file has numbers.
+    rank = whole_number(what, options, "rank", 1, adapter.largest)
+    vocabulary = read_vocabulary(what, adapter.tensors, adapter.base.vocab_size)
+    draft = TrainableDraft(target, num_layers, rank, vocabulary)
+    draft.load(adapter.tensors)
+    return draft.merge()
+
+
+register_method(AdapterMethod(METHOD, "tree", "A draft model for {}", draft_from_adapter))

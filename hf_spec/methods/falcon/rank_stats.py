@@ -1,0 +1,136 @@
+"""How good the lists of a head on pairs are: where a text's true tokens stand in them.
+
+These ranks are what a tree is built from: count how often each path of them occurs, and `best_tree`
+makes the tree that pays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hf_spec.engine.forward.attention_span import Segment
+from hf_spec.methods.feature_pairs.draft_head import FewTokensHead
+from hf_spec.methods.feature_pairs.rows import PairRow, State
+from hf_spec.methods.feature_pairs.runner import HeadRunner, PairHead, joined
+
+# Drafts that run at once; bounds their masks.
+STARTS_AT_ONCE = 128
+
+
+@torch.no_grad()
+def ranks_along(
+    head: PairHead, tokens: Sequence[int], features: Tensor, starts: Sequence[int], depth: int
+) -> Tensor:
+    """Rank of the true token in the list that drafting would have made, along the true path.
+
+    A draft from place p of the text `tokens` knows these down to p and the target's features, of
+    which there are (max(starts), H) or more, before p. Its deeper passes, down to `depth`, are fed
+    with the true tokens and with the features that it predicted itself.
+
+    Returns:
+        (len(starts), depth) int64; -1 where the head does not know the token, and in drafts that
+        begin before there are k pairs, which do not take place.
+    """
+    for start in starts:
+        if not 0 <= start <= min(len(features), len(tokens) - 1 - depth):
+            raise ValueError(
+                f"a draft of {depth} tokens from place {start} does not fit {len(tokens)} tokens "
+                f"with {len(features)} features"
+            )
+    size = head.shape.block_size
+    ranks = torch.full((len(starts), depth), -1)
+    runner = HeadRunner(head, 1)
+    with runner.active():
+        mixed, states = _mix_all(head, tokens, features[: max(starts, default=0)])
+        for remainder in range(size):
+            # Drafts whose newest pairs end a block of the same grid share the pairs before them.
+            grid = range(size + remainder, max(starts, default=0) + 1, size)
+            mine = [i for i, start in enumerate(starts) if start in grid]
+            if not mine:
+                continue
+            end = max(starts[i] for i in mine)
+            segment = runner.pair_segment(PairRow(0, features, 0), 0, end, 0)
+            outputs = runner.attend(mixed[:end], [segment])
+            for first in range(0, len(mine), STARTS_AT_ONCE):
+                some = mine[first : first + STARTS_AT_ONCE]
+                places = torch.tensor([starts[i] for i in some])
+                ranks[some] = _follow(runner, tokens, (outputs, states), places, depth)
+    return ranks
+
+
+def _mix_all(
+    head: PairHead, tokens: Sequence[int], features: Tensor
+) -> tuple[Tensor, State | None]:
+    """(n, H) mixed pairs, and the state after each of them, (2, n, H)."""
+    device = head.attention.device
+    ids = torch.tensor([tokens[1 : len(features) + 1]], dtype=torch.long, device=device)
+    if not head.shape.recurrent:
+        return head.mix(ids, features[None])[0][0], None
+    mixed, states, state = [], [], None
+    for place in range(len(features)):
+        here = slice(place, place + 1)
+        out, state = head.mix(ids[:, here], features[None, here], state)
+        assert state is not None, "a recurrent head carries its state"
+        mixed.append(out[0])
+        states.append(state)
+    return torch.cat(mixed), joined(states)
+
+
+def _follow(
+    runner: HeadRunner,
+    tokens: Sequence[int],
+    known: tuple[Tensor, State | None],
+    starts: Tensor,
+    depth: int,
+) -> Tensor:
+    """(S, depth) ranks of drafts from `starts`, which lie on one grid."""
+    outputs, states = known
+    head, size = runner.head, runner.head.shape.block_size
+    text = torch.tensor(tokens)
+    slots = torch.arange(size)
+    predicted = outputs[starts[:, None] - size + slots]
+    state = None if states is None else (states[0][:, starts - 1], states[1][:, starts - 1])
+    found = []
+    for done in range(0, depth, size):
+        if done:
+            taken = text[starts[:, None] + done - size + 1 + slots].to(predicted.device)
+            mixed, state = head.mix(taken, predicted, state)
+            segment = _segment(len(outputs), starts, done - size, size)
+            predicted = runner.attend(mixed.flatten(0, 1), [segment]).view(mixed.shape)
+        width = min(size, depth - done)
+        truth = text[starts[:, None] + done + 1 + slots[:width]]
+        found.append(_ranks(head.head, predicted[:, :width], truth))
+    return torch.cat(found, dim=1)
+
+
+def _ranks(reader: FewTokensHead, predicted: Tensor, truth: Tensor) -> Tensor:
+    logits = reader.known(predicted).float()
+    place = reader.places()[truth].to(logits.device)
+    own = logits.gather(-1, place.clamp_min(0)[..., None])
+    return torch.where(place >= 0, (logits > own).sum(dim=-1), -1).cpu()
+
+
+def _segment(num_pairs: int, starts: Tensor, depth: int, size: int) -> Segment:
+    """Blocks of many drafts side by side: each sees its own text and its own earlier blocks."""
+    count = len(starts)
+    draft = torch.arange(count).repeat_interleave(size)
+    slots = torch.arange(size).repeat(count)
+    position = starts[draft] + depth + slots
+    before = [starts[draft] + earlier + slots for earlier in range(0, depth, size)]
+    drafts = draft.repeat(depth // size + 1)
+    visible = torch.cat(
+        [torch.arange(num_pairs) < starts[draft][:, None], draft[:, None] == drafts], dim=1
+    )
+    return Segment(
+        slot=0,
+        start=0,
+        end=count * size,
+        num_keys=visible.shape[1],
+        position=position,
+        last_position=int(position.max()),
+        tail_position=torch.cat([torch.arange(num_pairs), *before, position]),
+        seen=visible,
+    )

@@ -1,0 +1,158 @@
+"""Training of a Falcon head on the target's own answers (`hf-spec train falcon`).
+
+The head starts from the target's last layers and a plain sum of its two inputs, and learns by
+coupled sequential glancing distillation (`hf_spec.methods.falcon.csgd`). Loss on answers only. The grid
+of blocks is drawn again for every micro-batch, since a generation brings every alignment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_spec.adapters.folder import SpecAdapter
+from hf_spec.common.errors import OptionError
+from hf_spec.methods.feature_pairs.draft_head import check_plain_head
+from hf_spec.methods.falcon.head import FalconHead
+from hf_spec.methods.falcon.shapes import FalconShape
+from hf_spec.training.answers import learned_from
+from hf_spec.methods.falcon.csgd import GlancingLoss, cut_prompt, read_pairs
+from hf_spec.training.features import Text, num_features, text_features
+from hf_spec.training.held_back import acceptance, learned_and_held
+from hf_spec.training.precision import mixed_precision
+from hf_spec.training.responses import answer_vocabulary
+from hf_spec.training.settings import FALCON_RUN, FalconTrainSettings, TrainSettings
+from hf_spec.training.trainer import micro_batches, save_trained, train
+
+# Texts whose features tell how large those of the target are.
+SAMPLE = 32
+# Texts of one forward when the held-back ones are evaluated.
+EVALUATED = 8
+
+
+def train_falcon(
+    model: PreTrainedModel,
+    texts: Sequence[Text],
+    folder: Path,
+    settings: FalconTrainSettings,
+    run: TrainSettings = FALCON_RUN,
+    start: SpecAdapter | None = None,
+) -> SpecAdapter:
+    """Train a head on a frozen target's answers and write its adapter to `folder`.
+
+    Several answers to one prompt share an id. Checkpoint and metrics go into the `training` folder.
+    `start` is a head to go on from, by default the target's last layers; its vocabulary, which is
+    not learned, is chosen again, or kept where the settings say so. One that is not fused may
+    become so.
+
+    Raises:
+        UnsupportedError: if the target changes its logits after the head.
+        OptionError: if nothing is left to train on or to evaluate with, `start` has another shape,
+            or there is none whose vocabulary could be kept.
+        AssistantError: if `start` belongs to another model.
+    """
+    check_plain_head(model)
+    learned, held = learned_and_held(texts, settings.held_back, "texts")
+    torch.manual_seed(run.seed)
+    sizes = hidden_sizes(model, learned[:SAMPLE])
+    head = _new_head(model, learned, settings, sizes, start)
+    context = settings.max_context
+    loss = GlancingLoss(head, model, settings.csgd, run.epochs, sizes, context)
+    lengths = [num_features(t.response) - cut_prompt(t.response, context) for t in learned]
+    epochs = micro_batches(learned, lengths, run)
+
+    def evaluate() -> dict[str, float]:
+        head.eval()
+        batches = [held[begin : begin + EVALUATED] for begin in range(0, len(held), EVALUATED)]
+        matches = [match for batch in batches for match in first_choices(head, model, batch)]
+        head.train()
+        return acceptance(matches)
+
+    # By name: the adapter goes to others, whom this machine's folders do not concern.
+    started = start.folder.name if start is not None and start.folder is not None else None
+    facts = {**asdict(settings), "texts": len(texts), "start": started}
+    head.train()
+    known = {**facts, **learned_from(model, [text.response for text in texts])}
+    figures = train(head.trained(), loss, epochs, run, folder / "training", evaluate, known)
+    told = {"training": {**facts, **asdict(run)}, "held_back": figures}
+    return save_trained(folder, head.to_adapter({"max_depth": settings.max_depth, **told}))
+
+
+def _new_head(
+    model: PreTrainedModel,
+    learned: Sequence[Text],
+    settings: FalconTrainSettings,
+    sizes: Tensor,
+    start: SpecAdapter | None,
+) -> FalconHead:
+    if settings.keep_vocabulary and start is None:
+        raise OptionError("keep_vocabulary: there is no head to go on from; name one, or drop it")
+    responses = (text.response for text in learned)
+    vocabulary = answer_vocabulary(model, responses, settings.vocabulary_size)
+    if start is not None:
+        known: dict[str, Any] = {} if settings.keep_vocabulary else {"vocabulary": vocabulary}
+        head = FalconHead.from_adapter(start, model, fused=settings.shape.fused, **known)
+        if head.shape != settings.shape:
+            raise OptionError(
+                f"the head to start from has the shape {asdict(head.shape)}, not "
+                f"{asdict(settings.shape)}"
+            )
+        if settings.shape.fused and not FalconShape(**start.options["shape"]).fused:
+            head.start_fusing(state_sizes(model, learned, head))
+        for parameter in head.trained().values():
+            parameter.requires_grad_(True)
+        return head
+    head = FalconHead(model, settings.shape, vocabulary)
+    depth = model.config.get_text_config().num_hidden_layers
+    entering = hidden_sizes(model, learned[:SAMPLE], depth - settings.shape.num_layers)
+    head.start_plain(sizes, float(entering.square().mean().sqrt()))
+    if settings.shape.fused:
+        head.start_fusing(state_sizes(model, learned, head))
+    return head
+
+
+def state_sizes(model: PreTrainedModel, texts: Sequence[Text], head: FalconHead) -> Tensor:
+    """(n * H,) root mean squares of the n states that `head` reads, one after the other."""
+    return torch.cat([hidden_sizes(model, texts[:SAMPLE], one) for one in head.hidden_layers])
+
+
+def hidden_sizes(model: PreTrainedModel, texts: Sequence[Text], layer: int = -1) -> Tensor:
+    """(H,) float32, the root mean square of each dimension of a hidden state of `texts`."""
+    states = text_features(model, [text.response for text in texts], (layer,))
+    return torch.cat([state.float() for state in states]).square().mean(dim=0).sqrt()
+
+
+@torch.no_grad()
+def first_choices(head: FalconHead, model: PreTrainedModel, texts: Sequence[Text]) -> list[Tensor]:
+    """Per text (answer tokens, k) bool: whether slot j of the block drafted there was right.
+
+    Row n belongs to the draft whose first token is token n of the answer, its slot j to the token j
+    places on. Slots after the text count as wrong. Every place ends a block of one of the k grids,
+    so k forwards under the target's own features and tokens tell all of it exactly.
+    """
+    k = head.shape.block_size
+    pairs = read_pairs(model, texts, k, layers=head.hidden_layers)
+    with mixed_precision(model):
+        features = head.fuse(pairs.features.split(head.hidden_size, dim=-1))
+    length = pairs.tokens.shape[1]
+    right = torch.zeros(len(texts), length + 1, k, dtype=torch.bool, device=model.device)
+    place_of = head.head.places().to(model.device)
+    answers = place_of[pairs.tokens[pairs.rows, pairs.places + k]]
+    for grid in range(k):
+        with mixed_precision(model):
+            predicted = head(pairs.tokens, features, grid)[pairs.rows, pairs.places]
+            choice = head.head.known(predicted).argmax(dim=-1)
+        slot = (pairs.places - grid) % k
+        # Pair i in slot j belongs to the block that ends k - 1 - j pairs on.
+        last = (pairs.places + k - 1 - slot).clamp_max(length)
+        right[pairs.rows, last, slot] = choice == answers
+    return [
+        right[row, first + k - 1 : stop + k - 1].cpu()
+        for row, (first, stop) in enumerate(pairs.span)
+    ]

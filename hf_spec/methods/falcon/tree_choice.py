@@ -1,0 +1,74 @@
+"""Which tree of ranks a Falcon head drafts: the configured one, its adapter's, or a usual one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hf_spec.drafting.rank_tree import RankTree, published_trees
+from hf_spec.common.errors import AssistantError, OptionError
+from hf_spec.methods.falcon.head import METHOD, FalconHead
+
+
+def choose_tree(named: Any, max_draft_tokens: int | None, head: FalconHead) -> RankTree:
+    """The tree that `FalconConfig.tree` stands for with a head, cut to a depth and to its lists.
+
+    Refused are trees deeper than the head was trained for, or made for another k.
+    """
+    tree = _whole_tree(named, max_draft_tokens, head).cut(max_draft_tokens, head.head.size)
+    longest = max_depth(head)
+    if longest is not None and tree.height > longest:
+        raise OptionError(
+            f"a tree of depth {tree.height} is deeper than the head was trained for ({longest}); "
+            f"pass max_draft_tokens={longest} or a flatter tree"
+        )
+    return tree
+
+
+def max_sent(named: Any, max_nodes: int | None, head: FalconHead) -> int | None:
+    """How many nodes of a tree are sent, None for all; the adapter may say so of its own tree."""
+    if max_nodes is not None or named != "auto":
+        return max_nodes
+    return _stored(head, "max_nodes", "calibrate")
+
+
+def max_depth(head: FalconHead) -> int | None:
+    """The depth that a head was trained for, None if its adapter does not say."""
+    return _stored(head, "max_depth", "train")
+
+
+def _stored(head: FalconHead, name: str, remedy: str) -> int | None:
+    value = head.options.get(name)
+    if value is not None and (type(value) is not int or value < 1):
+        raise AssistantError(f"the Falcon adapter has {name}={value!r}; {remedy} it again")
+    return value
+
+
+def _whole_tree(named: Any, max_draft_tokens: int | None, head: FalconHead) -> RankTree:
+    size = head.shape.block_size
+    usual = min(2 * size, max_depth(head) or 2 * size)
+    if not isinstance(named, str):
+        return RankTree(named)
+    if named == "chain":
+        return RankTree.chain(max_draft_tokens or usual)
+    if named != "auto":
+        published = published_trees(METHOD)[named]
+        if published.block_size != size:
+            raise OptionError(
+                f"tree={named!r} is for heads with block_size {published.block_size}; this one has "
+                f"{size}: pass tree='auto', 'chain' or rank paths"
+            )
+        return published.tree
+    own = head.options.get("tree")
+    if own is None:
+        # What a small model verifies at nearly the cost of one token, on a CPU: 8 nodes.
+        return RankTree.of([*RankTree.chain(usual).paths, (1,), (2,), *[(0, 1)][: usual - 1]])
+    try:
+        tree = RankTree.of(own)
+    except (OptionError, TypeError) as error:
+        raise AssistantError(f"the Falcon adapter's tree cannot be used: {error}") from error
+    if tree.height > (max_depth(head) or tree.height):
+        raise AssistantError(
+            f"the Falcon adapter's tree cannot be used: it is {tree.height} deep, its head was "
+            f"trained for {max_depth(head)}; calibrate it again"
+        )
+    return tree

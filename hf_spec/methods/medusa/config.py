@@ -1,0 +1,119 @@
+"""Medusa heads and MLP speculators that others have published: drafts from one feature.
+
+Several tokens are proposed from the hidden state of the newest token that the target has run (see
+`hf_spec.methods.medusa.heads`). By default the likeliest paths are sent; a fixed tree of ranks, as
+those heads are published with, can be given instead. Drafts depend on the text alone, so node draw
+judges them. Medusa's "typical acceptance" is not offered, since it changes the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from hf_spec.engine.decode.drafter import Drafter
+from hf_spec.engine.decode.generation_state import GenerationState
+from hf_spec.drafting.tree_growth import TreeShape
+from hf_spec.drafting.length_policy import MEASURED, make_policy
+from hf_spec.drafting.cost_model.cost_model_drafter import measured, resolve, weighs_nodes
+from hf_spec.drafting.one_pass_drafter import ProposalDrafter, ProposalHead, ProposalRunner
+from hf_spec.drafting.rank_tree import RankTree
+from hf_spec.drafting.cost_model.acceptance_stats import NODES_PER_LEVEL
+from hf_spec.common.errors import OptionError
+from hf_spec.methods.medusa.heads import MEDUSA, MLP_SPECULATOR, NewestFeatures
+from hf_spec.methods.loading import resolve_published
+from hf_spec.methods.draft_model.config import TreeConfig
+from hf_spec.methods.registry import register
+
+
+@dataclass(frozen=True)
+class ProposalConfig(TreeConfig):
+    """Options of drafts from a head that proposes several levels at once.
+
+    Attributes:
+        max_draft_tokens: depth at which the tree is cut; None is all that the head proposes.
+        tree: a list of rank paths, see `hf_spec.drafting.rank_tree`, instead of `children`,
+            `expanded_per_level` and the rest. It is never drawn at random.
+        max_nodes: most nodes sent to the target, the likeliest paths first; "auto", as many as are
+            worth their time; None is 24. A `tree` is sent as a whole.
+    """
+
+    adapter_methods = ()
+    sizes = ("max_draft_tokens", "max_nodes", "tree")
+    usual = MappingProxyType({"max_nodes": 24})
+    longest = MappingProxyType({"max_nodes": 32})
+
+    tree: Any = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("max_draft_tokens", "max_nodes"):
+            self.check(name, 1)
+        if self.tree is not None:
+            object.__setattr__(self, "tree", RankTree.of(self.tree).paths)
+
+    @property
+    def shape(self) -> TreeShape:
+        """The configured one."""
+        return replace(super().shape, tree=None if self.tree is None else RankTree(self.tree))
+
+
+def make_proposal_drafter(
+    config: ProposalConfig,
+    head: ProposalHead,
+    make_runner: Callable[[GenerationState], ProposalRunner],
+    target: PreTrainedModel,
+) -> Drafter:
+    """Return the drafter of a config with the head that was found for it.
+
+    `make_runner` returns what runs the head for the rows of a generation.
+    """
+    deepest = config.max_draft_tokens or (RankTree(config.tree).height if config.tree else 0)
+    if deepest > head.num_levels:
+        raise OptionError(
+            f"a draft of {deepest} tokens is deeper than the head proposes ({head.num_levels}); "
+            f"pass max_draft_tokens={head.num_levels} or a flatter tree"
+        )
+    weighs = weighs_nodes(config, target)
+    if config.tree is not None and not isinstance(config.max_nodes, int):
+        config = replace(config, max_nodes=len(config.tree))
+    config = resolve(config, target)
+    if config.max_draft_tokens is None and config.length_policy != "disco":
+        config = replace(config, max_draft_tokens=deepest or head.num_levels)
+    policy = make_policy(config, target)
+    drafter = ProposalDrafter(config, head, make_runner, policy)
+    if config.length_policy != MEASURED and not weighs:
+        return drafter
+    width = min(config.shape.children, NODES_PER_LEVEL)
+    return measured(drafter, policy, target, config, width)
+
+
+def _make(config: HeadsConfig, target: PreTrainedModel, assistant: object) -> Drafter:
+    head = resolve_published(config.strategy, assistant, target, (MEDUSA, MLP_SPECULATOR))
+
+    def make_runner(state: GenerationState) -> ProposalRunner:
+        return NewestFeatures(head, state.num_rows)
+
+    return make_proposal_drafter(config, head, make_runner, target)
+
+
+def _make_for_auto(target: PreTrainedModel, assistant: object, batching: str) -> Drafter:
+    # Which nodes are worth sending is decided there.
+    whole = HeadsConfig(length_policy="static", max_nodes=None, batching=batching)
+    return _make(whole, target, assistant)
+
+
+@register("heads", _make, _make_for_auto)
+@dataclass(frozen=True)
+class HeadsConfig(ProposalConfig):
+    """Options of Medusa heads and MLP speculators.
+
+    Attributes:
+        children: most children per node.
+    """
+
+    children: int = 4

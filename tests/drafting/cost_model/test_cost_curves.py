@@ -1,0 +1,223 @@
+"""Costs from measured points, and learned from rounds: what is expected, what a time changes."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from hf_spec.drafting.cost_model.cost_curves import (
+    FORWARD_PRICE,
+    LARGEST,
+    LIFETIME,
+    NODE_PRICE,
+    Costs,
+    Curve,
+    LearnedCurve,
+    RoundTimes,
+    check_timings,
+    known_times,
+)
+from hf_spec.drafting.cost_model.acceptance_stats import LEVEL_EXPECTATION
+from hf_spec.common.errors import OptionError
+from hf_spec.engine.fast.compiled_layers import compiling
+from tests.tiny_models import build
+
+
+@pytest.fixture(autouse=True)
+def cheap_drafts() -> None:
+    """Here times are real."""
+
+
+class TestCurve:
+    def test_straight_between_points_and_on_behind_the_last(self) -> None:
+        curve = Curve([[8, 3.0], [0, 1.0], [4, 2.0], [16, 4.0]])
+        assert [curve(size) for size in (0, 2, 4, 6, 8, 12, 24)] == [1, 1.5, 2, 2.5, 3, 3.5, 5]
+        assert curve(-3) == 1
+
+    def test_the_fastest_run_counts_and_nothing_costs_more_than_a_larger_size(self) -> None:
+        curve = Curve([(1, 9.0), (1, 2.0), (4, 7.0), (16, 3.0), (32, 5.0)])
+        assert [curve(size) for size in (1, 4, 16, 32)] == [2, 3, 3, 5]
+
+    def test_one_point(self) -> None:
+        assert Curve([(4, 2.0)])(1) == Curve([(4, 2.0)])(400) == 2.0
+
+
+def curve(*times: tuple[float, float]) -> LearnedCurve:
+    found = LearnedCurve(lambda size: 1.0 + size)
+    for size, seconds in times:
+        found.learn(size, seconds)
+    return found
+
+
+class TestLearnedCurve:
+    def test_expected_as_long_as_nothing_is_known(self) -> None:
+        assert curve()(3) == 4.0
+        assert not curve().is_known
+
+    def test_one_time_sets_the_scale(self) -> None:
+        known = curve((3, 0.4))
+        assert known.is_known
+        assert [known(size) for size in (1, 3, 9)] == pytest.approx([0.2, 0.4, 1.0])
+
+    def test_straight_between_known_sizes_and_in_proportion_beyond(self) -> None:
+        known = curve((1, 2.0), (4, 2.9))
+        assert [known(size) for size in (1, 2, 3, 4)] == pytest.approx([2.0, 2.3, 2.6, 2.9])
+        assert known(9) == pytest.approx(5.8)
+        assert known(0) == pytest.approx(1.0)
+
+    def test_a_size_may_cost_less_than_a_smaller_one(self) -> None:
+        known = curve((2, 3.0), (4, 2.0))
+        assert known(2) > known(4)
+
+    def test_sizes_between_count_for_the_nearest_in_proportion(self) -> None:
+        assert curve((9, 10.0))(8) == pytest.approx(9.0)
+
+    def test_means_follow_new_times(self) -> None:
+        known = curve(*[(1, 1.0)] * 5, *[(1, 1.4)] * 60)
+        assert known(1) == pytest.approx(1.4, rel=0.01)
+
+    def test_a_hiccup_counts_for_little(self) -> None:
+        known = curve(*[(1, 1.0)] * 20, (1, 500.0))
+        assert known(1) <= 1.0 + 0.1 * (LARGEST - 1) + 1e-9
+        # At a size that is new, too: it would never be tried again.
+        assert curve((1, 1.0), (8, 500.0))(8) <= LARGEST * 4.5 + 1e-9
+
+    def test_the_least_of_the_first_times_counts(self) -> None:
+        """The very first one, which has nothing to be bounded by, as well."""
+        for first in itertools.permutations((1.0, 1.1, 30.0)):
+            assert curve(*[(1, seconds) for seconds in first])(1) == 1.0
+        assert curve((4, 90.0), (1, 1.0), (4, 2.0))(4) == 2.0
+
+    def test_what_was_learned_long_ago_is_forgotten(self) -> None:
+        known = curve((8, 9.0), *[(1, 1.0)] * (LIFETIME - 1))
+        assert known(8) == pytest.approx(9.0)
+        known.learn(1, 1.0)
+        assert known(8) == pytest.approx(4.5)
+
+    def test_generations_in_other_threads_may_learn_while_one_reads(self) -> None:
+        shared = curve((1, 1.0), (8, 2.0), (8, 2.0))
+
+        class Size(float):
+            """Compared, it lets another generation learn and forget."""
+
+            def __gt__(self, other: object) -> bool:
+                for _ in range(LIFETIME):
+                    shared.learn(64, 9.0)
+                return float(self) > other  # type: ignore[operator]
+
+            def __ge__(self, other: object) -> bool:
+                shared.learn(3, 1.0)
+                return float(self) >= other  # type: ignore[operator]
+
+        assert shared.reaches(Size(9))
+        assert 1.0 < shared(Size(5)) < 2.0
+
+
+def levels(depth: int) -> int:
+    return depth
+
+
+class TestRoundTimes:
+    def test_nothing_known(self) -> None:
+        costs = RoundTimes().costs({"falcon": lambda depth: -(-depth // 2)})
+        assert costs.verify(1) == 1 + NODE_PRICE
+        assert costs.draft["falcon"](0) == 0
+        one = FORWARD_PRICE * costs.verify(1)
+        assert [costs.draft["falcon"](d) for d in (1, 2, 3)] == pytest.approx([one, one, 2 * one])
+
+    def test_a_round(self) -> None:
+        times = RoundTimes()
+        times.learn(4, 0.04, {"draft": (3, 0.006)})
+        assert times.costs({"draft": levels}).verify(4) == pytest.approx(0.04)
+        assert times.costs({"draft": levels}).draft["draft"](1) == pytest.approx(0.002)
+        times.learn(1, 0.03, {"draft": (0, 9.0)})
+        assert times.costs({"draft": levels}).verify(1) == pytest.approx(0.03)
+        assert times.costs({"draft": levels}).draft["draft"](3) == pytest.approx(0.006)
+
+    def test_the_draft_scales_with_the_target_until_it_was_timed(self) -> None:
+        times = RoundTimes()
+        times.learn(1, 2.0, {})
+        assert times.costs({"draft": levels}).draft["draft"](2) == pytest.approx(
+            2 * FORWARD_PRICE * 2.0
+        )
+
+    def test_drafters_have_prices_of_their_own(self) -> None:
+        times = RoundTimes()
+        times.learn(4, 0.04, {"falcon": (1, 0.002), "tree": (2, 0.02)})
+        costs = times.costs({"falcon": levels, "tree": levels})
+        assert costs.draft["falcon"](1) == pytest.approx(0.002)
+        assert costs.draft["tree"](1) == pytest.approx(0.01)
+
+    def test_plain_steps_are_known_once_they_were_timed(self) -> None:
+        times = RoundTimes()
+        times.learn(9, 0.04, {})
+        times.learn(9, 0.04, {})
+        assert not times.knows_plain(1)
+        times.learn(1, 0.02, {})
+        assert not times.knows_plain(1)
+        times.learn(1, 0.02, {})
+        assert times.knows_plain(1)
+        assert times.knows_plain(4)
+
+    def test_how_drafts_fared_is_kept(self) -> None:
+        times = RoundTimes()
+        times.memory(0, (0.5, 0.7)).levels.count(1, False)
+        assert times.memory(0, (0.5, 0.7)).levels.share(1) < LEVEL_EXPECTATION
+        assert times.memory(1, (0.5, 0.7)).levels.share(1) == LEVEL_EXPECTATION
+
+    def test_drafts_without_a_model_cost_nothing(self) -> None:
+        times = RoundTimes()
+        times.learn(4, 0.04, {"lookup": (0, 0.001)})
+        assert times.costs({"lookup": lambda depth: 0}).draft["lookup"](9) == 0.0
+
+
+def test_times_are_kept_by_situation() -> None:
+    model = build("qwen2")
+    first = known_times(model, "a", 1)
+    assert known_times(model, "a", 1) is first
+    assert known_times(model, "a", 2) is not first
+    assert known_times(model, "b", 1) is not first
+    assert known_times(build("qwen3"), "a", 1) is not first
+    with compiling(True):
+        assert known_times(model, "a", 1) is not first
+    assert known_times(model, "a", 1) is first
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads + 1)
+        assert known_times(model, "a", 1) is not first
+    finally:
+        torch.set_num_threads(threads)
+
+
+class TestTimings:
+    def test_costs_from_timings(self) -> None:
+        timings = {"verify": [[1, 1.0], [11, 2.0]], "draft": {"tree": [(2, 0.5)], "falcon": []}}
+        with pytest.raises(OptionError):
+            check_timings(timings)
+        del timings["draft"]["falcon"]
+        check_timings(timings)
+        costs = Costs.of(timings)
+        assert costs.verify(6) == 1.5
+        assert costs.draft["tree"](1) == 0.25
+
+    @pytest.mark.parametrize(
+        "timings",
+        [
+            {"verify": [[1, 1.0]]},
+            {"verify": [], "draft": {}},
+            {"verify": [[1]], "draft": {}},
+            {"verify": [[1, "a"]], "draft": {}},
+            {"verify": [[1, True]], "draft": {}},
+            {"verify": [[1, -1.0]], "draft": {}},
+            {"verify": [[1, float("nan")]], "draft": {}},
+            {"verify": [[1, 1.0]], "draft": [[1, 1.0]]},
+            {"verify": [[1, 1.0]], "draft": {}, "other": 1},
+            [1],
+        ],
+    )
+    def test_anything_else_is_refused(self, timings: Any) -> None:
+        with pytest.raises(OptionError, match="seconds of a forward by nodes"):
+            check_timings(timings)

@@ -1,0 +1,410 @@
+"""Lengths that times decide: the output stays, numbers that are given stay, costs are heeded."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import hf_spec
+from hf_spec import DiscoConfig, DraftConfig, FalconConfig, GsdConfig, LookupConfig, TreeConfig
+from hf_spec.backend.device import clock
+from hf_spec.drafting.cost_model import cost_curves as round_costs
+from hf_spec.drafting.cost_model import cost_model_drafter as measured
+from hf_spec.drafting.cost_model.loss_budget import FIRST, SHARE
+from hf_spec.drafting.cost_model.cost_curves import RoundTimes
+from hf_spec.drafting.cost_model.cost_model_drafter import SelfTimedDrafter, resolve
+from hf_spec.common.errors import OptionError, UnsupportedError
+from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.methods.registry import make_drafter, parse_strategy
+from tests.falcon_reference import random_head
+from tests.tiny_models import build, disco_adapter, draft_model, prompts
+
+NAMES = ("lookup", "draft", "tree", "gsd", "disco", "falcon")
+NEW_TOKENS = 24
+
+
+@pytest.fixture(autouse=True)
+def cheap_drafts() -> None:
+    """Here every test sets its own costs, or times for real."""
+
+
+@pytest.fixture
+def costs(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float], None]:
+    """Sets what a node and what a forward of the drafter costs, in forwards of the target."""
+
+    def set_costs(node: float, forward: float) -> None:
+        monkeypatch.setattr(measured, "known_times", lambda *_: round_costs.RoundTimes())
+        monkeypatch.setattr(RoundTimes, "learn", lambda *_: None)
+        monkeypatch.setattr(round_costs, "NODE_PRICE", node)
+        monkeypatch.setattr(round_costs, "FORWARD_PRICE", forward)
+
+    return set_costs
+
+
+def assistant(name: str) -> Any:
+    if name == "lookup":
+        return None
+    if name == "falcon":
+        return random_head("llama")
+    return disco_adapter("llama") if name == "disco" else draft_model("llama")
+
+
+def generate(strategy: Any, given: Any, kind: str = "one", **settings: Any) -> Any:
+    settings = {"max_new_tokens": NEW_TOKENS, "do_sample": False, **settings}
+    return build("llama").generate(
+        **prompts("llama", kind),
+        **settings,
+        spec_strategy=strategy,
+        assistant=given,
+        return_dict_in_generate=True,
+    )
+
+
+class TestOutput:
+    @pytest.mark.parametrize("kind", ["one", "ragged"])
+    @pytest.mark.parametrize("name", NAMES)
+    @pytest.mark.parametrize("prices", [(0.0, 0.0), (0.02, 0.1), (0.5, 0.9)])
+    def test_greedy_is_plain_at_any_price(
+        self, name: str, kind: str, prices: tuple[float, float], costs: Any
+    ) -> None:
+        costs(*prices)
+        plain = build("llama").generate(
+            **prompts("llama", kind), max_new_tokens=NEW_TOKENS, do_sample=False
+        )
+        assert torch.equal(generate(name, assistant(name), kind).sequences, plain)
+
+    @pytest.mark.parametrize("name", NAMES)
+    def test_greedy_is_plain_with_the_times_of_this_machine(self, name: str) -> None:
+        plain = build("llama").generate(
+            **prompts("llama", "ragged"), max_new_tokens=NEW_TOKENS, do_sample=False
+        )
+        for _ in range(2):
+            assert torch.equal(generate(name, assistant(name), "ragged").sequences, plain)
+
+
+class TestCosts:
+    @pytest.mark.parametrize("name", ["draft", "tree", "gsd"])
+    def test_a_perfect_draft_is_as_long_as_it_is_cheap(self, name: str, costs: Any) -> None:
+        def mean_length(forward: float) -> float:
+            costs(0.001, forward)
+            stats = generate(name, build("llama"), max_new_tokens=60).spec_stats
+            return stats.accepted_tokens / stats.target_forwards
+
+        cheap, dear, hopeless = mean_length(0.01), mean_length(0.5), mean_length(1.2)
+        assert cheap > max(1.0, dear)
+        assert hopeless == 0
+
+    @pytest.mark.parametrize("name", ["tree", "gsd", "falcon", "lookup"])
+    def test_fewer_nodes_are_sent_where_they_are_dear(self, name: str, costs: Any) -> None:
+        def nodes(price: float) -> float:
+            costs(price, 0.01)
+            stats = generate(name, assistant(name)).spec_stats
+            return stats.drafted_tokens / stats.target_forwards
+
+        assert nodes(0.0) > nodes(0.3)
+        assert nodes(3.0) == 0
+
+    def test_a_draft_that_fails_is_given_up(self, costs: Any) -> None:
+        costs(0.01, 0.6)
+        worthless = generate("draft", draft_model("llama", 1), max_new_tokens=60).spec_stats
+        assert worthless.counters["idle_rounds"] > worthless.counters["rounds"] // 2
+
+
+class TestTimes:
+    def test_no_forward_is_spent_on_measuring(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        runs: list[object] = []
+        forward = ModelRunner.forward
+
+        def watch(self: ModelRunner, *arguments: Any) -> Any:
+            runs.append(self.model)
+            return forward(self, *arguments)
+
+        monkeypatch.setattr(ModelRunner, "forward", watch)
+        stats = generate("draft", draft_model("llama")).spec_stats
+        target = [model for model in runs if model is build("llama")]
+        assert len(target) == stats.target_forwards == stats.counters["rounds"]
+        assert len(runs) - len(target) == stats.draft_forwards
+
+    def test_what_is_learned_is_the_time_of_the_parts(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        heard: list[tuple[float, float, dict[str, tuple[int, float]]]] = []
+        monkeypatch.setattr(measured, "known_times", lambda *_: round_costs.RoundTimes())
+        monkeypatch.setattr(RoundTimes, "learn", lambda _, *times: heard.append(times))
+        ticks = itertools.count()
+        monkeypatch.setattr(clock.time, "perf_counter", lambda: float(next(ticks)))
+        stats = generate("draft", draft_model("llama")).spec_stats
+        # The first round runs the prompt, which tells nothing of the others.
+        assert len(heard) == stats.target_forwards - 1
+        drafts = [spent["draft"] for *_, spent in heard if "draft" in spent]
+        assert all(verify > 0 for _, verify, _ in heard)
+        assert all(seconds > 0 for _, seconds in drafts)
+        assert max(nodes for nodes, *_ in heard) > 1
+        assert 0 < sum(forwards for forwards, _ in drafts) <= stats.draft_forwards
+
+    def test_a_round_with_a_new_prompt_is_not_timed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        heard: list[int] = []
+        monkeypatch.setattr(RoundTimes, "learn", lambda *_: heard.append(1))
+        output = build("llama").generate_batch(
+            [[5, 6, 7, 5, 6], [8, 9, 10], [5, 6, 7]],
+            max_new_tokens=4,
+            spec_strategy="lookup",
+            max_batch=1,
+        )
+        assert len(output) == 3
+        assert 0 < len(heard) <= 3 * 3
+
+    def test_drafts_follow_the_time_that_passes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A draft model that takes as long as the target is given up, though it is always right."""
+        now = [0.0]
+        forward = ModelRunner.forward
+
+        def slow(self: ModelRunner, *arguments: Any) -> Any:
+            now[0] += 1.0
+            return forward(self, *arguments)
+
+        monkeypatch.setattr(measured, "known_times", lambda *_: round_costs.RoundTimes())
+        monkeypatch.setattr(ModelRunner, "forward", slow)
+        monkeypatch.setattr(clock.time, "perf_counter", lambda: now[0])
+        stats = generate("draft", build("llama"), max_new_tokens=60).spec_stats
+        assert stats.counters["idle_rounds"] > 40
+
+
+class Machine:
+    """A clock that runs while models do: a step of the target takes 1, another node `node`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, node: float, forward: float):
+        self.now = 0.0
+        run = ModelRunner.forward
+
+        def slow(runner: ModelRunner, tree: Any, *arguments: Any) -> Any:
+            is_target = runner.model is build("llama")
+            self.now += 1.0 + node * (tree.num_nodes - 1) if is_target else forward
+            return run(runner, tree, *arguments)
+
+        times = RoundTimes()
+        monkeypatch.setattr(measured, "known_times", lambda *_: times)
+        monkeypatch.setattr(ModelRunner, "forward", slow)
+        monkeypatch.setattr(clock.time, "perf_counter", lambda: self.now)
+
+    def lost(self, given: Any, strategy: Any = "auto", new_tokens: int = 100) -> tuple[float, Any]:
+        """Plain steps that a generation took more than plain decoding, and its statistics."""
+        start = self.now
+        stats = generate(strategy, given, max_new_tokens=new_tokens).spec_stats
+        return self.now - start - new_tokens, stats
+
+
+class TestLosses:
+    @pytest.mark.parametrize("strategy", ["auto", "draft", "tree", "gsd"])
+    def test_drafts_that_never_pay_are_given_up_within_the_bound(
+        self, strategy: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        wrong, forward = hf_spec.truncated_draft(build("llama", seed=5), 1), 0.2
+        machine = Machine(monkeypatch, 0.04, forward)
+        lost = [machine.lost(wrong, strategy) for _ in range(3)]
+        # What the first draft takes is not known before.
+        surprise = 8 * forward
+        assert lost[0][0] <= FIRST + 100 * SHARE + surprise
+        assert all(steps <= FIRST + 100 * SHARE + forward for steps, _ in lost[1:])
+        for _, stats in lost:
+            # A text of a tiny model repeats itself, so that lookups pay.
+            asked = stats.counters.get("asked_tree", 0) if strategy == "auto" else 0
+            idle = stats.counters["rounds"] if strategy == "auto" else stats.counters["idle_rounds"]
+            assert asked <= 20
+            assert idle >= 80 or strategy == "auto"
+
+    def test_what_was_learned_is_not_learned_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        wrong = hf_spec.truncated_draft(build("llama", seed=5), 1)
+        machine = Machine(monkeypatch, 0.04, 0.2)
+        asked = [machine.lost(wrong)[1].counters["asked_tree"] for _ in range(3)]
+        assert asked[0] >= 1
+        assert asked[2] <= asked[0]
+
+    @pytest.mark.parametrize("strategy", ["auto", "draft", "tree", "gsd"])
+    def test_drafts_that_pay_are_made(self, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        right = copy.deepcopy(build("llama"))
+        machine = Machine(monkeypatch, 0.02, 0.05)
+        steps, stats = machine.lost(right, strategy)
+        assert steps < -40
+        assert stats.counters["idle_rounds"] < stats.counters["rounds"] / 3
+
+    def test_plain_steps_are_measured_before_anything_is_drafted(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        sizes: list[float] = []
+        learn = RoundTimes.learn
+
+        def watch(times: RoundTimes, nodes: float, *arguments: Any) -> None:
+            sizes.append(nodes)
+            learn(times, nodes, *arguments)
+
+        monkeypatch.setattr(RoundTimes, "learn", watch)
+        machine = Machine(monkeypatch, 0.02, 0.05)
+        right = copy.deepcopy(build("llama"))
+        machine.lost(right)
+        assert sizes[: measured.PLAIN_STEPS] == [1] * measured.PLAIN_STEPS
+        assert sizes[measured.PLAIN_STEPS] > 1
+        del sizes[:]
+        machine.lost(right)
+        assert sizes[0] > 1
+
+
+class TestNodes:
+    """`max_nodes="auto"` where the length of drafts is given."""
+
+    @pytest.mark.parametrize("kind", [TreeConfig, GsdConfig])
+    @pytest.mark.parametrize("policy", ["static", "heuristic", "confidence"])
+    def test_only_nodes_that_bring_more_than_they_cost_are_sent(
+        self, kind: Any, policy: str, costs: Any
+    ) -> None:
+        drafted, sent = [], []
+        for price in (0.0, 0.3, 3.0):
+            costs(price, 0.01)
+            config = kind(max_draft_tokens=3, length_policy=policy)
+            stats = generate(config, draft_model("llama")).spec_stats
+            sent.append(stats.drafted_tokens / stats.target_forwards)
+            drafted.append(stats.draft_forwards / stats.target_forwards)
+        assert sent[0] > sent[1] >= sent[2] == 0
+        # What is drafted is as long as the policy says, whatever it costs; the prompt's round and
+        # the last one have no room.
+        assert min(drafted) > 0.7
+
+    @pytest.mark.parametrize("price", [0.0, 3.0])
+    def test_a_number_is_kept(self, price: float, costs: Any) -> None:
+        costs(price, 0.5)
+        config = TreeConfig(max_draft_tokens=3, max_nodes=7)
+        stats = generate(config, draft_model("llama")).spec_stats
+        assert stats.drafted_tokens > 5 * (stats.target_forwards - 3)
+
+    @pytest.mark.parametrize("name", ["tree", "gsd", "falcon"])
+    @pytest.mark.parametrize("kind", ["one", "ragged"])
+    def test_greedy_is_plain(self, name: str, kind: str, costs: Any) -> None:
+        costs(0.05, 0.05)
+        config = type(parse_strategy(name))(length_policy="static")
+        drafter = make_drafter(config, build("llama"), assistant(name))
+        assert isinstance(drafter, SelfTimedDrafter)
+        plain = build("llama").generate(
+            **prompts("llama", kind), max_new_tokens=NEW_TOKENS, do_sample=False
+        )
+        assert torch.equal(generate(config, assistant(name), kind).sequences, plain)
+
+    def test_drafts_at_random_are_sent_as_they_are(self) -> None:
+        config = TreeConfig(max_draft_tokens=3, sample_drafts=True)
+        drafter = make_drafter(config, build("llama"), draft_model("llama"))
+        assert not isinstance(drafter, SelfTimedDrafter)
+
+    def test_nothing_else_is_a_word(self) -> None:
+        with pytest.raises(OptionError, match="whole number of at least 1, or 'auto'"):
+            TreeConfig(max_nodes="many")
+
+
+class TestGiven:
+    @pytest.mark.parametrize(
+        "config",
+        [
+            DraftConfig(max_draft_tokens=3),
+            DraftConfig(length_policy="static"),
+            DraftConfig(length_policy="heuristic"),
+            TreeConfig(max_draft_tokens=2, max_nodes=None),
+            TreeConfig(max_nodes=5),
+            GsdConfig(max_draft_tokens=3, max_nodes=5),
+            FalconConfig(length_policy="static", max_nodes=None),
+            FalconConfig(max_nodes=3),
+            FalconConfig(tree="chain"),
+            DiscoConfig(max_draft_tokens=4),
+            DiscoConfig(acceptance_threshold=0.3),
+            LookupConfig(copy_length=7),
+            LookupConfig(max_draft_tokens=9),
+        ],
+    )
+    def test_numbers_that_are_given_are_what_is_drafted(self, config: Any) -> None:
+        drafter = make_drafter(config, build("llama"), assistant(config.strategy))
+        assert not isinstance(drafter, SelfTimedDrafter)
+
+    @pytest.mark.parametrize("name", NAMES)
+    def test_without_numbers_times_decide(self, name: str) -> None:
+        drafter = make_drafter(parse_strategy(name), build("llama"), assistant(name))
+        assert isinstance(drafter, SelfTimedDrafter)
+
+    def test_a_fixed_length_is_kept_however_dear(self, costs: Any) -> None:
+        costs(9.0, 9.0)
+        stats = generate(DraftConfig(max_draft_tokens=3), draft_model("llama")).spec_stats
+        assert stats.drafted_tokens > 2 * stats.target_forwards
+
+    @pytest.mark.parametrize("kind", [DraftConfig, TreeConfig, GsdConfig])
+    def test_numbers_bound_what_is_measured(self, kind: Any, costs: Any) -> None:
+        costs(0.0, 0.0)
+        config = kind(max_draft_tokens=2, length_policy="measured")
+        stats = generate(config, build("llama")).spec_stats
+        assert len(stats.accepted_by_position) == 2
+
+    def test_usual_sizes(self) -> None:
+        assert TreeConfig().resolve(measures=False).max_nodes == 15
+        heuristic = TreeConfig(length_policy="heuristic").resolve(measures=True)
+        assert (heuristic.max_draft_tokens, heuristic.max_nodes) == (5, 24)
+        assert TreeConfig(max_nodes=None).resolve(measures=True).max_nodes == 15
+        assert GsdConfig(max_nodes=4).resolve(measures=True).max_draft_tokens == 10
+        disco = TreeConfig(length_policy="disco", adapter="x").resolve(measures=True)
+        assert disco.max_draft_tokens is None
+        with pytest.raises(OptionError, match="unknown length_policy"):
+            DraftConfig(length_policy="often")
+
+    def test_processes_that_must_keep_step_have_the_usual_sizes(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(measured, "tensor_parallel_size", lambda _: 2)
+        for name in NAMES:
+            drafter = make_drafter(parse_strategy(name), build("llama"), assistant(name))
+            assert not isinstance(drafter, SelfTimedDrafter)
+        with pytest.raises(UnsupportedError, match="differ among the processes"):
+            resolve(DraftConfig(length_policy="measured"), build("llama"))
+
+
+def test_transformers_own_loop_is_refused_with_the_way_out() -> None:
+    drafter = make_drafter(DraftConfig(), build("llama"), draft_model("llama"))
+    with pytest.raises(UnsupportedError, match="give a length_policy"):
+        drafter.get_candidates(torch.tensor([[5, 6, 7]]))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_drafter_says_what_it_did(name: str) -> None:
+    stats = generate(name, assistant(name)).spec_stats
+    assert stats.counters["rounds"] >= stats.counters["idle_rounds"] >= 0
+    if name in ("draft", "tree", "gsd", "disco"):
+        assert {"draft_nodes", "merges"} <= set(stats.counters)
+    assert hf_spec.SpecStats is type(stats)
+
+
+@pytest.mark.parametrize("strategy", ["draft", "falcon"])
+def test_the_draft_that_runs_the_prompt_is_not_timed(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head has its prompt a round later than the target; that time would end all drafts."""
+    run: list[int] = []
+    timed: list[int] = []
+    observe = SelfTimedDrafter.observe
+
+    def watch(self: SelfTimedDrafter, verdict: Any, output: Any) -> None:
+        run.append(self._rounds.drafts[strategy].forwards)
+        observe(self, verdict, output)
+
+    def learn(self: RoundTimes, nodes: float, seconds: float, drafts: Any) -> None:
+        timed.extend(forwards for forwards, _ in drafts.values())
+
+    monkeypatch.setattr(measured, "known_times", lambda *_: RoundTimes())
+    monkeypatch.setattr(round_costs, "FORWARD_PRICE", 0.01)
+    monkeypatch.setattr(round_costs, "NODE_PRICE", 1e-4)
+    monkeypatch.setattr(SelfTimedDrafter, "observe", watch)
+    monkeypatch.setattr(RoundTimes, "learn", learn)
+    assistant = random_head("llama") if strategy == "falcon" else draft_model("llama")
+    build("llama").generate(
+        **prompts("llama", "one"), max_new_tokens=16, spec_strategy=strategy, assistant=assistant
+    )
+    drafts = [forwards for forwards in run if forwards]
+    assert len(drafts) > 1
+    assert [forwards for forwards in timed if forwards] == drafts[1:]

@@ -1,0 +1,176 @@
+"""The choice of nodes is the best there is; whom to ask follows from costs and experience."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hf_spec.drafting.cost_model.selection import Round, choose_nodes, choose_sources
+from hf_spec.drafting.cost_model.cost_curves import Costs, Curve
+from hf_spec.drafting.cost_model.acceptance_stats import NODES_PER_LEVEL, MergedTree
+
+
+def costs(per_node: float = 0.05, **draft: float) -> Costs:
+    """A forward of one node takes a second; a level of a drafter what is said."""
+    curves = {name: Curve([(0, 0.0), (1, seconds)]) for name, seconds in draft.items()}
+    return Costs(Curve([(1, 1.0), (2, 1.0 + per_node)]), curves)
+
+
+def tree(*nodes: tuple[int, float]) -> MergedTree:
+    """A tree from (parent, value) of each node."""
+    merged = MergedTree(5)
+    for token, (parent, value) in enumerate(nodes, start=10):
+        merged.hang(parent, token)
+        merged.values.append(value)
+    return merged
+
+
+class Level:
+    """A source whose levels are known."""
+
+    def __init__(self, name: str, *levels: float, alone: bool = False, nodes: int = 0):
+        self.name, self.levels, self.depth = name, levels, len(levels)
+        self.drafter = SimpleNamespace(alone=alone)
+        self.nodes, self.nodes_per_level = nodes, NODES_PER_LEVEL
+
+    def level(self, row: int, depth: int) -> float:
+        return self.levels[depth - 1]
+
+    def size(self, row: int, otherwise: int) -> int:
+        return self.nodes or otherwise
+
+
+def ask(trees: dict[int, MergedTree], known: Costs, *sources: Any, room: int = 9) -> Round:
+    base, _ = choose_nodes(known, trees, 40)
+    return choose_sources(base, trees, sources, dict.fromkeys(trees, room))
+
+
+def test_a_branch_costs_what_is_above_it_again() -> None:
+    """To recurrent layers, which run every path by itself."""
+    branched = tree((0, 0.9), (1, 0.8), (2, 0.7), (2, 0.3))
+    attending, recurrent = costs(0.05), replace(costs(0.05), branch=1.0)
+    best, chosen = choose_nodes(attending, {0: branched}, 40)
+    assert (chosen[0], best.nodes) == ([1, 2, 3, 4], 5)
+    best, chosen = choose_nodes(recurrent, {0: branched}, 40)
+    assert (chosen[0], best.nodes) == ([1, 2, 3], 4)
+    best, _ = choose_nodes(replace(costs(0.0), branch=0.5), {0: branched}, 40)
+    assert best.nodes == 5 + 0.5 * 3
+
+
+class TestNodes:
+    def test_no_other_tree_is_faster(self) -> None:
+        generator = torch.Generator().manual_seed(3)
+        for _ in range(20):
+            parents = [int(torch.randint(0, i, (), generator=generator)) for i in range(1, 8)]
+            nodes: list[tuple[int, float]] = []
+            for parent in parents:
+                above = 1.0 if not parent else nodes[parent - 1][1]
+                nodes.append((parent, above * float(torch.rand((), generator=generator))))
+            best, chosen = choose_nodes(costs(0.15), {0: tree(*nodes)}, 40)
+            rates = []
+            for count in range(8):
+                for some in itertools.combinations(range(1, 8), count):
+                    if all(nodes[n - 1][0] in {0, *some} for n in some):
+                        worth = 1 + sum(nodes[n - 1][1] for n in some)
+                        rates.append(worth / (1 + 0.15 * count))
+            assert best.rate == pytest.approx(max(rates))
+            assert all(nodes[n - 1][0] in {0, *chosen[0]} for n in chosen[0])
+
+    def test_nothing_where_nothing_pays(self) -> None:
+        proposed = {0: tree((0, 0.3), (1, 0.2)), 1: tree((0, 0.1))}
+        best, chosen = choose_nodes(costs(0.5), proposed, 40)
+        assert chosen == {0: [], 1: []}
+        assert (best.tokens, best.nodes) == (2, 2)
+
+    def test_rows_share_a_forward_but_not_a_choice(self) -> None:
+        proposed = {0: tree((0, 0.9), (1, 0.8)), 3: tree((0, 0.04), (0, 0.6))}
+        _, chosen = choose_nodes(costs(0.1), proposed, 40)
+        assert chosen == {0: [1, 2], 3: [2]}
+
+    def test_most_nodes_of_a_row(self) -> None:
+        proposed = {0: tree(*((0, 0.5 - i / 100) for i in range(9))), 1: tree((0, 0.2))}
+        best, chosen = choose_nodes(costs(0.0), proposed, 3)
+        assert chosen == {0: [1, 2, 3], 1: [1]}
+        assert best.nodes == 6
+
+    def test_drafting_that_took_time_raises_what_is_sent(self) -> None:
+        proposed = {0: tree((0, 0.4), (0, 0.12), (0, 0.06))}
+        sent = [len(choose_nodes(costs(0.1), proposed, 40, spent)[1][0]) for spent in (0.0, 5.0)]
+        assert sent == [1, 3]
+
+
+def at_most(most: float) -> Any:
+    return lambda tokens, seconds: seconds <= most
+
+
+class TestAllowed:
+    def test_a_round_takes_no_longer_than_it_may(self) -> None:
+        proposed = {0: tree((0, 0.9), (1, 0.8), (2, 0.7))}
+        known = costs(0.1)
+        sent = [
+            len(choose_nodes(known, proposed, 40, allows=at_most(most))[1][0])
+            for most in (0.0, 1.0, 1.11, 1.25, 9.0)
+        ]
+        assert sent == [0, 0, 1, 2, 3]
+
+    def test_nobody_is_asked_who_would_take_longer(self) -> None:
+        known, trees = costs(0.01, good=0.2), {0: tree()}
+        base, _ = choose_nodes(known, trees, 40)
+        source: Any = Level("good", 0.9, 0.9, 0.9)
+        depths = [
+            choose_sources(base, trees, [source], {0: 9}, rule).asked.get("good", {}).get(0, 0)
+            for rule in map(at_most, (1.1, 1.3, 1.55, 9.0))
+        ]
+        assert depths == [0, 1, 2, 3]
+
+
+class TestSources:
+    def test_asked_where_it_pays_and_as_deep_as_it_pays(self) -> None:
+        good = Level("good", 0.9, 0.9, 0.9, 0.1, 0.1)
+        chosen = ask({0: tree()}, costs(0.02, good=0.1), good)
+        assert chosen.asked == {"good": {0: 3}}
+        assert chosen.draft_seconds == pytest.approx(0.3)
+        assert ask({0: tree()}, costs(0.02, good=1.0), good).asked == {}
+        assert ask({0: tree()}, costs(0.3, good=0.1), good).asked == {}
+        assert ask({0: tree()}, costs(0.02, good=0.1), good, room=1).asked == {"good": {0: 1}}
+        assert ask({0: tree()}, costs(0.02, good=0.1), good, room=0).asked == {}
+
+    def test_not_for_what_is_proposed_already(self) -> None:
+        good = Level("good", 0.8, 0.8)
+        sure = tree((0, 0.97), (1, 0.95), (2, 0.9))
+        known = costs(0.02, good=0.2)
+        assert ask({0: tree()}, known, good).asked
+        assert ask({0: sure}, known, good).asked == {}
+
+    def test_the_better_of_two_and_both_if_they_help_different_rows(self) -> None:
+        one, two = Level("one", 0.9, 0.8), Level("two", 0.7, 0.5)
+        known = costs(0.01, one=0.15, two=0.15)
+        assert set(ask({0: tree()}, known, two, one).asked) == {"one"}
+
+        class ForRow(Level):
+            def level(self, row: int, depth: int) -> float:
+                return 0.95 if str(row) == self.name else 0.0
+
+        rows = {0: tree(), 1: tree()}
+        asked = ask(rows, costs(0.01, **{"0": 0.1, "1": 0.1}), ForRow("0", 1), ForRow("1", 1)).asked
+        assert asked == {"0": {0: 1, 1: 0}, "1": {0: 0, 1: 1}}
+
+    def test_a_tree_that_stays_whole_takes_the_place_of_all_others(self) -> None:
+        own = Level("own", 0.9, 0.9, alone=True, nodes=6)
+        assert ask({0: tree((0, 0.5))}, costs(0.02), own).asked == {"own": {0: 2}}
+        assert ask({0: tree((0, 0.9), (1, 0.9))}, costs(0.1), own).asked == {}
+
+
+def test_a_level_of_a_chain_is_sent_too_and_one_of_a_tree_is_not() -> None:
+    known = costs(per_node=0.1, chain=0.5)
+    chosen = Round(known, tokens=3.0, nodes=1)
+    assert chosen.rate == pytest.approx(3.0)
+    chain = Level("chain", 0.9)
+    assert chosen.level_price(chain, 2, 4, 1) == pytest.approx(3.0 * 0.25)  # type: ignore[arg-type]
+    chain.nodes_per_level = 1
+    assert chosen.level_price(chain, 2, 4, 1) == pytest.approx(3.0 * 0.35)  # type: ignore[arg-type]

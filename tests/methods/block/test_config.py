@@ -1,0 +1,258 @@
+"""`spec_strategy="block"`: chains, trees, lengths, batches, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import hf_spec
+from hf_spec import AssistantError, BlockConfig, DraftConfig, OptionError
+from hf_spec.adapters.published import PublishedHead
+from hf_spec.common.compat import CACHE_NAME
+from tests.feature_reference import (
+    BLOCK,
+    LAYERS,
+    block_outputs,
+    block_reference,
+    check_against,
+    deepspec,
+    dflash,
+    medusa,
+    published,
+    save,
+    speculators,
+    states_of,
+    watch_drafts,
+)
+from tests.refusals import refuse
+from tests.tiny_models import TIMINGS, build, disco_adapter, prompts, settled_prompt
+
+MODEL = build("llama")
+TREE = [[0], [1], [4], [0, 0], [0, 2], [1, 0], [4, 1], [0, 0, 0], [0, 0, 3], [1, 0, 0]]
+
+
+def chain(depth: int) -> list[list[int]]:
+    return [[0] * length for length in range(1, depth + 1)]
+
+
+def generate(assistant: Any, kind: str = "ragged", new_tokens: int = 10, **options: Any) -> Any:
+    inputs = prompts("llama", kind)
+    output = MODEL.generate(
+        **inputs,
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        return_dict_in_generate=True,
+        assistant=assistant,
+        spec_strategy=BlockConfig(**options),
+    )
+    plain = MODEL.generate(**inputs, max_new_tokens=new_tokens, do_sample=False)
+    assert torch.equal(output.sequences, plain)
+    return output
+
+
+@pytest.mark.parametrize(
+    ("head", "from_anchor"),
+    [(dflash(), False), (deepspec("gated"), True), (speculators("dspark", "rnn"), True)],
+    ids=["DFlash", "DSpark", "speculators"],
+)
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+def test_every_draft_of_a_ragged_batch(
+    head: PublishedHead, from_anchor: bool, shape: str, tmp_path: Path
+) -> None:
+    levels = BLOCK if from_anchor else BLOCK - 1
+    options = {"tree": TREE} if shape == "tree" else {"max_draft_tokens": levels}
+    with watch_drafts() as seen:
+        output = generate(save(tmp_path / "head", head), **options)
+    reference = block_reference(MODEL, head, from_anchor)
+    paths = TREE if shape == "tree" else chain(levels)
+    assert check_against(reference, seen, paths) > 100
+    # One pass a round, whatever its depth; the first round knows nothing yet.
+    rounds = max(row.target_forwards for row in output.spec_stats.rows)
+    assert output.spec_stats.draft_forwards in (rounds - 1, rounds - 2)
+
+
+def test_drafts_after_some_were_accepted() -> None:
+    """With all tokens among the first ones one is accepted in every round."""
+    wide = [[rank] for rank in range(97)] + [[0, 0], [1, 0]]
+    with watch_drafts() as seen:
+        output = generate(deepspec(), "one", tree=wide)
+    assert output.spec_stats.accepted_tokens > 3
+    assert check_against(block_reference(MODEL, deepspec(), True), seen, wide) > 300
+
+
+def test_a_reused_cache_hides_what_the_head_reads() -> None:
+    cache, prompt = DynamicCache(config=MODEL.config), settled_prompt("llama")
+    with torch.no_grad():
+        MODEL(prompt[:, :20], **{CACHE_NAME: cache}, use_cache=True)
+    with watch_drafts() as seen:
+        output = MODEL.generate(
+            prompt,
+            **{CACHE_NAME: cache},
+            max_new_tokens=8,
+            do_sample=False,
+            spec_strategy=BlockConfig(tree=TREE),
+            assistant=dflash(),
+        )
+    assert torch.equal(output, MODEL.generate(prompt, max_new_tokens=8, do_sample=False))
+    reference = block_reference(MODEL, dflash(), False, begin=20)
+    assert check_against(reference, seen, TREE) > 30
+
+
+def test_more_prompts_than_rows() -> None:
+    ids, mask = prompts("llama", "ragged").values()
+    rows = [line[keep.bool()].tolist() for line, keep in zip(ids, mask, strict=True)]
+    with watch_drafts() as seen:
+        output = MODEL.generate_batch(
+            rows,
+            max_batch=2,
+            max_new_tokens=6,
+            do_sample=False,
+            spec_strategy=BlockConfig(tree=TREE),
+            assistant=deepspec(),
+        )
+    assert check_against(block_reference(MODEL, deepspec(), True), seen, TREE) > 100
+    for row, said in zip(rows, output.values(), strict=True):
+        plain = MODEL.generate(torch.tensor([row]), max_new_tokens=6, do_sample=False)
+        assert [*row, *said.generated_tokens] == plain[0].tolist()
+
+
+def test_the_confidence_head_ends_a_draft() -> None:
+    """After the first token that it gives less than the threshold, which is still sent."""
+    head, threshold = deepspec(), 0.5
+    t = head.tensors
+    with watch_drafts() as seen:
+        generate(head, length_policy="head", confidence_threshold=threshold)
+    heights = set()
+    for tree, texts, unfinished in seen[1:-BLOCK]:
+        for row in unfinished:
+            tokens = [tree.tokens[node] for node in tree.nodes(row)]
+            states = states_of(MODEL, texts[row][:-1], LAYERS)
+            block = t["embed_tokens.weight"][[tokens[0], *[96] * (BLOCK - 1)]]
+            outputs = block_outputs(t, states, block, ((None, False),) * 2)
+            sure = []
+            for token, place in zip(tokens, outputs, strict=False):
+                read = torch.cat([place, t["markov_head.markov_w1.weight"][token]])
+                logit = t["confidence_head.proj.weight"][0] @ read
+                sure.append(float((logit + t["confidence_head.proj.bias"][0]).sigmoid()))
+            drafted = len(tokens) - 1
+            assert all(chance >= threshold for chance in sure[: drafted - 1])
+            assert drafted == BLOCK or sure[drafted - 1] < threshold
+            heights.add(drafted)
+    assert len(heights) > 1
+
+
+@pytest.mark.parametrize("policy", ["static", "heuristic", "confidence", "measured", None])
+def test_length_policies(policy: str | None) -> None:
+    generate(deepspec(), length_policy=policy)
+    generate(dflash(), length_policy=policy, children=3)
+
+
+def test_discos_classifier_ends_a_draft() -> None:
+    generate(deepspec(), length_policy="disco", adapter=disco_adapter("llama"))
+
+
+def test_auto_takes_a_head(tmp_path: Path) -> None:
+    timings = {**TIMINGS, "draft": {"block": [[1, 0.001]]}}
+    for config in (hf_spec.AutoConfig(timings=timings), "auto"):
+        output = MODEL.generate(
+            **prompts("llama", "ragged"),
+            max_new_tokens=8,
+            do_sample=False,
+            return_dict_in_generate=True,
+            spec_strategy=config,
+            assistant=save(tmp_path / "head", deepspec()),
+        )
+        plain = MODEL.generate(**prompts("llama", "ragged"), max_new_tokens=8, do_sample=False)
+        assert torch.equal(output.sequences, plain)
+        assert "asked_block" in output.spec_stats.counters
+
+
+def test_layers_that_the_config_does_not_name() -> None:
+    inner = {**dflash().config["dflash_config"], "target_layer_ids": None}
+    config = {**dflash().config, "dflash_config": inner}
+    head = published("dflash", config, dflash().tensors)
+    missing = "pass BlockConfig\\(aux_layers="
+    refuse(missing, error=AssistantError, spec_strategy="block", assistant=head)
+    with watch_drafts() as seen:
+        generate(head, tree=TREE, aux_layers=LAYERS)
+    assert check_against(block_reference(MODEL, dflash(), False), seen, TREE) > 100
+    with watch_drafts() as seen:
+        generate(head, tree=TREE, aux_layers=[1, 3])
+    with pytest.raises(AssertionError):
+        check_against(block_reference(MODEL, dflash(), False), seen, TREE)
+    wrong = "is to read the hidden states \\[9, 1\\]; it reads 2 .* from 0 to 3"
+    config = BlockConfig(aux_layers=[9, 1])
+    refuse(wrong, error=AssistantError, spec_strategy=config, assistant=head)
+
+
+def test_the_embedding_may_be_read_scaled() -> None:
+    drafted = []
+    for scale in (None, 1.0, 6.0):
+        with watch_drafts() as seen:
+            generate(dflash(), tree=TREE, embedding_scale=scale)
+        drafted.append([tree.tokens for tree, _, _ in seen])
+    assert drafted[0] == drafted[1] != drafted[2]
+
+
+def test_a_head_in_bfloat16_beside_a_float16_target() -> None:
+    model = type(MODEL)(MODEL.config).to(torch.float16)
+    for strategy, head in (("block", deepspec()), ("heads", medusa())):
+        output = model.generate(
+            **prompts("llama", "ragged"),
+            max_new_tokens=4,
+            do_sample=False,
+            return_dict_in_generate=True,
+            spec_strategy=strategy,
+            assistant=head,
+        )
+        assert output.spec_stats.draft_forwards > 0
+
+
+class TestRefused:
+    def test_another_family(self) -> None:
+        match = "family 'medusa': use spec_strategy='heads'"
+        refuse(match, error=AssistantError, spec_strategy="block", assistant=medusa())
+
+    def test_a_confidence_head_that_is_not_there(self) -> None:
+        config = BlockConfig(length_policy="head")
+        match = "this head has no confidence head"
+        refuse(match, error=AssistantError, spec_strategy=config, assistant=dflash())
+        with pytest.raises(OptionError, match="drafters of DraftConfig do not have"):
+            DraftConfig(length_policy="head")
+
+    def test_a_head_of_another_target(self) -> None:
+        small = deepspec(size=16)
+        match = "it reads 1 of 32 dimensions each"
+        refuse(match, error=AssistantError, spec_strategy="block", assistant=small)
+
+    def test_a_truncated_file(self, tmp_path: Path) -> None:
+        folder = Path(save(tmp_path / "head", dflash()))
+        file = folder / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:-100])
+        refuse(
+            "get the file again", error=AssistantError, spec_strategy="block", assistant=str(folder)
+        )
+
+    @pytest.mark.parametrize(
+        ("options", "match"),
+        [
+            ({"aux_layers": "all"}, "aux_layers='all' must be a list"),
+            ({"aux_layers": [1.5]}, "must be a list of indices"),
+            ({"embedding_scale": -1}, "embedding_scale must be"),
+            ({"sample_drafts": 2}, "must be True or False"),
+        ],
+    )
+    def test_options(self, options: dict[str, Any], match: str) -> None:
+        with pytest.raises(OptionError, match=match):
+            BlockConfig(**options)
+
+    def test_transformers_own_assisted_decoding(self) -> None:
+        from hf_spec.methods.registry import make_drafter
+
+        drafter = make_drafter(BlockConfig(length_policy="static"), MODEL, dflash())
+        with pytest.raises(hf_spec.UnsupportedError, match="use spec_strategy='block'"):
+            drafter.get_candidates(torch.tensor([[3]]))

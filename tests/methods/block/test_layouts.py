@@ -1,0 +1,220 @@
+"""Block heads as published: each layout, and configs that say something else than it seems."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_spec import AssistantError
+from hf_spec.adapters.published import PublishedHead, read_published
+from hf_spec.methods.block.head import BlockHead, LayerKind
+from hf_spec.methods.block.layouts import build_block_head
+from tests.feature_reference import (
+    BLOCK,
+    LAYERS,
+    MASK,
+    SIZE,
+    block_tensors,
+    deepspec,
+    dflash,
+    save,
+    speculators,
+)
+from tests.tiny_models import VOCAB, build
+
+MODEL = build("llama")
+
+
+def changed(
+    head: PublishedHead, tensors: dict[str, Any] | None = None, **config: Any
+) -> PublishedHead:
+    """A head with other tensors and config; None takes away."""
+    merged = {**head.tensors, **(tensors or {})}
+    return PublishedHead(
+        head.family,
+        {k: v for k, v in {**head.config, **config}.items() if v is not None},
+        {k: t for k, t in merged.items() if t is not None},
+        head.folder,
+        head.name,
+    )
+
+
+def read(head: PublishedHead, folder: Path) -> BlockHead:
+    """The head that is read back from the Hub's files."""
+    found = read_published(save(folder, head))
+    assert found is not None
+    assert found.family == head.family
+    return build_block_head(found, MODEL)
+
+
+@pytest.mark.parametrize(
+    ("head", "levels"),
+    [
+        (dflash(), BLOCK - 1),
+        (dflash(new=False), BLOCK - 1),
+        (deepspec(), BLOCK),
+        (deepspec(None, confidence=False), BLOCK),
+        (speculators(), BLOCK),
+        (speculators("dflash", None), BLOCK - 1),
+        (speculators("dflash", None, sample_from_anchor=True), BLOCK),
+        (speculators(sample_from_anchor=False), BLOCK - 1),
+    ],
+    ids=[
+        "z-lab",
+        "z-lab, older",
+        "DSpark",
+        "DeepSpec's DFlash",
+        "speculators, DSpark",
+        "speculators, DFlash",
+        "DFlash that says it drafts from the anchor",
+        "DSpark that says it does not",
+    ],
+)
+def test_layouts(head: PublishedHead, levels: int, tmp_path: Path) -> None:
+    """Block size and mask wherever they are, layer ids, and what an output drafts."""
+    shape = read(head, tmp_path).shape
+    assert shape.hidden_layers == tuple(LAYERS)
+    assert shape.mask_token_id == MASK
+    assert (shape.block_size, shape.num_levels) == (BLOCK, levels)
+
+
+def test_equal_names_with_shifted_outputs(tmp_path: Path) -> None:
+    """The same tensors draft another token where the class is another one."""
+    plain = changed(dflash(), architectures=["DFlashDraftModel"])
+    shifted = changed(dflash(), architectures=["Qwen3DSparkModel"])
+    assert not read(plain, tmp_path / "a").shape.from_anchor
+    found = read_published(save(tmp_path / "b", shifted))
+    assert found is not None
+    assert build_block_head(found, MODEL).shape.from_anchor
+
+
+def test_counts_come_from_the_tensors() -> None:
+    head = changed(dflash(), num_hidden_layers=40, num_attention_heads=99, intermediate_size=7)
+    built = build_block_head(head, MODEL)
+    assert len(built.layers) == 2
+    assert built.fc.in_features == len(LAYERS) * SIZE
+
+
+def test_the_rope_is_the_heads_own() -> None:
+    """Of 10,000 where the config says nothing, and no table of positions."""
+    other = changed(dflash(), rope_theta=None, max_position_embeddings=16)
+    frequencies = build_block_head(other, MODEL).rotary.inv_freq
+    assert torch.allclose(frequencies, 10000.0 ** (-torch.arange(0, 8, 2) / 8))
+    scaled = changed(dflash(), rope_scaling={"rope_type": "linear", "factor": 4.0})
+    assert torch.allclose(
+        build_block_head(scaled, MODEL).rotary.inv_freq,
+        build_block_head(dflash(), MODEL).rotary.inv_freq / 4,
+    )
+    cos, _ = build_block_head(other, MODEL).rotation(torch.tensor([100_000]))
+    assert cos.isfinite().all()
+
+
+def test_an_embedding_and_a_head_of_its_own() -> None:
+    mine = build_block_head(deepspec(), MODEL)
+    assert torch.equal(mine.embedding.weight, deepspec().tensors["embed_tokens.weight"])
+    assert torch.equal(mine.output.scores.weight, deepspec().tensors["lm_head.weight"])
+    theirs = build_block_head(dflash(), MODEL)
+    assert theirs.embedding is MODEL.get_input_embeddings()
+    assert theirs.output.scores is MODEL.get_output_embeddings()
+
+
+def test_few_tokens_of_the_targets_head() -> None:
+    few = speculators("dflash", None)
+    head = changed(dflash(), {"d2t": few.tensors["d2t"]})
+    assert build_block_head(head, MODEL).output.size == 60
+
+
+def test_an_old_prefix() -> None:
+    tensors = deepspec().tensors
+    old = {f"logit_head.{key}" if "head." in key else key: t for key, t in tensors.items()}
+    head = PublishedHead("dspark", deepspec().config, old, Path(), "a-head")
+    assert build_block_head(head, MODEL).confidence is not None
+
+
+def test_layers_that_slide() -> None:
+    kinds = {"layer_types": ["full_attention", "sliding_attention"] * 3, "sliding_window": 6}
+    on = changed(dflash(), use_sliding_window=True, **kinds)
+    full = LayerKind(None, False)
+    assert build_block_head(on, MODEL).shape.kinds == (full, LayerKind(6, True))
+    both_ways = changed(on, is_causal=False)
+    assert build_block_head(both_ways, MODEL).shape.kinds == (full, LayerKind(6, False))
+    assert build_block_head(changed(on, is_causal=True), MODEL).shape.kinds == (
+        LayerKind(None, True),
+        LayerKind(6, True),
+    )
+
+
+def test_a_missing_list_of_layers_is_the_users_to_give() -> None:
+    inner = {**dflash().config["dflash_config"], "target_layer_ids": None}
+    head = changed(dflash(), dflash_config=inner)
+    with pytest.raises(AssistantError, match=r"pass BlockConfig\(aux_layers="):
+        build_block_head(head, MODEL)
+    told = replace(head, reading=(("aux_layers", (0, 3)),))
+    assert build_block_head(told, MODEL).hidden_layers == (0, 3)
+
+
+INNER = dflash().config["dflash_config"]
+
+
+@pytest.mark.parametrize(
+    ("head", "match"),
+    [
+        (changed(dflash(), {"fc.weight": None}), "it lacks 'fc.weight'"),
+        (changed(dflash(), {"layers.0.self_attn.q_norm.weight": None}), "lacks the tensor"),
+        (changed(dflash(), {"norm.weight": None}), "norm.weight is missing, not (32,)"),
+        (
+            changed(dflash(), {"layers.1.mlp.up_proj.weight": torch.zeros(3, 3)}),
+            "layers.1.mlp.up_proj.weight is (3, 3), not (40, 32)",
+        ),
+        (
+            changed(dflash(), {"fc.weight": torch.zeros(SIZE, 50)}),
+            "does not fit a target of hidden size 32 and 97 tokens: fc.weight is (32, 50)",
+        ),
+        (changed(dflash(), dflash_config={**INNER, "block_size": 1}), "block_size=1"),
+        (changed(dflash(), dflash_config={**INNER, "mask_token_id": None}), "mask_token_id=None"),
+        (changed(dflash(), dflash_config={**INNER, "mask_token_id": VOCAB}), "mask_token_id=97"),
+        (
+            changed(dflash(), dflash_config={**INNER, "target_layer_ids": [1]}),
+            "is to read the hidden states [2]; it reads 2 of 32 dimensions each, from 0 to 3",
+        ),
+        (
+            changed(dflash(), dflash_config={**INNER, "target_layer_ids": [1, 3]}),
+            "is to read the hidden states [2, 4]",
+        ),
+        (
+            changed(dflash(), dflash_config={**INNER, "target_layer_ids": "all"}),
+            "reads the layers 'all'",
+        ),
+        (changed(dflash(), layer_types=["full_attention"]), "names 1 layer_types for 2 layers"),
+        (changed(dflash(), input_embedding_scale="big"), "input_embedding_scale='big'"),
+        (changed(speculators(), {"d2t": torch.arange(60) * 2}), "leads to token 177"),
+        (changed(speculators(), {"embed_tokens.weight": None}), "has no 'embed_tokens.weight'"),
+        (
+            changed(deepspec(confidence=False), {"markov_head.markov_w1.weight": None}),
+            "markov_head.markov_w1.weight is missing",
+        ),
+        (
+            changed(deepspec(), {"confidence_head.proj.weight": torch.zeros(1, 99)}),
+            "confidence_head.proj.weight is (1, 99)",
+        ),
+    ],
+)
+def test_refused(head: PublishedHead, match: str) -> None:
+    with pytest.raises(AssistantError, match=re.escape(match)):
+        build_block_head(head, MODEL)
+
+
+def test_the_tensors_of_the_tests_are_those_of_the_papers() -> None:
+    """Names as on the Hub, and nothing beside."""
+    layers = {key.split(".", 2)[2] for key in block_tensors() if key.startswith("layers.")}
+    assert len(layers) == 11
+    assert {k for k in block_tensors() if "layers" not in k} == {
+        "fc.weight",
+        "hidden_norm.weight",
+        "norm.weight",
+    }

@@ -1,0 +1,216 @@
+"""Draft models with another tokenizer: exact whatever they draft, and good drafts are accepted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import hf_spec
+from hf_spec import DraftConfig, GsdConfig, OptionError, TreeConfig
+from hf_spec.engine.decode import drafter as drafter_module
+from hf_spec.drafting.length_policy import make_policy
+from hf_spec.methods.draft_model.other_tokenizer.drafter import make_translated
+from hf_spec.engine.forward.runner import ModelRunner
+from tests import test_distribution as chi
+from tests.biased_rules import NoResidual, RedrawnBonus
+from tests.model_watch import snapshot
+from tests.other_tokenizers import (
+    KINDS,
+    PROMPTS,
+    batch,
+    bpe,
+    learned,
+    letters,
+    pair,
+    random_model,
+    subset,
+    unigram,
+)
+from tests.tiny_models import TIMINGS
+
+TRANSLATIONS = ["shared", "text"]
+DRAFTS = ["unigram", "wordpiece", "subset"]
+SHAPES: dict[str, Any] = {
+    "chain": lambda how: DraftConfig(max_draft_tokens=5, translation=how),
+    "tree": lambda how: TreeConfig(max_draft_tokens=4, max_nodes=12, translation=how),
+    "graph": lambda how: GsdConfig(min_probability=0.0, merge_length=0, translation=how),
+    "measured": lambda how: DraftConfig(length_policy="measured", translation=how),
+}
+# Every tokenizer with trees, every shape with one tokenizer.
+CASES = [(kind, "tree") for kind in DRAFTS]
+CASES += [("unigram", shape) for shape in SHAPES if shape != "tree"]
+
+
+def speculation(kind: str, config: Any, model: Any = None) -> dict[str, Any]:
+    return {
+        "spec_strategy": config,
+        "assistant": model or learned(kind),
+        "tokenizer": bpe(),
+        "assistant_tokenizer": KINDS[kind](),
+    }
+
+
+def generate(inputs: Any, new_tokens: int = 30, **options: Any) -> Any:
+    return learned("bpe").generate(
+        **inputs, max_new_tokens=new_tokens, return_dict_in_generate=True, **options
+    )
+
+
+def least_tau(kind: str, translation: str) -> float:
+    """What good drafts have at least; a draft model that learned nothing is below 0.02.
+
+    Few tokens of such small vocabularies are common, and what the models learn differs between
+    machines.
+    """
+    few = translation == "shared" and kind != "subset"
+    return 0.1 if few else 0.25
+
+
+@pytest.mark.parametrize("translation", TRANSLATIONS)
+class TestIdentity:
+    @pytest.mark.parametrize(("kind", "shape"), CASES)
+    def test_drafts_are_accepted_and_the_output_is_the_targets(
+        self, kind: str, shape: str, translation: str
+    ) -> None:
+        inputs = batch()
+        found = generate(inputs, **speculation(kind, SHAPES[shape](translation)))
+        assert torch.equal(found.sequences, generate(inputs).sequences)
+        assert found.spec_stats.tau > least_tau(kind, translation)
+
+    @pytest.mark.parametrize("kind", ["unigram", "subset"])
+    def test_random_drafts_cost_time_alone(self, kind: str, translation: str) -> None:
+        """The target cuts characters in the middle; the draft model says anything."""
+        target, draft = random_model(bpe()), random_model(KINDS[kind](), seed=3)
+        inputs = batch(prompts=["日本", "naïve café — déjà", "the"])
+        for config in (SHAPES["chain"](translation), SHAPES["tree"](translation)):
+            options = {**inputs, "max_new_tokens": 12}
+            found = target.generate(**options, **speculation(kind, config, draft))
+            assert torch.equal(found, target.generate(**options))
+
+    def test_continuous_batching(self, translation: str) -> None:
+        inputs = batch()
+        plain = generate(inputs).sequences
+        prompts = [
+            ids[mask.bool()].tolist()
+            for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True)
+        ]
+        outputs = learned("bpe").generate_batch(
+            prompts,
+            max_batch=2,
+            max_new_tokens=30,
+            **speculation("unigram", SHAPES["tree"](translation)),
+        )
+        width = inputs["input_ids"].shape[1]
+        assert [one.generated_tokens for one in outputs.values()] == plain[:, width:].tolist()
+        assert outputs.spec_stats.tau > least_tau("unigram", translation)
+
+    def test_a_model_that_ends(self, translation: str) -> None:
+        """Drafted ends are the target's; a draft model of few positions stops drafting there."""
+        draft = random_model(unigram())
+        draft.config.max_position_embeddings = 20
+        inputs = batch()
+        config = SHAPES["chain"](translation)
+        ended = {"eos_token_id": bpe()(" dog").input_ids[-1], "pad_token_id": 0}
+        for model in (draft, learned("unigram")):
+            found = generate(inputs, **ended, **speculation("unigram", config, model))
+            assert torch.equal(found.sequences, generate(inputs, **ended).sequences)
+
+    def test_models_are_left_as_they_were(self, translation: str) -> None:
+        draft = learned("unigram")
+        weights = [weight.clone() for weight in draft.parameters()]
+        before = snapshot(draft), snapshot(learned("bpe"))
+        generate(batch(), **speculation("unigram", SHAPES["tree"](translation)))
+        assert before == (snapshot(draft), snapshot(learned("bpe")))
+        assert all(map(torch.equal, weights, draft.parameters()))
+
+    def test_transformers_loop_takes_its_candidates(self, translation: str) -> None:
+        config = DraftConfig(max_draft_tokens=5, translation=translation).resolve(measures=False)
+        policy = make_policy(config, learned("bpe"))
+        drafter = make_translated(config, learned("subset"), policy, pair(bpe(), subset()))
+        text = bpe()(PROMPTS[1], return_tensors="pt").input_ids
+        for _ in range(3):
+            candidates, _ = drafter.get_candidates(text)
+            drafted = candidates.shape[1] - text.shape[1]
+            plain = learned("bpe").generate(text, max_new_tokens=drafted + 1)
+            right = int((candidates == plain[:, :-1])[0].long().cumprod(0).sum()) - text.shape[1]
+            drafter.update_candidate_strategy(candidates, torch.empty(0), right)
+            text = plain[:, : text.shape[1] + right + 1]
+        assert text.shape[1] > len(bpe()(PROMPTS[1]).input_ids) + 3
+
+
+def test_auto_has_one_among_its_drafters() -> None:
+    inputs = batch()
+    found = generate(inputs, **speculation("unigram", hf_spec.AutoConfig(timings=TIMINGS)))
+    assert torch.equal(found.sequences, generate(inputs).sequences)
+    assert found.spec_stats.counters["asked_tree"] > 0
+
+
+def test_the_draft_model_sees_a_text_once() -> None:
+    """Its keys and values stay: prompt and answer are run, not the whole text every round."""
+    runners: list[ModelRunner] = []
+    init = ModelRunner.__init__
+
+    def watched(self: ModelRunner, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
+        runners.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ModelRunner, "__init__", watched)
+        for how in TRANSLATIONS:
+            generate(batch(), new_tokens=40, **speculation("unigram", SHAPES["chain"](how)))
+    drafts = [runner for runner in runners if runner.model is learned("unigram")]
+    assert len(drafts) == 2
+    for runner in drafts:
+        # About four tokens a round; the text alone has more than forty by then.
+        assert runner.tokens_run < 12 * runner.forwards
+
+
+class TestSampling:
+    """On the vocabulary of `test_distribution`, with fewer draws."""
+
+    OWN = ("a", "b", "c", "d", "ab", "e", "f")
+    OTHER = ("b", "a", "e", "bc", "c", "d")
+
+    @pytest.fixture(autouse=True)
+    def other_tokens(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        made = {
+            "tokenizer": letters(*self.OWN, merges=(("a", "b"),)),
+            "assistant_tokenizer": letters(*self.OTHER, merges=(("b", "c"),)),
+            "assistant": chi.tiny(1, len(self.OTHER) + 1),
+        }
+        configs = {
+            "shared": DraftConfig(max_draft_tokens=2),
+            "siblings": TreeConfig(children=3, max_nodes=12, sample_drafts=True),
+            "text": TreeConfig(children=3, max_nodes=8, translation="text"),
+        }
+        monkeypatch.setattr(chi, "arguments", lambda name: {"spec_strategy": configs[name], **made})
+
+    @pytest.mark.parametrize("name", ["shared", "siblings", "text"])
+    def test_the_distribution_is_the_targets(self, name: str) -> None:
+        assert chi.worst_p_value([chi.REPETITIVE], chi.REPETITION, name, draws=500) > chi.ALPHA
+
+    @pytest.mark.slow
+    def test_rows_of_a_batch_have_their_own(self) -> None:
+        assert chi.worst_p_value(chi.RAGGED, {}, "shared", draws=200, eos=2) > chi.ALPHA
+
+    def test_rejection_without_residual_is_found(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(drafter_module, "ResidualRejection", NoResidual)
+        assert chi.worst_p_value([chi.REPETITIVE], {}, "shared", draws=800) < chi.REJECTED
+
+    def test_a_bonus_drawn_again_is_found(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(drafter_module, "NodeDraw", RedrawnBonus)
+        assert chi.worst_p_value([chi.REPETITIVE], {}, "text", draws=800) < chi.REJECTED
+
+
+def test_the_lossy_rule_needs_probabilities() -> None:
+    config = GsdConfig(lossy=True, translation="text")
+    with pytest.raises(OptionError, match="use translation='shared'"):
+        generate(batch(), **speculation("unigram", config))
+
+
+def test_the_lossy_rule_of_shared_tokens() -> None:
+    config = GsdConfig(lossy=True, min_probability=0.0, translation="shared")
+    found = generate(batch(), do_sample=True, **speculation("unigram", config))
+    assert found.spec_stats.drafted_tokens > 0

@@ -1,0 +1,208 @@
+"""Gemma assistants in generate(): their drafts are the reference's, and what does not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from hf_spec import AssistantError, GemmaAssistantConfig, UnsupportedError
+from hf_spec.adapters.published import PublishedHead
+from hf_spec.engine.decode.loop import speculative_step
+from hf_spec.engine.decode.verifiers import NodeDraw
+from hf_spec.drafting.length_policy import make_policy
+from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.methods.gemma_assistant.head import build
+from hf_spec.methods.gemma_assistant.drafter import GemmaAssistantDrafter
+from tests import tiny_models
+from tests.methods.draft_model.test_drafter import start
+from tests.gemma_reference import gemma4, published, reference, save
+from tests.plain_logits import path_to
+from tests.tiny_models import VOCAB, ragged_batch
+from tests.unwatched import check_unwatched
+
+LENGTHS = (12, 9, 3)
+DEPTH = 2
+TREE = GemmaAssistantConfig(
+    max_draft_tokens=DEPTH, tree="dynamic", width=40, max_nodes=100, length_policy="static"
+)
+
+
+def made(
+    config: GemmaAssistantConfig, model: PreTrainedModel, head: PublishedHead
+) -> GemmaAssistantDrafter:
+    return GemmaAssistantDrafter(config, make_policy(config, model), build(head, model), model)
+
+
+@torch.no_grad()
+def check_rounds(model: PreTrainedModel, head: PublishedHead, config: GemmaAssistantConfig) -> int:
+    """Three rounds of a ragged batch, the last two against the reference; accepted tokens."""
+    state = start(ragged_batch(LENGTHS))
+    drafter = made(config, model, head)
+    target = ModelRunner(model, state.num_rows, drafter.hidden_layers)
+    accepted = 0
+    with target.active(), drafter.active(state):
+        verifier = NodeDraw([], state.num_rows)
+        speculative_step(target, drafter, verifier, state)
+        for _ in range(2):
+            texts = [list(tokens) for tokens in state.tokens]
+            tree = drafter.draft(state, state.draft_limits)
+            for row, text in enumerate(texts):
+                for node in tree.nodes(row):
+                    if tree.children[node]:
+                        logits = reference(head, model, text, path_to(tree, node))
+                        check_children(tree, node, logits)
+            output = target.forward(tree, state.tokens)
+            verdict = verifier.verify(tree, output.logits, state)
+            accepted += sum(map(len, verdict.accepted))
+            state.commit(verdict)
+            target.keep(verdict.paths)
+            drafter.observe(verdict, output)
+    return accepted
+
+
+def check_children(tree: Any, node: int, logits: torch.Tensor) -> None:
+    probs = logits.softmax(dim=-1)
+    children = tree.children[node]
+    found = torch.tensor([tree.node_probs[child] for child in children])
+    tokens = [tree.tokens[child] for child in children]
+    assert (found - probs[tokens]).abs().max() < 1e-5
+    if len(children) == 1:
+        assert tokens == [int(probs.argmax())]
+
+
+class TestParity:
+    @pytest.mark.parametrize("shared", [0, 3])
+    def test_trees_of_a_ragged_batch(self, shared: int) -> None:
+        model = gemma4(shared)
+        assert check_rounds(model, published(model), TREE) > 0
+
+    def test_chains(self) -> None:
+        model = gemma4()
+        config = GemmaAssistantConfig(max_draft_tokens=DEPTH, length_policy="static")
+        check_rounds(model, published(model), config)
+
+    def test_padded_storage(self) -> None:
+        model = gemma4()
+        config = dataclasses.replace(TREE, batching="padded")
+        check_rounds(model, published(model), config)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GemmaAssistantConfig(max_draft_tokens=3, length_policy="static"),
+        dataclasses.replace(TREE, max_draft_tokens=4, width=3, max_nodes=12),
+    ],
+)
+def test_drafts_that_nobody_watches(
+    config: GemmaAssistantConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = gemma4()
+    run = partial(check_rounds, model, published(model), config)
+    check_unwatched(monkeypatch, GemmaAssistantDrafter, run)
+
+
+@pytest.mark.parametrize("policy", ["static", "heuristic", "confidence", "measured"])
+def test_greedy_output_is_the_targets_own(policy: str, tmp_path: Path) -> None:
+    model = gemma4(3)
+    save(published(model), tmp_path)
+    batch = ragged_batch()
+    plain = model.generate(**batch, max_new_tokens=12, do_sample=False)
+    output = model.generate(
+        **batch,
+        max_new_tokens=12,
+        do_sample=False,
+        spec_strategy=dataclasses.replace(TREE, length_policy=policy),
+        assistant=str(tmp_path),
+        return_dict_in_generate=True,
+    )
+    assert torch.equal(output.sequences, plain)
+    assert output.spec_stats.accepted_tokens > 0
+    assert output.spec_stats.draft_forwards > 0
+
+
+def test_auto_takes_a_folder(tmp_path: Path) -> None:
+    model = gemma4()
+    save(published(model), tmp_path)
+    timings = {"verify": [[1, 1.0], [64, 1.1]], "draft": {"gemma_assistant": [[1, 0.001]]}}
+    output = model.generate(
+        **ragged_batch(),
+        max_new_tokens=8,
+        do_sample=False,
+        spec_strategy={"strategy": "auto", "timings": timings},
+        assistant=str(tmp_path),
+        return_dict_in_generate=True,
+    )
+    assert output.spec_stats.counters["asked_gemma_assistant"] > 0
+
+
+def refused(
+    model: PreTrainedModel, head: PublishedHead, error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        model.generate(
+            torch.tensor([[5, 6, 7]]),
+            max_new_tokens=2,
+            spec_strategy="gemma_assistant",
+            assistant=head,
+        )
+
+
+def changed(head: PublishedHead, **tensors: torch.Tensor | None) -> PublishedHead:
+    kept = {**head.tensors, **{name.replace("__", "."): t for name, t in tensors.items()}}
+    return dataclasses.replace(head, tensors={n: t for n, t in kept.items() if t is not None})
+
+
+class TestRefusals:
+    def test_no_assistant(self) -> None:
+        with pytest.raises(AssistantError, match="needs assistant="):
+            gemma4().generate(torch.tensor([[5]]), spec_strategy="gemma_assistant")
+
+    def test_a_target_of_another_width(self) -> None:
+        head = published(gemma4())
+        wide = changed(head, post_projection__weight=torch.zeros(64, 24))
+        refused(
+            gemma4(), wide, AssistantError, "hidden size 64, and that of Gemma4ForCausalLM is 32"
+        )
+
+    def test_another_vocabulary(self) -> None:
+        head = changed(published(gemma4()), model__embed_tokens__weight=torch.zeros(500, 24))
+        refused(gemma4(), head, AssistantError, "has 500 tokens, and Gemma4ForCausalLM has 97")
+
+    def test_layers_that_the_target_does_not_have(self) -> None:
+        refused(
+            tiny_models.build("llama"),
+            published(gemma4()),
+            UnsupportedError,
+            "layers of type sliding",
+        )
+
+    def test_heads_of_another_size(self) -> None:
+        head = published(gemma4())
+        head = changed(head, model__layers__0__self_attn__q_norm__weight=torch.ones(16))
+        refused(gemma4(), head, AssistantError, "2 heads of size 16, and layer 4")
+
+    def test_a_missing_tensor(self) -> None:
+        head = changed(published(gemma4()), model__norm__weight=None)
+        refused(gemma4(), head, AssistantError, "norm.weight is missing")
+
+    def test_groups_that_do_not_share_out_the_vocabulary(self) -> None:
+        head = published(gemma4(), groups=1)
+        twice = torch.zeros(VOCAB, dtype=torch.long)
+        head = changed(head, masked_embedding__token_ordering=twice)
+        refused(gemma4(), head, AssistantError, "does not share out 97 tokens among 1 groups")
+
+    def test_an_unknown_rope(self) -> None:
+        head = published(gemma4())
+        text = {
+            **head.config["text_config"],
+            "rope_parameters": {"full_attention": {"rope_type": "yarn"}},
+        }
+        head = dataclasses.replace(head, config={**head.config, "text_config": text})
+        refused(gemma4(), head, AssistantError, "rope_type='yarn'")

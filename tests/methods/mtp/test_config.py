@@ -1,0 +1,202 @@
+"""MTP modules in generate(): drafts are the reference's in every layout, output the target's."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_spec import AssistantError, MtpConfig, UnsupportedError
+from hf_spec.engine.decode.loop import speculative_step
+from hf_spec.engine.decode.verifiers import NodeDraw
+from hf_spec.drafting.length_policy import make_policy
+from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.methods.mtp.head import MtpHead
+from hf_spec.methods.feature_pairs.drafter import PairDrafter
+from tests import tiny_models
+from tests.methods.draft_model.test_drafter import start
+from tests.mtp_reference import (
+    NAMES,
+    Reference,
+    TheirReference,
+    own_layer,
+    sample,
+    save_speculators,
+)
+from tests.plain_logits import path_to
+from tests.tiny_models import ragged_batch
+
+LENGTHS = (12, 9, 3)
+TREE = MtpConfig(max_draft_tokens=3, tree="dynamic", width=12, max_nodes=30, length_policy="static")
+CHAIN = MtpConfig(max_draft_tokens=4, length_policy="static")
+TOLERANCE = 1e-5
+
+
+@torch.no_grad()
+def check_rounds(model: PreTrainedModel, head: MtpHead, config: MtpConfig, expected: Any) -> int:
+    """Three rounds of a ragged batch, the last two against the reference; accepted tokens."""
+    state = start(ragged_batch(LENGTHS))
+    drafter = PairDrafter(config, head, make_policy(config, model))
+    target = ModelRunner(model, state.num_rows, drafter.hidden_layers)
+    accepted = 0
+    with target.active(), drafter.active(state):
+        verifier = NodeDraw([], state.num_rows)
+        speculative_step(target, drafter, verifier, state)
+        for _ in range(2):
+            texts = [list(tokens) for tokens in state.tokens]
+            tree = drafter.draft(state, state.draft_limits)
+            for row, text in enumerate(texts):
+                for node in tree.nodes(row):
+                    check_children(tree, node, lambda p, t=text: expected(t, p))
+            output = target.forward(tree, state.tokens)
+            verdict = verifier.verify(tree, output.logits, state)
+            accepted += sum(map(len, verdict.accepted))
+            state.commit(verdict)
+            target.keep(verdict.paths)
+            drafter.observe(verdict, output)
+    return accepted
+
+
+def check_children(tree: Any, node: int, expected: Callable[[list[int]], Tensor]) -> None:
+    children = tree.children[node]
+    if not children:
+        return
+    probs = expected(path_to(tree, node)).softmax(dim=-1)
+    tokens = [tree.tokens[child] for child in children]
+    found = torch.tensor([tree.node_probs[child] for child in children])
+    assert (found - probs[tokens]).abs().max() < TOLERANCE
+    if len(children) == 1:
+        assert tokens == [int(probs.argmax())]
+
+
+class TestParity:
+    @pytest.mark.parametrize("layout", NAMES)
+    def test_trees_in_every_layout(self, layout: str) -> None:
+        found = sample("llama", layout)
+        accepted = check_rounds(found.model, found.head, TREE, Reference(found).logits)
+        assert accepted > 0
+
+    def test_chains(self) -> None:
+        found = sample("llama", "index")
+        check_rounds(found.model, found.head, CHAIN, Reference(found).logits)
+
+    @pytest.mark.parametrize("broken", ["hides_first", "hands_on_raw", "features_first"])
+    def test_a_wrong_reading_is_seen(self, broken: str) -> None:
+        """What the tests above must not let pass."""
+        found = sample("llama", "index")
+        head = copy.deepcopy(found.head)
+        wrong = {broken: not getattr(head.layout, broken)}
+        head.layout = dataclasses.replace(head.layout, **wrong)
+        if broken == "hands_on_raw":
+            head.attention.norm, head.head.norm = head.head.norm, torch.nn.Identity()
+        with pytest.raises(AssertionError):
+            check_rounds(found.model, head, CHAIN, Reference(found).logits)
+
+    def test_norms_that_count_from_one(self) -> None:
+        """On a hybrid target, with its own layer called without a cache."""
+        found = sample("qwen3_next", "qwen")
+        check_rounds(found.model, found.head, CHAIN, Reference(found, own_layer(found)).logits)
+
+    def test_what_transformers_says(self) -> None:
+        """A DeepSeek-V3 of three layers, whose module transformers itself does not find."""
+        found = sample("deepseek_v3", "index")
+        check_rounds(found.model, found.head, TREE, TheirReference(found).logits)
+
+
+class TestGenerate:
+    @pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_next"])
+    @pytest.mark.parametrize("tree", ["chain", "dynamic"])
+    def test_greedy_output_is_the_targets_own(self, name: str, tree: str) -> None:
+        layout = "qwen" if name == "qwen3_next" else "index"
+        model = sample(name, layout).model
+        batch = ragged_batch()
+        plain = model.generate(**batch, max_new_tokens=12, do_sample=False)
+        output = model.generate(
+            **batch,
+            max_new_tokens=12,
+            do_sample=False,
+            spec_strategy=MtpConfig(tree=tree, width=16, max_nodes=40),
+            return_dict_in_generate=True,
+        )
+        assert torch.equal(output.sequences, plain)
+        assert output.spec_stats.draft_forwards > 0
+        assert tree == "chain" or output.spec_stats.accepted_tokens > 0
+
+    def test_a_folder_of_speculators(self, tmp_path: Path) -> None:
+        found = sample("llama", "speculators")
+        folder = save_speculators(found, tmp_path)
+        outputs = [
+            found.model.generate(
+                **ragged_batch(),
+                max_new_tokens=8,
+                do_sample=False,
+                spec_strategy=TREE,
+                assistant=assistant,
+                return_dict_in_generate=True,
+            ).spec_stats.accepted_by_position
+            for assistant in (folder, None)
+        ]
+        assert outputs[0] == outputs[1]
+        assert sum(outputs[0]) > 0
+
+    def test_auto_takes_a_head(self) -> None:
+        found = sample("llama", "qwen")
+        timings = {"verify": [[1, 1.0], [64, 1.1]], "draft": {"mtp": [[1, 0.001]]}}
+        model = found.model
+        batch = ragged_batch()
+        output = model.generate(
+            **batch,
+            max_new_tokens=12,
+            do_sample=False,
+            spec_strategy={"strategy": "auto", "timings": timings},
+            assistant=found.head,
+            return_dict_in_generate=True,
+        )
+        plain = model.generate(**batch, max_new_tokens=12, do_sample=False)
+        assert torch.equal(output.sequences, plain)
+        assert output.spec_stats.counters["asked_mtp"] > 0
+
+
+class TestRefusals:
+    def test_a_model_that_was_not_loaded(self) -> None:
+        with pytest.raises(AssistantError, match="was not loaded from files"):
+            tiny_models.build("llama").generate(torch.tensor([[5]]), spec_strategy="mtp")
+
+    def test_files_without_a_module(self, tmp_path: Path) -> None:
+        tiny_models.build("llama").save_pretrained(tmp_path)
+        model = type(tiny_models.build("llama")).from_pretrained(tmp_path)
+        with pytest.raises(AssistantError, match="no tensor is one of an MTP module"):
+            model.generate(torch.tensor([[5]]), spec_strategy="mtp")
+
+    def test_a_layer_of_another_kind(self, tmp_path: Path) -> None:
+        found = sample("llama", "speculators")
+        wrong = {k.replace("q_proj", "q_norm"): t for k, t in found.stored.items()}
+        config = {"speculators_model_type": "mtp"}
+        (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        save_file(wrong, tmp_path / "model.safetensors")
+        with pytest.raises(AssistantError, match="does not fit a layer of LlamaModel"):
+            found.model.generate(torch.tensor([[5]]), spec_strategy="mtp", assistant=str(tmp_path))
+
+    def test_a_head_of_another_target(self) -> None:
+        head = sample("llama", "qwen").head
+        with pytest.raises(AssistantError, match="built for"):
+            tiny_models.build("llama", 1).generate(
+                torch.tensor([[5]]), spec_strategy="mtp", assistant=head
+            )
+
+    def test_a_target_without_attention_functions(self, tmp_path: Path) -> None:
+        found = sample("llama", "speculators")
+        folder = save_speculators(found, tmp_path)
+        with pytest.raises(UnsupportedError, match="use spec_strategy='draft'"):
+            tiny_models.build("bloom").generate(
+                torch.tensor([[5]]), spec_strategy="mtp", assistant=folder
+            )

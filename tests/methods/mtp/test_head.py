@@ -1,0 +1,56 @@
+"""An MTP head by itself: what of the files it takes, and that the target stays as it is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_spec.methods.mtp.head import own_head
+from tests.mtp_reference import sample
+
+
+def test_tensors_are_those_of_the_files() -> None:
+    found = sample("llama", "index")
+    head = found.head
+    assert torch.equal(head.joined["projection"].weight, found.parts["eh_proj"])
+    assert torch.equal(head.joined["embedding_norm"].weight, found.parts["enorm"])
+    assert torch.equal(head.head.norm.weight, found.parts["shared_head.norm"])
+    name = "mlp.down_proj.weight"
+    assert torch.equal(head.attention.layers[0].state_dict()[name], found.layer[name])
+
+
+def test_embedding_and_head_are_the_targets() -> None:
+    found = sample("llama", "index")
+    head, model = found.head, found.model
+    assert head.head.scores is model.get_output_embeddings()
+    assert head._shared[0] is model.get_input_embeddings()
+    tables = {id(model.get_input_embeddings().weight)}
+    assert not tables & {id(weight) for weight in head.parameters()}
+
+
+@pytest.mark.parametrize("layout", ["index", "qwen"])
+def test_the_first_position_is_hidden_where_the_family_does(layout: str) -> None:
+    head = sample("llama", layout).head
+    seen = []
+    handle = head.joined["embedding_norm"].register_forward_hook(lambda m, i, o: seen.append(i[0]))
+    mixed = torch.ones(1, 2, 2 * head.hidden_size)
+    head.attend(mixed, attention_mask=None, position_ids=torch.tensor([[0, 1]]))
+    handle.remove()
+    assert bool(seen[0][0, 0].any()) == (layout == "qwen")
+    assert bool(seen[0][0, 1].all())
+
+
+def test_a_target_is_left_as_it_is() -> None:
+    model = sample("llama", "qwen").model
+    before = {name: (id(p), p.requires_grad) for name, p in model.named_parameters()}
+    depth, config = len(model.get_decoder().layers), model.config.to_dict()
+    own_head(model)
+    assert len(model.get_decoder().layers) == depth
+    assert model.config.to_dict() == config
+    after = {name: (id(p), p.requires_grad) for name, p in model.named_parameters()}
+    assert after == before
+
+
+def test_a_layer_with_experts_and_one_without() -> None:
+    assert hasattr(sample("deepseek_v3", "index").head.attention.layers[0].mlp, "experts")
+    assert not hasattr(sample("llama", "index").head.attention.layers[0].mlp, "experts")
