@@ -15,11 +15,10 @@ from hf_spec.common.process import started_as_command
 __version__ = VERSION
 
 if TYPE_CHECKING or not started_as_command():
+    # `public` hands these on as well, in a way that type checkers do not follow.
+    from hf_spec.methods.builtin import *  # noqa: F403
     from hf_spec.public import *  # noqa: F403 - its `__all__` is the list of names
     from hf_spec.public import __all__  # noqa: F401
-
-    # `public` hands these on as well, in a way that type checkers do not follow.
-    from hf_spec.strategies import *  # noqa: F403
 else:
     # `hf-spec --help` must not wait for torch: the command imports these once it has work to do.
     def __getattr__(name: str) -> Any:

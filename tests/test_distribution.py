@@ -39,17 +39,17 @@ from hf_spec import (
 )
 from hf_spec.adapters.folder import SpecAdapter
 from hf_spec.adapters.published import PublishedHead
+from hf_spec.drafting import level_drafter
 from hf_spec.engine.decode import drafter
 from hf_spec.engine.decode.verifiers import NodeDraw
-from hf_spec.drafting import level_drafter
-from hf_spec.methods.draft_model.drafter import DraftModelDrafter
 from hf_spec.engine.forward.draft_tree import DraftTree
+from hf_spec.evaluation.lossless.distribution import IMPOSSIBLE, chi_square
+from hf_spec.methods.draft_model.drafter import DraftModelDrafter
+from hf_spec.methods.falcon.head import FalconHead, FalconShape
+from hf_spec.methods.feature_pairs.draft_head import DraftHead
 from hf_spec.methods.gemma_assistant.head import GemmaAssistant
 from hf_spec.methods.gemma_assistant.head import build as build_assistant
 from hf_spec.methods.mtp.head import MtpHead
-from hf_spec.methods.feature_pairs.draft_head import DraftHead
-from hf_spec.methods.falcon.head import FalconHead, FalconShape
-from hf_spec.evaluation.lossless.distribution import IMPOSSIBLE, chi_square
 from tests.biased_rules import NoResidual, RedrawnBonus, SiblingsWithoutUpdate
 from tests.feature_reference import deepspec, medusa
 from tests.gemma_reference import published

@@ -62,7 +62,9 @@ def test_a_type_checker_has_no_complaint_about_the_quickstart(user: User) -> Non
 
 def test_a_type_checker_knows_what_the_names_are(user: User) -> None:
     said = "\n".join(mypy(user, MISTAKES))
-    assert 'example.py:3: note: Revealed type is "hf_spec.methods.lookup.drafter.LookupConfig"' in said
+    assert (
+        'example.py:3: note: Revealed type is "hf_spec.methods.lookup.drafter.LookupConfig"' in said
+    )
     assert 'example.py:4: error: Unexpected keyword argument "copy_lenght"' in said
     assert 'example.py:5: error: Argument 2 to "truncated_draft" has incompatible type' in said
     assert "example.py:7: error: Module has no attribute" in said, said

@@ -29,8 +29,8 @@ from transformers import (
 import hf_spec
 from hf_spec.adapters.folder import BaseModel, SpecAdapter, save_adapter
 from hf_spec.engine.forward.tree_attention import takes_packed
-from hf_spec.methods.sdsat.adaptive_tokens import AdaptiveShape, AdaptiveTokens
 from hf_spec.methods.disco.classifier import DiscoClassifier
+from hf_spec.methods.sdsat.adaptive_tokens import AdaptiveShape, AdaptiveTokens
 from hf_spec.methods.sdsat.gated_lora import new_lora
 
 VOCAB = 97

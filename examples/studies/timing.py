@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hf_spec.common.machine import environment
 from hf_spec.common.files import write_json
+from hf_spec.common.machine import environment
 
 
 def add_options(parser: ArgumentParser) -> None:

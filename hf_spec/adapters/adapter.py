@@ -23,9 +23,9 @@ from hf_spec.adapters.base_name import base_name
 from hf_spec.adapters.few_bits import BITS, packed
 from hf_spec.backend.device.placement import weight_rows
 from hf_spec.common.errors import AssistantError, OptionError
-from hf_spec.engine.models.cross_attention import num_layers
 from hf_spec.common.files import written_whole
 from hf_spec.common.installing import how_to_install
+from hf_spec.engine.models.cross_attention import num_layers
 
 PEFT_TYPE = "HF_SPEC"
 CONFIG_NAME = "adapter_config.json"

@@ -13,8 +13,8 @@ from huggingface_hub.utils import validate_repo_id
 
 from hf_spec.adapters.adapter import Adapter
 from hf_spec.adapters.reading import regular_file
-from hf_spec.common.hub import check_name, reach_hub
 from hf_spec.common.errors import AssistantError, HubError, OptionError
+from hf_spec.common.hub import check_name, reach_hub
 
 # What an adapter's repository is made of; nothing else in a folder is sent.
 PUSHED = (

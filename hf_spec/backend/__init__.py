@@ -1,1 +1,1 @@
-"""Code below PyTorch models: C++ for CPUs (`cpu/`), transfer, clocks and graphs of GPUs (`device/`)."""
+"""Device code: C++ of compiled layers (`cpu/`); transfer, clocks and CUDA graphs (`device/`)."""

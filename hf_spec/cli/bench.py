@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_spec.evaluation.bench.settings import Suite
 from hf_spec.cli import options
 from hf_spec.common.errors import OptionError
 from hf_spec.common.installing import how_to_install
+from hf_spec.evaluation.bench.settings import Suite
 
 if TYPE_CHECKING:
     from hf_spec.evaluation.bench.suite import Benchmark
@@ -48,10 +48,10 @@ def bench(  # noqa: PLR0913 - one parameter an option
 
         hf-spec bench MODEL --strategy lookup --strategy falcon@HEAD --out results.json
     """
-    from hf_spec.evaluation.bench.entries import parse_entries
-    from hf_spec.evaluation.bench.suite import Benchmark
     from hf_spec.cli.loading import load_target, load_tokenizer
     from hf_spec.common.prompts import load_prompts
+    from hf_spec.evaluation.bench.entries import parse_entries
+    from hf_spec.evaluation.bench.suite import Benchmark
 
     options.check_out(out, prompts)
     if plots is not None and plots.exists() and not plots.is_dir():

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_spec.adapters.folder import is_adapter
 from hf_spec.cli.options import Placement
-from hf_spec.common.hub import load_named
 from hf_spec.common.errors import OptionError, SpecError
+from hf_spec.common.hub import load_named
 from hf_spec.training.trainer import processes
 
 ANYWHERE = Placement()

@@ -37,8 +37,8 @@ def serve(
         HF_SPEC_API_KEY=... hf-spec serve MODEL --host 0.0.0.0
         curl http://127.0.0.1:8000/metrics
     """
-    from hf_spec.evaluation.bench.entries import parse_entries
     from hf_spec.cli.loading import device_and_dtype
+    from hf_spec.evaluation.bench.entries import parse_entries
     from hf_spec.serving.app import check_packages, load_app, make_server
     from hf_spec.serving.manager import SpeculativeManager
 

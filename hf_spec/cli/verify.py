@@ -50,11 +50,11 @@ def verify(  # noqa: PLR0913 - one parameter an option
     from rich.console import Console
     from tqdm import tqdm
 
-    from hf_spec.evaluation.bench.entries import parse_entries
     from hf_spec.cli.loading import load_target, load_tokenizer
+    from hf_spec.common.files import write_json
     from hf_spec.common.machine import environment
     from hf_spec.common.prompts import load_prompts
-    from hf_spec.common.files import write_json
+    from hf_spec.evaluation.bench.entries import parse_entries
     from hf_spec.evaluation.lossless import verify as checks
 
     options.check_out(out, prompts)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-from hf_spec.drafting.config import AUTO
-from hf_spec.drafting.tree_growth import TreeShape
-from hf_spec.drafting.level_drafter import LevelConfig
 from hf_spec.common.errors import OptionError, choices
+from hf_spec.drafting.config import AUTO
+from hf_spec.drafting.level_drafter import LevelConfig
+from hf_spec.drafting.tree_growth import TreeShape
 
 TREES = ("chain", "dynamic")
 

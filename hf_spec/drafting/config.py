@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hf_spec.drafting.length_policy import HEAD, MEASURED, check_policy
 from hf_spec.common.errors import OptionError, choices
+from hf_spec.drafting.length_policy import HEAD, MEASURED, check_policy
 from hf_spec.engine.forward.row_batch import BATCHING
 
 if TYPE_CHECKING:
@@ -109,10 +109,11 @@ class PolicyConfig(StrategyConfig):
             policy starts, which may go beyond it. None is the adapter's, for the "disco" policy,
             and the usual number for others (`usual`; `longest` for "measured").
         min_draft_tokens: so many are drafted before a policy is asked.
-        length_policy: "measured" (see `hf_spec.drafting.cost_model.cost_model_drafter`), "static", "heuristic",
+        length_policy: "measured" (see `hf_spec.drafting.cost_model.cost_model_drafter`), "static",
+        "heuristic",
             "confidence", of heads with a confidence head "head" (see
-            `hf_spec.drafting.length_policy`), or "disco" (see `hf_spec.methods.disco.drafter`). None is
-            "measured" where no size of the draft is given, and "static" where one is.
+            `hf_spec.drafting.length_policy`), or "disco" (see `hf_spec.methods.disco.drafter`).
+            None is "measured" where no size of the draft is given, and "static" where one is.
         usual: sizes of drafts that are not given, for policies with fixed sizes.
         longest: the same as bounds, for the "measured" policy and nodes that are weighed.
         has_confidence_head: whether drafters may have one, for the "head" policy.

@@ -20,8 +20,8 @@ from hf_spec_kernels.ragged_tree_attention import pack_bits
 from torch import Tensor
 
 from hf_spec.backend.device.transfer import fetch_all, send
-from hf_spec.drafting.tree_growth import Growth, TreeShape
 from hf_spec.drafting.rank_tree import Path
+from hf_spec.drafting.tree_growth import Growth, TreeShape
 
 # Most nodes of a row in a level. Wider ones are meant to be pruned, and padding all of them would
 # cost more than the host's looking at them.

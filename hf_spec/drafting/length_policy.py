@@ -8,8 +8,9 @@
                 (transformers' dynamic speculation)
 `head`          stop after the first token that the drafter's own confidence head gives a chance
                 of acceptance below the threshold (DSpark; `hf_spec.methods.block.markov`)
-`measured`      stop where the next level is not worth its time (`hf_spec.drafting.cost_model.cost_model_drafter`)
-==============  ================================================================================
+`measured`      stop where the next level is not worth its time
+(`hf_spec.drafting.cost_model.cost_model_drafter`) ==============
+================================================================================
 
 Others are added from outside with `register_policy`, as is DISCO's classifier. A policy is asked
 after every drafted token, the first one included; the token it stops after is still sent to the
@@ -27,8 +28,13 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_spec.drafting.cost_model.acceptance_stats import EXPECTATION_WEIGHT, PROBABILITY_KINDS, Shares, shares_of_levels
 from hf_spec.common.errors import OptionError, choices
+from hf_spec.drafting.cost_model.acceptance_stats import (
+    EXPECTATION_WEIGHT,
+    PROBABILITY_KINDS,
+    Shares,
+    shares_of_levels,
+)
 from hf_spec.engine.forward.draft_tree import Verdict
 
 # The policy that decides by the time that rounds take, and the one that asks a head of the drafter.

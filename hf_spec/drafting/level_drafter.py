@@ -24,19 +24,19 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from hf_spec.engine.decode.drafter import Drafter
-from hf_spec.engine.decode.logits_processors import NodeProcessors
-from hf_spec.engine.decode.generation_state import GenerationState
-from hf_spec.engine.decode.sampling import distribution, draw
-from hf_spec.engine.decode.verifiers import Verifier
 from hf_spec.backend.device.transfer import fetch_all
 from hf_spec.drafting.config import AUTO, PolicyConfig
 from hf_spec.drafting.device_growth import DeviceGrowth, Plans
+from hf_spec.drafting.length_policy import DraftedToken, LengthPolicy
 from hf_spec.drafting.token_graph import TokenGraph, Unmerged
 from hf_spec.drafting.tree_growth import Growth, TreeShape
-from hf_spec.drafting.length_policy import DraftedToken, LengthPolicy
-from hf_spec.engine.forward.output import ForwardOutput
+from hf_spec.engine.decode.drafter import Drafter
+from hf_spec.engine.decode.generation_state import GenerationState
+from hf_spec.engine.decode.logits_processors import NodeProcessors
+from hf_spec.engine.decode.sampling import distribution, draw
+from hf_spec.engine.decode.verifiers import Verifier
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
+from hf_spec.engine.forward.output import ForwardOutput
 
 # Of a level: the graph of every row that grows, and its newest nodes, (row, node) each.
 Graphs: TypeAlias = Mapping[int, TokenGraph]

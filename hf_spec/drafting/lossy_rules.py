@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from hf_spec.common.errors import UnsupportedError
 from hf_spec.engine.decode.logits_processors import NodeProcessors
 from hf_spec.engine.decode.sampling import draw_or_none
 from hf_spec.engine.decode.verifiers import Verifier, Walk
-from hf_spec.common.errors import UnsupportedError
 from hf_spec.engine.forward.draft_tree import DraftTree
 
 

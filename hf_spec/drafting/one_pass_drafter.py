@@ -15,15 +15,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.backend.device import transfer
 from hf_spec.backend.device.transfer import send
 from hf_spec.drafting.device_growth import DeviceGrowth
 from hf_spec.drafting.length_policy import HeadPolicy, LengthPolicy
 from hf_spec.drafting.level_drafter import Graphs, LevelConfig, LevelDrafter, Owners
+from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.fast.packed_linear import fast_products
-from hf_spec.engine.forward.output import ForwardOutput
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
+from hf_spec.engine.forward.output import ForwardOutput
 
 
 class Proposals(ABC):

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from hf_spec.drafting.token_graph import TokenGraph
 from hf_spec.drafting.rank_tree import Path, RankTree
+from hf_spec.drafting.token_graph import TokenGraph
 
 
 @dataclass(frozen=True)

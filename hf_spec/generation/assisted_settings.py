@@ -14,8 +14,8 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
 
-from hf_spec.drafting.config import StrategyConfig
 from hf_spec.common.errors import OptionError
+from hf_spec.drafting.config import StrategyConfig
 
 logger = logging.getLogger(__name__)
 

@@ -13,17 +13,23 @@ import torch
 from torch import Tensor
 from transformers import Cache, GenerationConfig, PreTrainedModel
 
-from hf_spec.common.compat import CACHE_NAME, CACHE_NAMES, find_cache, stored_tokens, version_message
-from hf_spec.engine.decode.streaming import BatchStreamer
+from hf_spec.common.compat import (
+    CACHE_NAME,
+    CACHE_NAMES,
+    find_cache,
+    stored_tokens,
+    version_message,
+)
 from hf_spec.common.errors import OptionError, UnsupportedError
+from hf_spec.engine.decode.streaming import BatchStreamer
 from hf_spec.engine.forward.kv_pool import check_reusable
+from hf_spec.engine.forward.vocabulary import num_embeddings
+from hf_spec.engine.models.internal_positions import tables_of
 from hf_spec.engine.models.latent_kv import caches_latents
 from hf_spec.engine.models.support_checks import (
     limits_attention,
     takes_images,
 )
-from hf_spec.engine.models.internal_positions import tables_of
-from hf_spec.engine.forward.vocabulary import num_embeddings
 from hf_spec.generation.length_checks import check_index, check_rope, is_past_rope
 from hf_spec.generation.own_prefill import IMAGE_INPUTS, is_moved
 from hf_spec.generation.target_checks import check_peft_hooks, check_resumable

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from hf_spec.common.compat import find_cache
-from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.backend.device.placement import execution_device
+from hf_spec.common.compat import find_cache
 from hf_spec.common.errors import AssistantError
-from hf_spec.engine.models.cross_attention import DECODER_NAMES, attends_to_encoder, is_lone_decoder
+from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.models.cross_attention import DECODER_NAMES, attends_to_encoder, is_lone_decoder
 from hf_spec.generation.own_prefill import Prompt
 
 # What the encoder reads. A cross attention does not see its mask: sound is padded with silence.

@@ -2,8 +2,8 @@
 
 transformers has a `generate_batch` of its own, which serves every call without a strategy. With
 one, sequences follow each other in the rows of one speculative batch (continuous batching, see
-`hf_spec.engine.decode.continuous_batching`). Arguments, request ids and outputs are named as they are
-there.
+`hf_spec.engine.decode.continuous_batching`). Arguments, request ids and outputs are named as they
+are there.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from hf_spec.backend.device.distributed_checks import check_ranks
+from hf_spec.backend.device.placement import execution_device
 from hf_spec.common.compat import CACHE_NAMES
+from hf_spec.common.errors import OptionError, UnsupportedError
+from hf_spec.common.outputs import SpecBatchOutput, SpecRequestOutput, SpecStats, hand_in
+from hf_spec.drafting.config import StrategyConfig
 from hf_spec.engine.decode.continuous_batching import ContinuousBatch, Prepared, Request
 from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.decode.logits_processors import check_processors
 from hf_spec.engine.decode.stopping import StopRules, for_one_sequence
-from hf_spec.backend.device.distributed_checks import check_ranks
-from hf_spec.backend.device.placement import execution_device
-from hf_spec.drafting.config import StrategyConfig
-from hf_spec.common.errors import OptionError, UnsupportedError
 from hf_spec.engine.forward.row_batch import BATCHING
 from hf_spec.engine.forward.vocabulary import num_embeddings
 from hf_spec.generation import own_prefill
 from hf_spec.generation.call_checks import Settings, check_batch_streamer, check_inputs
 from hf_spec.generation.settling import settle, with_own_storage, without_tokenizers
-from hf_spec.common.outputs import SpecBatchOutput, SpecRequestOutput, SpecStats, hand_in
 
 # Sequences at a time where the call does not say.
 MAX_BATCH = 8

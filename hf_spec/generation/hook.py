@@ -18,10 +18,11 @@ from typing import Any, TypeAlias
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
+from hf_spec.common.errors import OptionError
+from hf_spec.common.outputs import SpecBatchOutput, SpecRequestOutput
+from hf_spec.drafting.config import StrategyConfig
 from hf_spec.engine.decode.continuous_batching import ContinuousBatch, as_they_finish
 from hf_spec.engine.decode.drafter import Drafter
-from hf_spec.drafting.config import StrategyConfig
-from hf_spec.common.errors import OptionError
 from hf_spec.engine.forward import tree_attention as attention
 from hf_spec.generation import peft_hook
 from hf_spec.generation.call_checks import check_arguments, check_streamer
@@ -41,7 +42,6 @@ from hf_spec.generation.settling import (
     without_tokenizers,
 )
 from hf_spec.generation.target_checks import check_batching
-from hf_spec.common.outputs import SpecBatchOutput, SpecRequestOutput
 
 # What to do instead of arguments that only a strategy understands.
 WITHOUT_STRATEGY = {

@@ -9,23 +9,23 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
 
-from hf_spec.common.compat import CACHE_NAME, find_cache
-from hf_spec.engine.decode.drafter import Drafter
-from hf_spec.engine.decode.loop import count_models, speculative_decode
-from hf_spec.engine.decode.logits_processors import check_processors
-from hf_spec.engine.decode.generation_state import GenerationState
-from hf_spec.engine.decode.stopping import StopRules
 from hf_spec.backend.device.distributed_checks import check_ranks
+from hf_spec.common.compat import CACHE_NAME, find_cache
+from hf_spec.common.outputs import SpecEncoderDecoderOutput, SpecGenerateOutput, hand_in
+from hf_spec.engine.decode.drafter import Drafter
+from hf_spec.engine.decode.generation_state import GenerationState
+from hf_spec.engine.decode.logits_processors import check_processors
+from hf_spec.engine.decode.loop import count_models, speculative_decode
+from hf_spec.engine.decode.stopping import StopRules
 from hf_spec.engine.fast.compiled_layers import compiling
-from hf_spec.engine.models.latent_kv import caches_latents
-from hf_spec.engine.models.internal_positions import padding_of
-from hf_spec.engine.forward.runner import ModelRunner
 from hf_spec.engine.forward.draft_tree import DraftTree
+from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.models.internal_positions import padding_of
+from hf_spec.engine.models.latent_kv import caches_latents
 from hf_spec.generation import own_prefill
 from hf_spec.generation.call_checks import check_inputs, check_padding, check_streamer
 from hf_spec.generation.encoder_inputs import hand_out, of_decoder
 from hf_spec.generation.own_prefill import Prompt
-from hf_spec.common.outputs import SpecEncoderDecoderOutput, SpecGenerateOutput, hand_in
 
 
 def generate_with(  # noqa: PLR0913 - the signature that generate() calls

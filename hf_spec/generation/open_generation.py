@@ -8,9 +8,9 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
 
+from hf_spec.common.errors import OptionError
 from hf_spec.engine.decode.continuous_batching import Prepared, Request
 from hf_spec.engine.decode.open_batch import OpenBatch
-from hf_spec.common.errors import OptionError
 from hf_spec.generation.generate_batch import prepare_request, settle_batch
 from hf_spec.generation.hook import original_generate
 from hf_spec.generation.settling import make_ready, settle

@@ -19,14 +19,14 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from hf_spec.common.compat import cache_argument, find_cache, stored_tokens, without_cache
-from hf_spec.engine.decode.drafter import Drafter
-from hf_spec.engine.decode.loop import finish_step
-from hf_spec.engine.decode.generation_state import GenerationState
-from hf_spec.engine.decode.verifiers import Verifier
 from hf_spec.common.errors import AssistantError, UnsupportedError
+from hf_spec.engine.decode.drafter import Drafter
+from hf_spec.engine.decode.generation_state import GenerationState
+from hf_spec.engine.decode.loop import finish_step
+from hf_spec.engine.decode.verifiers import Verifier
 from hf_spec.engine.forward.output import ForwardOutput
-from hf_spec.engine.models.support_checks import takes_images
 from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.models.support_checks import takes_images
 from hf_spec.generation.length_checks import is_past_rope
 
 # Inputs that say what a prompt shows. Models need them in the forward of the prompt alone.

@@ -8,9 +8,9 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.generation import StoppingCriteriaList, StopStringCriteria
 
-from hf_spec.engine.decode.drafter import Drafter
-from hf_spec.drafting.config import StrategyConfig
 from hf_spec.common.errors import AssistantError, OptionError, UnsupportedError
+from hf_spec.drafting.config import StrategyConfig
+from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.models.support_checks import check_model
 from hf_spec.generation.assisted_settings import (
     check_assisted,
@@ -20,11 +20,11 @@ from hf_spec.generation.assisted_settings import (
 from hf_spec.generation.call_checks import Settings, check_called, check_settings
 from hf_spec.generation.compiling import warm_up
 from hf_spec.generation.target_checks import check_cache_length, check_evaluation, check_rows_apart
+from hf_spec.methods.auto.known_drafters import known_drafters
+from hf_spec.methods.draft_model.other_tokenizer.assistant import with_tokenizers
 from hf_spec.methods.draft_model.trained import METHOD as DRAFT
 from hf_spec.methods.loading import find_assistant
-from hf_spec.methods.auto.known_drafters import known_drafters
 from hf_spec.methods.registry import make_drafter, parse_strategy
-from hf_spec.methods.draft_model.other_tokenizer.assistant import with_tokenizers
 
 # Arguments of generate() that choose or feed another decoding method.
 REFUSED_ARGUMENTS = {

@@ -1,4 +1,4 @@
-"""The strategies that `spec_strategy=` can name, one file each; `hf_spec` exports their configs."""
+"""The methods that come with hf_spec: importing this module registers their strategies."""
 
 from hf_spec.methods.auto.drafter import AutoConfig
 from hf_spec.methods.block.config import BlockConfig
@@ -8,8 +8,8 @@ from hf_spec.methods.eagle.config import EagleConfig
 from hf_spec.methods.falcon.drafter import FalconConfig
 from hf_spec.methods.gemma_assistant.drafter import GemmaAssistantConfig
 from hf_spec.methods.gsd.config import GsdConfig
-from hf_spec.methods.medusa.config import HeadsConfig
 from hf_spec.methods.lookup.drafter import LookupConfig
+from hf_spec.methods.medusa.config import HeadsConfig
 from hf_spec.methods.mtp.config import MtpConfig
 from hf_spec.methods.none import NoneConfig
 from hf_spec.methods.pard.drafter import PardConfig

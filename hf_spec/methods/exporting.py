@@ -15,9 +15,9 @@ from hf_spec.adapters.card import GENERATED
 from hf_spec.adapters.folder import is_adapter, load_adapter
 from hf_spec.adapters.importing import licence_of
 from hf_spec.adapters.published import PublishedHead, known_head, write_published
-from hf_spec.common.hub import load_named
 from hf_spec.common.errors import AssistantError, OptionError
 from hf_spec.common.files import check_new_folder
+from hf_spec.common.hub import load_named
 from hf_spec.methods.eagle.layouts import LAYOUTS, Verifier
 from hf_spec.methods.eagle.spec import EagleSpec, normal_names, read_spec
 

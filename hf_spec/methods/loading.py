@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-import hf_spec.methods.head_families
-import hf_spec.methods.adapter_methods  # noqa: F401 - the methods become known
+import hf_spec.methods.adapter_methods
+import hf_spec.methods.head_families  # noqa: F401 - registers the families of heads
 from hf_spec.adapters.adapter import PEFT_TYPE, BaseModel
 from hf_spec.adapters.folder import SpecAdapter, active_adapters, is_adapter, load_adapter
 from hf_spec.adapters.hub import Place
@@ -23,16 +23,16 @@ from hf_spec.adapters.published import (
     published_family,
     read_published,
 )
-from hf_spec.common.hub import load_named
 from hf_spec.common.errors import AssistantError, HubError, OptionError, SpecError, UnsupportedError
-from hf_spec.engine.models.cross_attention import attends_to_encoder, is_lone_decoder
-from hf_spec.engine.models.support_checks import check_model
+from hf_spec.common.hub import load_named
 from hf_spec.engine.forward.model_cache import made_once
 from hf_spec.engine.forward.vocabulary import PADDED_ROWS, num_embeddings
-from hf_spec.methods.falcon.head import METHOD as FALCON
-from hf_spec.methods.falcon.head import FalconHead
+from hf_spec.engine.models.cross_attention import attends_to_encoder, is_lone_decoder
+from hf_spec.engine.models.support_checks import check_model
 from hf_spec.methods.draft_model.trained import METHOD as DRAFT
 from hf_spec.methods.draft_model.truncated import named_layers, truncated_draft
+from hf_spec.methods.falcon.head import METHOD as FALCON
+from hf_spec.methods.falcon.head import FalconHead
 
 Made = TypeVar("Made")
 

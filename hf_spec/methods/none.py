@@ -6,26 +6,14 @@ when they end, packed weights on a CPU. The baseline that tells these from the g
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
-from hf_spec.engine.decode.drafter import Drafter
-from hf_spec.engine.decode.generation_state import GenerationState
-from hf_spec.drafting.config import StrategyConfig
 from hf_spec.common.errors import AssistantError
-from hf_spec.engine.forward.draft_tree import DraftTree
+from hf_spec.drafting.config import StrategyConfig
+from hf_spec.engine.decode.drafter import NoDrafter
 from hf_spec.methods.registry import register
-
-
-class NoDrafter(Drafter):
-    """Sends the roots alone."""
-
-    def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
-        """One root per unfinished row."""
-        roots = {row: ([state.tokens[row][-1]], [-1]) for row in limits}
-        return DraftTree.from_drafts(roots, state.num_rows)
 
 
 def _make_drafter(config: NoneConfig, target: PreTrainedModel, assistant: object) -> NoDrafter:

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedModel
 
-from hf_spec.engine.decode.drafter import Drafter
-from hf_spec.drafting.config import StrategyConfig
 from hf_spec.common.errors import OptionError, choices
+from hf_spec.drafting.config import StrategyConfig
+from hf_spec.engine.decode.drafter import Drafter
 
 MakeDrafter = Callable[[Any, PreTrainedModel, Any], Drafter]
 MakeForAuto = Callable[[PreTrainedModel, Any, str], Drafter]

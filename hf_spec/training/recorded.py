@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_spec.engine.decode.generation_state import GenerationState
-from hf_spec.engine.forward.output import ForwardOutput
 from hf_spec.engine.forward.draft_tree import Verdict
+from hf_spec.engine.forward.output import ForwardOutput
 from hf_spec.training.answers import SHARD_RESPONSES, write_shard
 from hf_spec.training.features import FEATURES, LAST, feature_facts, num_features
 from hf_spec.training.responses import Recorder, Response

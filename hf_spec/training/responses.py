@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from codecs import BOM_UTF8
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
@@ -24,11 +25,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from hf_spec.common.prompts import Prompt
 from hf_spec.common.errors import OptionError
 from hf_spec.common.files import check_regular, parse_json, resume_lines
-from hf_spec.methods.feature_pairs.draft_head import frequent_tokens
-from hf_spec.methods.none import NoDrafter, NoneConfig
+from hf_spec.common.prompts import Prompt
+from hf_spec.engine.decode.drafter import NoDrafter
 from hf_spec.training.answer_keys import answer_keys, check_answered, model_facts
 from hf_spec.training.settings import BATCH_SIZE, ResponseSettings
 
@@ -165,6 +165,20 @@ def end_tokens(model: PreTrainedModel) -> set[int]:
     return set(ends) if isinstance(ends, list) else {ends} - {None}
 
 
+def frequent_tokens(texts: Iterable[Iterable[int]], size: int, always: Iterable[int]) -> Tensor:
+    """(size or fewer,) int64, ascending: the most frequent of `texts`, and those of `always`.
+
+    Ties go to the lower id.
+    """
+    counts = Counter(token for text in texts for token in text)
+    chosen = set(always)
+    for token, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
+        if len(chosen) >= size:
+            break
+        chosen.add(token)
+    return torch.tensor(sorted(chosen), dtype=torch.long)
+
+
 def answer_vocabulary(
     model: PreTrainedModel, responses: Iterable[Response], size: int | None
 ) -> Tensor | None:
@@ -202,7 +216,7 @@ def _answer(
             attention_mask=mask.to(model.device),
             max_new_tokens=settings.max_new_tokens,
             **sampling,
-            spec_strategy=NoneConfig(),
+            spec_strategy="none",
             assistant=recorder,
         )
     answers = []

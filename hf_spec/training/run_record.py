@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from hf_spec.common.machine import environment
 from hf_spec.common.files import written_whole
+from hf_spec.common.machine import environment
 
 RUN = "run.json"
 

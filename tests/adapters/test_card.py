@@ -14,8 +14,8 @@ from transformers import dynamic_module_utils
 from hf_spec import AssistantError, SpecAdapter
 from hf_spec.adapters.card import GENERATED, save_with_card, write_card
 from hf_spec.adapters.folder import load_adapter
-from hf_spec.common.small_models import GEMMA3, SMOLLM2
 from hf_spec.common.installing import install_command
+from hf_spec.common.small_models import GEMMA3, SMOLLM2
 from tests import tiny_models
 from tests.adapters.cards import card_metrics
 from tests.adapters.samples import METHODS, fresh_model, sample, save_sample

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from hf_spec.evaluation.bench.suite import Benchmark
 from hf_spec.cli.app import build_app
 from hf_spec.cli.bench import show
+from hf_spec.evaluation.bench.suite import Benchmark
 
 SHORT = ["--new-tokens", "6", "--repeats", "2", "--no-baselines"]
 

@@ -12,12 +12,15 @@ import typer
 from typer.testing import CliRunner
 
 from hf_spec import OptionError
-from hf_spec.evaluation.bench import settings as bench
 from hf_spec.cli.options import AnswerSettings, Placement, check_out, from_settings
-from hf_spec.methods.falcon.shapes import FalconShape
 from hf_spec.common.settings import Count, Internal, Named, Settings, Share, described
-from hf_spec.training import settings as train
+from hf_spec.evaluation.bench import settings as bench
 from hf_spec.evaluation.lossless.settings import SamplingPlan, VerificationPlan
+from hf_spec.methods.disco.settings import DiscoTrainSettings
+from hf_spec.methods.draft_model.settings import DraftTrainSettings
+from hf_spec.methods.falcon.settings import CsgdSettings, FalconShape, FalconTrainSettings
+from hf_spec.methods.sdsat.settings import SdsatTrainSettings
+from hf_spec.training.settings import ResponseSettings, TrainSettings
 from tests.cli.test_app import LEAVES
 
 
@@ -196,13 +199,11 @@ def help_only(*, settings: Outer) -> None:
 
 
 SETTINGS_OF = {
-    "train responses": (train.ResponseSettings,),
-    "train draft": (train.DraftTrainSettings, train.TrainSettings),
-    "train falcon": (
-        *(train.FalconTrainSettings, FalconShape, train.CsgdSettings, train.TrainSettings),
-    ),
-    "train sdsat": (train.SdsatTrainSettings, train.TrainSettings),
-    "train disco": (train.DiscoTrainSettings,),
+    "train responses": (ResponseSettings,),
+    "train draft": (DraftTrainSettings, TrainSettings),
+    "train falcon": (*(FalconTrainSettings, FalconShape, CsgdSettings, TrainSettings),),
+    "train sdsat": (SdsatTrainSettings, TrainSettings),
+    "train disco": (DiscoTrainSettings,),
     "generate": (AnswerSettings, Placement),
     "chat": (AnswerSettings, Placement),
     "bench": (bench.Suite, Placement),

@@ -8,7 +8,16 @@ from typing import Annotated, Any, Literal
 import pytest
 
 from hf_spec import OptionError
-from hf_spec.common.settings import Count, Internal, Named, Settings, Share, Weight, Within, described
+from hf_spec.common.settings import (
+    Count,
+    Internal,
+    Named,
+    Settings,
+    Share,
+    Weight,
+    Within,
+    described,
+)
 
 
 @dataclass(frozen=True)

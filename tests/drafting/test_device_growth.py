@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.drafting.device_growth import WIDEST, DeviceGrowth, Plans
-from hf_spec.drafting.tree_growth import TreeShape
 from hf_spec.drafting.length_policy import LengthPolicy
 from hf_spec.drafting.level_drafter import Graphs, LevelConfig, LevelDrafter, Owners
 from hf_spec.drafting.rank_tree import RankTree
+from hf_spec.drafting.tree_growth import TreeShape
+from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.forward.draft_tree import DraftTree
 from tests.methods.draft_model.test_drafter import start
 from tests.tiny_models import ragged_batch

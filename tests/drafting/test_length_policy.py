@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from hf_spec import DraftConfig
+from hf_spec.common.errors import OptionError
+from hf_spec.drafting.cost_model.acceptance_stats import LEVEL_EXPECTATION
 from hf_spec.drafting.length_policy import (
     DraftedToken,
     HeadPolicy,
@@ -18,8 +20,6 @@ from hf_spec.drafting.length_policy import (
     make_policy,
     register_policy,
 )
-from hf_spec.drafting.cost_model.acceptance_stats import LEVEL_EXPECTATION
-from hf_spec.common.errors import OptionError
 from tests.tiny_models import build
 
 

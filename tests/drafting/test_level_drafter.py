@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_spec.drafting.tree_growth import TreeShape
+from hf_spec import GsdConfig, TreeConfig
 from hf_spec.drafting.length_policy import ConfidencePolicy, LengthPolicy
 from hf_spec.drafting.level_drafter import Graphs, LevelConfig, LevelDrafter, Owners
 from hf_spec.drafting.rank_tree import RankTree
-from hf_spec.engine.forward.output import ForwardOutput
+from hf_spec.drafting.tree_growth import TreeShape
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
-from hf_spec.strategies import GsdConfig, TreeConfig
+from hf_spec.engine.forward.output import ForwardOutput
 from tests.methods.draft_model.test_drafter import start
 from tests.tiny_models import ragged_batch
 

@@ -14,10 +14,10 @@ from transformers import NoRepeatNGramLogitsProcessor, TemperatureLogitsWarper
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from hf_spec import UnsupportedError
+from hf_spec.drafting.lossy_rules import IndependentAcceptance, LongestPath, PathSampling
 from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.stopping import StopRules
 from hf_spec.engine.decode.verifiers import Walk
-from hf_spec.drafting.lossy_rules import IndependentAcceptance, LongestPath, PathSampling
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_spec.engine.decode.generation_state import GenerationState
-from hf_spec.engine.decode.stopping import StopRules
 from hf_spec.drafting.length_policy import LengthPolicy
 from hf_spec.drafting.one_pass_drafter import Lists, ProposalDrafter, Proposals
-from hf_spec.engine.forward.output import ForwardOutput
+from hf_spec.engine.decode.generation_state import GenerationState
+from hf_spec.engine.decode.stopping import StopRules
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
+from hf_spec.engine.forward.output import ForwardOutput
 from hf_spec.methods.draft_model.config import TreeConfig
 from tests.tiny_models import VOCAB
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from hf_spec.drafting.rank_tree import RankTree
 from hf_spec.drafting.token_graph import TokenGraph
 from hf_spec.drafting.tree_growth import Growth, TreeShape
-from hf_spec.drafting.rank_tree import RankTree
 
 END = 9
 

@@ -12,11 +12,11 @@ import transformers as T
 
 from hf_spec.adapters.published import known_head, write_published
 from hf_spec.methods.eagle.head import build
-from hf_spec.methods.exporting import export_head
+from hf_spec.methods.eagle.settings import EagleTrainSettings
 from hf_spec.methods.eagle.training import layout, new_head
+from hf_spec.methods.exporting import export_head
 from hf_spec.training.features import stored_texts
 from hf_spec.training.responses import Response
-from hf_spec.training.settings import EagleTrainSettings
 from tests import published_heads as heads
 from tests.tiny_models import LLAMA_LIKE
 from tests.tiny_models import build as tiny

@@ -20,8 +20,8 @@ import hf_spec
 from hf_spec.backend.device.capture import cuda_graphs
 from hf_spec.engine.forward.kv_pool import KVPool
 from hf_spec.methods.disco.classifier import draft_features
-from hf_spec.methods.falcon.head import FalconHead, FalconShape
 from hf_spec.methods.falcon.csgd import CsgdSettings, GlancingLoss
+from hf_spec.methods.falcon.head import FalconHead, FalconShape
 from hf_spec.training.features import Text, text_features
 from hf_spec.training.responses import Response
 from hf_spec.training.trainer import MicroBatch

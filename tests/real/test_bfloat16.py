@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from hf_spec import FalconConfig, LookupConfig, NoneConfig
 from hf_spec.common.prompts import load_prompts
-from hf_spec.strategies import FalconConfig, LookupConfig, NoneConfig
 from tests.compiler import needs_compiler
 
 pytestmark = [pytest.mark.real, needs_compiler]

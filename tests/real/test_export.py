@@ -10,8 +10,8 @@ import torch
 
 from hf_spec import EagleConfig
 from hf_spec.common.prompts import load_prompts
-from hf_spec.methods.exporting import export_head
 from hf_spec.evaluation.trace.rounds import record_rounds
+from hf_spec.methods.exporting import export_head
 
 pytestmark = pytest.mark.real
 

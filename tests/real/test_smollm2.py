@@ -15,8 +15,8 @@ import hf_spec
 from hf_spec import FalconConfig
 from hf_spec.common.prompts import Prompt, load_prompts
 from hf_spec.engine.forward.vocabulary import num_embeddings
-from hf_spec.methods.sdsat.adaptive_tokens import adaptive_tokens
 from hf_spec.methods.falcon.head import FalconHead, FalconShape
+from hf_spec.methods.sdsat.adaptive_tokens import adaptive_tokens
 from tests.tiny_models import left_padded, padded
 
 pytestmark = pytest.mark.real

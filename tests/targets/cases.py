@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import hf_spec
-from hf_spec.methods.falcon.head import FalconHead, FalconShape
 from hf_spec.evaluation.lossless.mismatch import TIE, differences
+from hf_spec.methods.falcon.head import FalconHead, FalconShape
 from tests import tiny_models
 
 NEW_TOKENS = 16

@@ -17,11 +17,11 @@ from transformers import DynamicCache, Lfm2Config, Lfm2ForCausalLM
 import hf_spec
 from hf_spec.common.compat import CACHE_NAME, cache_argument
 from hf_spec.common.errors import OptionError, UnsupportedError
+from hf_spec.common.outputs import SpecStats
 from hf_spec.engine.models.recurrent_layers import COMMITTED, Mixer, mixers_of
 from hf_spec.engine.models.recurrent_state import RecurrentMixers
 from hf_spec.methods.falcon.head import FalconHead, FalconShape
 from hf_spec.methods.sdsat.gated_lora import GatedLora
-from hf_spec.common.outputs import SpecStats
 from tests import hybrid_models, test_distribution
 from tests.hybrid_models import DELTA_NETS, HYBRIDS, MAMBA_1, PURE, build, noisy_copy, speculate
 from tests.model_watch import snapshot

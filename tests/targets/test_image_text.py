@@ -21,14 +21,14 @@ from transformers import DynamicCache, PreTrainedModel
 
 import hf_spec
 from hf_spec import AssistantError, SpecGenerateOutput
+from hf_spec.backend.device.capture import padded_steps
 from hf_spec.common.compat import CACHE_NAME
 from hf_spec.engine.decode import drafter
-from hf_spec.backend.device.capture import padded_steps
 from hf_spec.engine.forward.row_batch import BATCHING
+from hf_spec.evaluation.lossless.distribution import chi_square
 from hf_spec.generation import own_prefill
 from hf_spec.generation.one_call import generate_with
 from hf_spec.methods.falcon.head import FalconHead, FalconShape
-from hf_spec.evaluation.lossless.distribution import chi_square
 from tests import tiny_models
 from tests.biased_rules import NoResidual
 from tests.model_watch import count_forwards, snapshot

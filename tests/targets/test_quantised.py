@@ -18,9 +18,9 @@ from hf_spec.adapters.folder import BaseModel, save_adapter
 from hf_spec.backend.cpu.packed_copies import cpu_packing_bytes
 from hf_spec.backend.device.placement import dense_copy
 from hf_spec.engine.fast.packed_linear import fast_cpu_linears, fast_products
-from hf_spec.methods.feature_pairs.draft_head import FewTokensHead
-from hf_spec.methods.falcon.head import FalconHead, FalconShape
 from hf_spec.methods.draft_model.trained import TrainableDraft
+from hf_spec.methods.falcon.head import FalconHead, FalconShape
+from hf_spec.methods.feature_pairs.draft_head import FewTokensHead
 from tests import tiny_models
 from tests.targets.cases import NEW_TOKENS, SEED, assert_same_up_to_ties
 from tests.tiny_models import VOCAB, random_adaptive_tokens, repetitive_prompt, wide_tree

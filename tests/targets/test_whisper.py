@@ -23,13 +23,12 @@ import hf_spec
 from hf_spec import SpecStats, collect_stats
 from hf_spec.common.compat import CACHE_NAME, output_cache
 from hf_spec.engine.decode import drafter
+from hf_spec.engine.forward import model_call, runner
 from hf_spec.engine.models import cross_attention
-from hf_spec.engine.forward import model_call
-from hf_spec.engine.forward import runner
+from hf_spec.evaluation.lossless.distribution import chi_square
 from hf_spec.generation import hook
 from hf_spec.generation.one_call import generate_with
 from hf_spec.methods.feature_pairs.runner import check_packed
-from hf_spec.evaluation.lossless.distribution import chi_square
 from tests import tiny_models
 from tests.biased_rules import NoResidual
 from tests.model_watch import count_forwards, snapshot

@@ -20,6 +20,7 @@ from hf_spec.training.responses import (
     Response,
     answer_vocabulary,
     end_tokens,
+    frequent_tokens,
     generate_responses,
     read_responses,
 )
@@ -264,3 +265,15 @@ def test_a_vocabulary_of_few_answers_is_filled_up_from_their_prompts(
     found = answer_vocabulary(model, iter(answered), size)
     assert found is not None
     assert found.tolist() == expected
+
+
+class TestFrequentTokens:
+    def test_the_most_frequent_ones_in_ascending_order(self) -> None:
+        texts = [[7, 7, 7, 3, 3], [9, 3, 7, 9]]
+        assert frequent_tokens(texts, 2, []).tolist() == [3, 7]
+
+    def test_ties_go_to_the_lower_id(self) -> None:
+        assert frequent_tokens([[9, 5, 8]], 2, []).tolist() == [5, 8]
+
+    def test_some_are_always_there(self) -> None:
+        assert frequent_tokens([[7, 7, 3]], 2, [50]).tolist() == [7, 50]

@@ -20,10 +20,10 @@ from transformers import DynamicCache, PreTrainedModel
 
 import hf_spec
 from examples.studies import timing
-from hf_spec.evaluation.bench.step_cost import tree_of
-from hf_spec.evaluation.bench.tables import Table
 from hf_spec.common.compat import CACHE_NAME
 from hf_spec.engine.fast.packed_linear import fast_cpu_linears, fast_products
+from hf_spec.evaluation.bench.step_cost import tree_of
+from hf_spec.evaluation.bench.tables import Table
 
 COUNTS = (1, 4, 16)
 TIMES = 4

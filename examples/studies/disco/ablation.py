@@ -19,16 +19,15 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from hf_spec.evaluation.bench.tables import Table
-from hf_spec.common.machine import environment
 from hf_spec.common.files import write_json
+from hf_spec.common.machine import environment
+from hf_spec.evaluation.bench.tables import Table
 from hf_spec.methods.disco.classifier import DiscoClassifier
-from hf_spec.methods.falcon.shapes import FEATURES
-from hf_spec.methods.loading import resolve_draft_model
+from hf_spec.methods.disco.settings import FEATURES, DiscoTrainSettings
 from hf_spec.methods.disco.training import Observed, evaluate, fit, observe
+from hf_spec.methods.loading import resolve_draft_model
 from hf_spec.training.held_back import split_by_seed
 from hf_spec.training.responses import read_responses
-from hf_spec.training.settings import DiscoTrainSettings
 
 LABELS = ("hard", "soft")
 NOTHING = "nothing"

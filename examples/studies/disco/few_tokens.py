@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel
 
 from examples.studies.timing import add_options, begin, write_record
-from hf_spec.evaluation.bench.tables import Table
+from hf_spec import DiscoConfig, DraftConfig, GsdConfig, TreeConfig
 from hf_spec.common.prompts import load_prompts
 from hf_spec.drafting.config import StrategyConfig
-from hf_spec.strategies import DiscoConfig, DraftConfig, GsdConfig, TreeConfig
+from hf_spec.evaluation.bench.tables import Table
 from hf_spec.methods.loading import resolve_draft_model
 
 SAMPLED = {"do_sample": True, "temperature": 0.7, "top_p": 0.9}

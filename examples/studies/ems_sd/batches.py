@@ -32,14 +32,14 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.studies.ems_sd.batch_report import markdown, plot, summary
-from hf_spec.evaluation.bench.timing import timed
+from hf_spec import DraftConfig, LookupConfig
 from hf_spec.backend.cpu.packed_copies import MODES, set_cpu_packing
+from hf_spec.common.files import write_json
 from hf_spec.common.machine import environment
+from hf_spec.common.outputs import SpecStats
 from hf_spec.common.prompts import Prompt, left_padded, load_prompts
 from hf_spec.drafting.config import StrategyConfig
-from hf_spec.common.files import write_json
-from hf_spec.common.outputs import SpecStats
-from hf_spec.strategies import DraftConfig, LookupConfig
+from hf_spec.evaluation.bench.timing import timed
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 24)
 PLAIN = "plain"

@@ -13,9 +13,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from hf_spec.methods.falcon.settings import FalconTrainSettings
 from hf_spec.training.held_back import split_by_hash
 from hf_spec.training.responses import read_responses
-from hf_spec.training.settings import FalconTrainSettings
 
 # What `hf-spec calibrate falcon` reads.
 HELD = "held-back.jsonl"

@@ -21,10 +21,10 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from examples.studies import timing
+from hf_spec.common.prompts import load_prompts
 from hf_spec.evaluation.bench.contenders import Contender, plain, strategy
 from hf_spec.evaluation.bench.entries import parse_entries
 from hf_spec.evaluation.bench.tables import Table
-from hf_spec.common.prompts import load_prompts
 from hf_spec.evaluation.lossless.mismatch import differences
 
 

@@ -13,15 +13,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from hf_spec.evaluation.bench.entries import Entry, parse_entries
-from hf_spec.evaluation.bench.report import markdown
-from hf_spec.evaluation.bench.settings import Suite
-from hf_spec.evaluation.bench.suite import Benchmark
 from hf_spec.cli.bench import run_and_write
 from hf_spec.cli.loading import load_target, load_tokenizer
 from hf_spec.cli.options import Placement
 from hf_spec.common.prompts import load_prompts
 from hf_spec.common.small_models import gemma3_270m, smollm2_135m_instruct
+from hf_spec.evaluation.bench.entries import Entry, parse_entries
+from hf_spec.evaluation.bench.report import markdown
+from hf_spec.evaluation.bench.settings import Suite
+from hf_spec.evaluation.bench.suite import Benchmark
 
 # With their defaults.
 DRAFTS = ("draft", "tree", "gsd")

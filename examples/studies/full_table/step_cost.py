@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from hf_spec.common.machine import environment
 from hf_spec.evaluation.bench.step_cost import measure_step_cost
 from hf_spec.evaluation.bench.tables import Table
-from hf_spec.common.machine import environment
 
 
 def table(seconds: dict[str, dict[int, list[float]]]) -> str:

@@ -23,17 +23,17 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from hf_spec.evaluation.bench.tables import Table
+from hf_spec import GsdConfig
 from hf_spec.common.machine import environment
 from hf_spec.common.prompts import Prompt, load_prompts
-from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.drafting.token_graph import TokenGraph
-from hf_spec.methods.draft_model.drafter import DraftModelDrafter
-from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.forward.draft_tree import DraftTree
+from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.evaluation.bench.tables import Table
 from hf_spec.generation.one_call import generate_with
+from hf_spec.methods.draft_model.drafter import DraftModelDrafter
 from hf_spec.methods.draft_model.truncated import truncated_draft
-from hf_spec.strategies import GsdConfig
 from hf_spec.methods.loading import resolve_draft_model
 
 MERGE_LENGTHS = (0, 1, 2, 3)

@@ -22,11 +22,11 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.studies import timing
-from hf_spec.evaluation.bench.tables import Table
+from hf_spec import GsdConfig
+from hf_spec.common.files import write_json
 from hf_spec.common.machine import environment
 from hf_spec.common.prompts import Prompt, load_prompts
-from hf_spec.common.files import write_json
-from hf_spec.strategies import GsdConfig
+from hf_spec.evaluation.bench.tables import Table
 from hf_spec.methods.loading import resolve_draft_model
 
 # The paper's for its small targets and its large one, then what lets a small draft model branch.

@@ -24,18 +24,18 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from hf_spec.backend.device.capture import cuda_graphs
+from hf_spec.backend.device.transfer import send
+from hf_spec.common.files import write_json
+from hf_spec.common.machine import environment
+from hf_spec.engine.forward.draft_tree import DraftTree
+from hf_spec.engine.forward.kernel_layout import ragged_layout, tensors_of, with_tensors
+from hf_spec.engine.forward.packing import RowWork, pack
+from hf_spec.engine.forward.runner import ModelRunner
 from hf_spec.evaluation.bench.step_cost import tree_of
 from hf_spec.evaluation.bench.summary import spread
 from hf_spec.evaluation.bench.tables import Table
 from hf_spec.evaluation.bench.timing import timed
-from hf_spec.common.machine import environment
-from hf_spec.backend.device.capture import cuda_graphs
-from hf_spec.backend.device.transfer import send
-from hf_spec.engine.forward.packing import RowWork, pack
-from hf_spec.engine.forward.kernel_layout import ragged_layout, tensors_of, with_tensors
-from hf_spec.engine.forward.runner import ModelRunner
-from hf_spec.engine.forward.draft_tree import DraftTree
-from hf_spec.common.files import write_json
 
 NODES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CONTEXTS = (128, 512, 2048, 8192, 32768)

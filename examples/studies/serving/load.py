@@ -34,9 +34,9 @@ import openai
 import psutil
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_spec.evaluation.bench.tables import Table
 from hf_spec.common.machine import environment
 from hf_spec.common.prompts import load_prompts
+from hf_spec.evaluation.bench.tables import Table
 
 PLAIN, BATCHED, UNDRAFTED, SPECULATIVE = NAMES = (
     "transformers serve",

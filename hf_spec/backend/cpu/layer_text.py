@@ -11,7 +11,15 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from hf_spec.backend.cpu.layer_values import TOKENS, Array, Leaf, Value, inner_axes, loops, token_axis
+from hf_spec.backend.cpu.layer_values import (
+    TOKENS,
+    Array,
+    Leaf,
+    Value,
+    inner_axes,
+    loops,
+    token_axis,
+)
 
 # Fewer tokens are not divided among threads.
 MIN_TOKENS = 8

@@ -27,7 +27,6 @@ from torch import Tensor
 
 from hf_spec.cli.answer.speaker import Speaker
 from hf_spec.cli.options import check_out
-from hf_spec.common.prompts import Prompt, load_prompts
 from hf_spec.common.errors import OptionError
 from hf_spec.common.files import (
     check_head,
@@ -37,6 +36,7 @@ from hf_spec.common.files import (
     whole_lines,
     written_whole,
 )
+from hf_spec.common.prompts import Prompt, load_prompts
 from hf_spec.training.answer_keys import answer_keys, check_answered, model_facts
 from hf_spec.training.trainer import processes
 

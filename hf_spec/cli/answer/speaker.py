@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_spec.evaluation.bench.entries import parse_entries
 from hf_spec.cli.loading import load_target, load_tokenizer
 from hf_spec.cli.options import AnswerSettings, Placement
-from hf_spec.common.prompts import encode_chat
 from hf_spec.common.errors import OptionError
 from hf_spec.common.outputs import SpecGenerateOutput
+from hf_spec.common.prompts import encode_chat
+from hf_spec.evaluation.bench.entries import parse_entries
 
 
 class Speaker:

@@ -43,10 +43,10 @@ def demo(
             "dim",
         )
     )
-    from hf_spec.evaluation.bench.settings import Suite
-    from hf_spec.evaluation.bench.suite import Benchmark
     from hf_spec.cli.demo import entries, session
     from hf_spec.cli.demo.replay import Recorder
+    from hf_spec.evaluation.bench.settings import Suite
+    from hf_spec.evaluation.bench.suite import Benchmark
 
     chosen = entries.chosen_entries(strategy or (), assistant or ())
     model, tokenizer = session.load()

@@ -12,10 +12,10 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from hf_spec.adapters.folder import CONFIG_NAME, load_adapter
+from hf_spec.common.errors import AssistantError
+from hf_spec.common.prompts import Prompt
 from hf_spec.evaluation.bench.entries import Entry, parse_entries, parse_entry
 from hf_spec.evaluation.bench.summary import IDLE
-from hf_spec.common.prompts import Prompt
-from hf_spec.common.errors import AssistantError
 
 # Thirteen megabytes, which only the repository has; the installed package does not.
 HEAD = Path("examples/adapters/smollm2-135m-falcon")

@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from hf_spec.evaluation.bench.runner import Record
 from hf_spec.cli.answer.console_streamer import ACCEPTED_STYLE, DraftedTextStreamer, printable
+from hf_spec.evaluation.bench.runner import Record
 
 FRAME_SECONDS = 0.05
 # What a panel takes from its column: two borders with a space inside each.

@@ -9,7 +9,12 @@ import typer
 
 from hf_spec.cli import options
 from hf_spec.cli.train import common
-from hf_spec.training import settings as kinds
+from hf_spec.methods.disco.settings import DiscoTrainSettings
+from hf_spec.methods.draft_model.settings import DRAFT_RUN, DraftTrainSettings
+from hf_spec.methods.eagle.settings import EAGLE_RUN, EagleTrainSettings
+from hf_spec.methods.falcon.settings import FALCON_RUN, FalconTrainSettings
+from hf_spec.methods.sdsat.settings import SDSAT_RUN, SdsatTrainSettings
+from hf_spec.training.settings import BATCH_SIZE, ResponseSettings, TrainSettings
 
 if TYPE_CHECKING:
     from hf_spec.training.responses import Response
@@ -26,8 +31,8 @@ def train_responses_command(  # noqa: PLR0913 - one parameter an option
         Path, typer.Option(exists=True, dir_okay=False, help="JSON lines with id, task, turns.")
     ],
     out: Annotated[Path, typer.Option(help="JSON lines; an interrupted run goes on here.")],
-    settings: kinds.ResponseSettings,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts per batch.")] = kinds.BATCH_SIZE,
+    settings: ResponseSettings,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts per batch.")] = BATCH_SIZE,
     features: Annotated[
         Literal["last", "fused"] | None,
         typer.Option(help="Keep states of the target beside the answers: its last ones, or more."),
@@ -88,8 +93,8 @@ def train_draft_command(  # noqa: PLR0913 - one parameter an option
     responses: common.Responses,
     out: common.AdapterOut,
     teacher: common.TeacherFolder = None,
-    settings: kinds.DraftTrainSettings,
-    run: kinds.TrainSettings = kinds.DRAFT_RUN,
+    settings: DraftTrainSettings,
+    run: TrainSettings = DRAFT_RUN,
     placement: options.Placement,
 ) -> None:
     """Train a draft model out of the target's own first layers.
@@ -100,8 +105,8 @@ def train_draft_command(  # noqa: PLR0913 - one parameter an option
         hf-spec train draft --model MODEL --responses answers.jsonl --out my-draft --layers 2
     """
     from hf_spec.cli.loading import load_target
-    from hf_spec.training.answers import teacher_examples
     from hf_spec.methods.draft_model.training import train_draft
+    from hf_spec.training.answers import teacher_examples
     from hf_spec.training.responses import read_responses
 
     answers = list(read_responses(responses))
@@ -120,8 +125,8 @@ def train_falcon_command(  # noqa: PLR0913 - one parameter an option
     model: options.ModelOption,
     responses: common.ResponseFiles,
     out: common.AdapterOut,
-    settings: kinds.FalconTrainSettings,
-    run: kinds.TrainSettings = kinds.FALCON_RUN,
+    settings: FalconTrainSettings,
+    run: TrainSettings = FALCON_RUN,
     features: common.FeaturesFolder = None,
     store: common.StoreFeatures = True,
     init: common.InitHead = None,
@@ -160,8 +165,8 @@ def train_eagle_command(  # noqa: PLR0913 - one parameter an option
     model: options.ModelOption,
     responses: common.ResponseFiles,
     out: Annotated[Path, typer.Option(help="Folder for the head; an interrupted run resumes.")],
-    settings: kinds.EagleTrainSettings,
-    run: kinds.TrainSettings = kinds.EAGLE_RUN,
+    settings: EagleTrainSettings,
+    run: TrainSettings = EAGLE_RUN,
     features: common.FeaturesFolder = None,
     store: common.StoreFeatures = True,
     init: common.InitHead = None,
@@ -199,8 +204,8 @@ def train_sdsat_command(  # noqa: PLR0913 - one parameter an option
     out: Annotated[
         Path, typer.Option(help="Folder for adapter or model; an interrupted run resumes.")
     ],
-    settings: kinds.SdsatTrainSettings,
-    run: kinds.TrainSettings = kinds.SDSAT_RUN,
+    settings: SdsatTrainSettings,
+    run: TrainSettings = SDSAT_RUN,
     teacher: common.TeacherFolder = None,
     placement: options.Placement,
 ) -> None:
@@ -215,8 +220,8 @@ def train_sdsat_command(  # noqa: PLR0913 - one parameter an option
     """
     from hf_spec.cli.loading import load_target, load_tokenizer
     from hf_spec.methods.sdsat.adaptive_tokens import CONFIG_ENTRY
-    from hf_spec.training.answers import Example, teacher_examples
     from hf_spec.methods.sdsat.training import train_sdsat
+    from hf_spec.training.answers import Example, teacher_examples
 
     def examples(answers: list[Response], own: Path) -> list[Example]:
         if settings.soft_weight:
@@ -250,7 +255,7 @@ def train_disco_command(  # noqa: PLR0913 - one parameter an option
     draft_layers: Annotated[
         int | None, typer.Option(min=1, help="Draft with the target's own first layers.")
     ] = None,
-    settings: kinds.DiscoTrainSettings,
+    settings: DiscoTrainSettings,
     task: Annotated[
         list[str] | None, typer.Option(help="Learn from this task alone; may be repeated.")
     ] = None,

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from hf_spec.evaluation.bench.settings import CalibrationSettings, TreeSettings
 from hf_spec.cli import options
 from hf_spec.cli.train.common import Responses, bench_command, show_table
+from hf_spec.evaluation.bench.settings import CalibrationSettings, TreeSettings
 
 calibrate = typer.Typer(no_args_is_help=True, help="Choose options by measured speed.")
 
@@ -43,9 +43,9 @@ def calibrate_disco_command(  # noqa: PLR0913 - one parameter an option
     from tqdm import tqdm
 
     from hf_spec.adapters.folder import load_adapter
-    from hf_spec.evaluation.bench.calibrate.disco import calibrate_disco, validation_prompts
     from hf_spec.cli.loading import load_target, load_tokenizer
     from hf_spec.common.prompts import load_prompts
+    from hf_spec.evaluation.bench.calibrate.disco import calibrate_disco, validation_prompts
     from hf_spec.methods.disco.classifier import METHOD
 
     known = load_prompts(prompts)
@@ -96,8 +96,8 @@ def calibrate_falcon_command(
     """
     from tqdm import tqdm
 
-    from hf_spec.evaluation.bench.calibrate.falcon import calibrate_falcon
     from hf_spec.cli.loading import load_target
+    from hf_spec.evaluation.bench.calibrate.falcon import calibrate_falcon
     from hf_spec.training.responses import read_responses
 
     answers = list(islice(read_responses(responses), max_answers))

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_spec.cli.answer.speaker import check_room
+from hf_spec.cli.demo.replay import Lane, Recorder
+from hf_spec.common.errors import OptionError
+from hf_spec.common.prompts import Prompt
+from hf_spec.engine.models.support_checks import check_model
 from hf_spec.evaluation.bench import contenders
 from hf_spec.evaluation.bench.contenders import Contender, Run
 from hf_spec.evaluation.bench.entries import Entry, found_entry
 from hf_spec.evaluation.bench.runner import Plan, Record, time_contenders
-from hf_spec.cli.answer.speaker import check_room
-from hf_spec.cli.demo.replay import Lane, Recorder
-from hf_spec.common.prompts import Prompt
-from hf_spec.common.errors import OptionError
-from hf_spec.engine.models.support_checks import check_model
 from hf_spec.evaluation.trace.drawing import draw_round
 from hf_spec.evaluation.trace.pictures import Canvas
 from hf_spec.evaluation.trace.rounds import Round, record_rounds

@@ -14,11 +14,11 @@ from copy import copy
 from dataclasses import dataclass
 from functools import partial
 
+from hf_spec.drafting.token_graph import TokenGraph
 from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.decode.generation_state import GenerationState
-from hf_spec.drafting.token_graph import TokenGraph
-from hf_spec.engine.forward.output import ForwardOutput
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
+from hf_spec.engine.forward.output import ForwardOutput
 
 # How fast old trials are forgotten, per trial; and how many the expectation counts for.
 DECAY = 0.95

@@ -3,8 +3,8 @@
 Costs are curves through measured times: given ones (`Curve`), or those of the rounds of the
 generation itself (`LearnedCurve`). Such a round is timed by its drafter, which is called before the
 target's forward and again once the target's tokens are known on the host; no forward is extra, and
-nothing waits for the device (see `hf_spec.backend.device.clock`). What was learned stays with the model.
-Until then an expectation stands in, in units of one forward.
+nothing waits for the device (see `hf_spec.backend.device.clock`). What was learned stays with the
+model. Until then an expectation stands in, in units of one forward.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 
 from hf_spec.backend.cpu.packed_copies import cpu_packing_bytes
 from hf_spec.backend.device.placement import execution_device
-from hf_spec.drafting.cost_model.acceptance_stats import MEMORY_DECAY, Fared
 from hf_spec.common.errors import OptionError
+from hf_spec.drafting.cost_model.acceptance_stats import MEMORY_DECAY, Fared
 from hf_spec.engine.fast.compiled_layers import CompiledLayers
 from hf_spec.engine.forward.model_cache import made_once
 
@@ -152,7 +152,7 @@ class RoundTimes:
         self._draft: dict[str, LearnedCurve] = {}
 
     def costs(self, forwards: Mapping[str, Callable[[int], int]]) -> Costs:
-        """What `hf_spec.drafting.cost_model.selection` weighs; a drafter by its name takes `forwards(depth)`."""
+        """Return the curves for `selection`; `forwards` maps a drafter to its passes by depth."""
         return Costs(self._verify, {name: self._cost(name, of) for name, of in forwards.items()})
 
     def memory(self, index: int, expected: tuple[float, float]) -> Fared:

@@ -21,15 +21,22 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedModel
 
-from hf_spec.engine.decode.drafter import Drafter
-from hf_spec.engine.decode.generation_state import GenerationState
-from hf_spec.engine.decode.verifiers import Verifier
 from hf_spec.backend.device.clock import clock_of
 from hf_spec.backend.device.distributed_checks import tensor_parallel_size
-from hf_spec.drafting.cost_model.loss_budget import Allowance
-from hf_spec.drafting.cost_model.selection import Allows, Round, always, choose_nodes, choose_sources, never
+from hf_spec.common.errors import UnsupportedError
 from hf_spec.drafting.config import PolicyConfig
+from hf_spec.drafting.cost_model.acceptance_stats import NODES_PER_LEVEL, MergedTree, Source
 from hf_spec.drafting.cost_model.cost_curves import Costs, RoundTimes, known_times
+from hf_spec.drafting.cost_model.loss_budget import Allowance
+from hf_spec.drafting.cost_model.round_timer import RoundClock
+from hf_spec.drafting.cost_model.selection import (
+    Allows,
+    Round,
+    always,
+    choose_nodes,
+    choose_sources,
+    never,
+)
 from hf_spec.drafting.length_policy import (
     MEASURED,
     LengthPolicy,
@@ -37,13 +44,13 @@ from hf_spec.drafting.length_policy import (
     free,
     make_policy,
 )
-from hf_spec.drafting.cost_model.round_timer import RoundClock
-from hf_spec.drafting.cost_model.acceptance_stats import NODES_PER_LEVEL, MergedTree, Source
-from hf_spec.common.errors import UnsupportedError
-from hf_spec.engine.forward.output import ForwardOutput
-from hf_spec.engine.models.recurrent_layers import recurrent_share
-from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.decode.drafter import Drafter
+from hf_spec.engine.decode.generation_state import GenerationState
+from hf_spec.engine.decode.verifiers import Verifier
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
+from hf_spec.engine.forward.output import ForwardOutput
+from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.models.recurrent_layers import recurrent_share
 
 Policed = TypeVar("Policed", bound=PolicyConfig)
 

@@ -1,8 +1,8 @@
 """What the rounds of a generation took, and what is learned from it.
 
 A round is timed in two parts, its drafts and the target's forward, by marks that may be read later
-than they are set (see `hf_spec.backend.device.clock`). So a round is learned from as soon as its times are
-known, at the latest when the next one has been judged.
+than they are set (see `hf_spec.backend.device.clock`). So a round is learned from as soon as its
+times are known, at the latest when the next one has been judged.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from hf_spec.backend.device.clock import Clock
-from hf_spec.drafting.cost_model.loss_budget import Allowance
 from hf_spec.drafting.cost_model.cost_curves import Costs, RoundTimes
+from hf_spec.drafting.cost_model.loss_budget import Allowance
 
 
 class Counts(Protocol):

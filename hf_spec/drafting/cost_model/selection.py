@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from hf_spec.drafting.cost_model.cost_curves import Costs
 from hf_spec.drafting.cost_model.acceptance_stats import MergedTree, Source
+from hf_spec.drafting.cost_model.cost_curves import Costs
 
 # Whether a round may be made that is expected to gain so many tokens, all rows together, and to
 # take so many seconds. A step without drafts always may.

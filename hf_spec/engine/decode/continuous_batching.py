@@ -22,16 +22,16 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation.continuous_batching.requests import RequestStatus
 
+from hf_spec.backend.device.placement import execution_device
+from hf_spec.common.outputs import SpecRequestOutput, SpecStats
 from hf_spec.engine.decode.drafter import Drafter
-from hf_spec.engine.decode.loop import count_models, speculative_step
-from hf_spec.engine.decode.logits_processors import RowProcessors
 from hf_spec.engine.decode.generation_state import GenerationState
+from hf_spec.engine.decode.logits_processors import RowProcessors
+from hf_spec.engine.decode.loop import count_models, speculative_step
 from hf_spec.engine.decode.stopping import StopRules
 from hf_spec.engine.decode.verifiers import Verifier
-from hf_spec.backend.device.placement import execution_device
 from hf_spec.engine.fast.compiled_layers import compiling
 from hf_spec.engine.forward.runner import ModelRunner
-from hf_spec.common.outputs import SpecRequestOutput, SpecStats
 
 
 @dataclass(frozen=True)

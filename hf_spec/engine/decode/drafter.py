@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from transformers.generation import CandidateGenerator
 
+from hf_spec.common.errors import UnsupportedError
 from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.stopping import StopRules
 from hf_spec.engine.decode.verifiers import NodeDraw, ResidualRejection, Verifier
-from hf_spec.common.errors import UnsupportedError
+from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
 from hf_spec.engine.forward.output import ForwardOutput
 from hf_spec.engine.forward.runner import ModelRunner
-from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
 from hf_spec.engine.forward.virtual_tokens import VirtualTokens
 
 
@@ -163,3 +163,12 @@ class Drafter(CandidateGenerator, ABC):
         """Tell the drafter how many of its candidates transformers kept."""
         tree, path = self._proposed
         self.observe(Verdict(tree, [path[:num_matches]], [None]), ForwardOutput(torch.empty(0)))
+
+
+class NoDrafter(Drafter):
+    """Drafter that proposes nothing: every round runs the roots alone."""
+
+    def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
+        """One root per unfinished row."""
+        roots = {row: ([state.tokens[row][-1]], [-1]) for row in limits}
+        return DraftTree.from_drafts(roots, state.num_rows)

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_spec.backend.device.clock import Stopwatch, clock_of
+from hf_spec.common.outputs import RowStats, SpecGenerateOutput, SpecStats
 from hf_spec.engine.decode.stopping import StopRules
 from hf_spec.engine.decode.streaming import StreamFeed
-from hf_spec.backend.device.clock import Stopwatch, clock_of
 from hf_spec.engine.forward.draft_tree import Verdict
-from hf_spec.common.outputs import RowStats, SpecGenerateOutput, SpecStats
 
 logger = logging.getLogger(__name__)
 

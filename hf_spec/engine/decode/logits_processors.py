@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as hf
 
-from hf_spec.engine.decode.copies import own_copy
 from hf_spec.common.errors import OptionError, UnsupportedError
+from hf_spec.engine.decode.copies import own_copy
 
 Processor = Callable[[Tensor, Tensor], Tensor]
 

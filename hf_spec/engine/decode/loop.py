@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from hf_spec.common.outputs import SpecGenerateOutput, SpecStats
 from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.decode.ended_rows import run_padding
 from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.verifiers import Verifier
+from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.engine.forward.output import ForwardOutput
 from hf_spec.engine.forward.runner import ModelRunner
-from hf_spec.engine.forward.draft_tree import DraftTree
-from hf_spec.common.outputs import SpecGenerateOutput, SpecStats
 
 
 def speculative_decode(

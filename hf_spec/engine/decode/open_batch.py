@@ -12,11 +12,11 @@ from dataclasses import replace
 
 from transformers import PreTrainedModel
 
+from hf_spec.common.outputs import RowStats, SpecRequestOutput
 from hf_spec.engine.decode.continuous_batching import Prepared, Request, Slots
 from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.decode.stopping import StopRules
 from hf_spec.engine.decode.streaming import BatchStreamer
-from hf_spec.common.outputs import RowStats, SpecRequestOutput
 
 
 class OpenBatch(Slots):

@@ -20,8 +20,8 @@ from transformers.generation.stopping_criteria import (
     StopStringCriteria,
 )
 
-from hf_spec.engine.decode.copies import own_copy
 from hf_spec.common.errors import UnsupportedError
+from hf_spec.engine.decode.copies import own_copy
 
 # Criteria whose answer for a row depends on that row alone. Exactly these: a subclass may do more.
 PER_ROW = (StopStringCriteria, MaxTimeCriteria)

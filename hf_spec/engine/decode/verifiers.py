@@ -29,10 +29,10 @@ from hf_spec_kernels import serves, verify_tree
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from hf_spec.engine.decode.logits_processors import NodeProcessors
-from hf_spec.engine.decode.generation_state import GenerationState
-from hf_spec.engine.decode.sampling import draw_or_none
 from hf_spec.backend.device.transfer import fetch, send
+from hf_spec.engine.decode.generation_state import GenerationState
+from hf_spec.engine.decode.logits_processors import NodeProcessors
+from hf_spec.engine.decode.sampling import draw_or_none
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
 
 

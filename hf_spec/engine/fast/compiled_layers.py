@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from torch.nn.modules import module as every_module
 from transformers import PreTrainedModel
 
-from hf_spec.engine.forward.tree_attention import PackedStep
+from hf_spec.engine.fast.forward_overrides import OwnForwards
 from hf_spec.engine.fast.layer_call import BoundProgram
-from hf_spec.engine.fast.packed_linear import has_fast_forward, packed_changes
+from hf_spec.engine.fast.layer_state import LayerState, UnwatchableError
 from hf_spec.engine.fast.layer_tracing import (
     MAX_TOKENS,
     LayerCall,
@@ -39,9 +39,9 @@ from hf_spec.engine.fast.layer_tracing import (
     linears_of,
     tensors_of,
 )
-from hf_spec.engine.fast.layer_state import LayerState, UnwatchableError
-from hf_spec.engine.fast.forward_overrides import OwnForwards
+from hf_spec.engine.fast.packed_linear import has_fast_forward, packed_changes
 from hf_spec.engine.forward.model_cache import made_once
+from hf_spec.engine.forward.tree_attention import PackedStep
 
 logger = logging.getLogger(__name__)
 

@@ -34,10 +34,10 @@ from hf_spec.backend.device.graph_store import Kept
 from hf_spec.backend.device.placement import looks_for_outliers
 from hf_spec.backend.device.transfer import send
 from hf_spec.backend.device.waits import NoWaits, WaitError
-from hf_spec.engine.forward.tree_attention import PackedStep
-from hf_spec.engine.forward.kv_pool import MAX_RESERVED, KVPool
-from hf_spec.engine.models.recurrent_layers import mixers_of
 from hf_spec.engine.fast.graph_shapes import Bucket, Compute, Inputs, Shape
+from hf_spec.engine.forward.kv_pool import MAX_RESERVED, KVPool
+from hf_spec.engine.forward.tree_attention import PackedStep
+from hf_spec.engine.models.recurrent_layers import mixers_of
 
 logger = logging.getLogger(__name__)
 

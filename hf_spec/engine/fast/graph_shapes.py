@@ -15,8 +15,6 @@ from torch.nn import functional as F
 
 from hf_spec.backend.device.capture import recording
 from hf_spec.backend.device.transfer import Block
-from hf_spec.engine.forward.tree_attention import PackedStep
-from hf_spec.engine.forward.kv_pool import KVPool
 from hf_spec.engine.forward.kernel_layout import (
     Sizes,
     padded,
@@ -24,6 +22,8 @@ from hf_spec.engine.forward.kernel_layout import (
     tensors_of,
     with_tensors,
 )
+from hf_spec.engine.forward.kv_pool import KVPool
+from hf_spec.engine.forward.tree_attention import PackedStep
 
 # Inputs on the device, (T, ...) each, and the step they belong to -> outputs, (T, ...) each.
 Compute = Callable[[list[Tensor], PackedStep], list[Tensor]]

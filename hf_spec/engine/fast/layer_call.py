@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from hf_spec.backend.cpu.layer_source import AttentionPlan
 from hf_spec.backend.cpu.layer_values import TOKENS
-from hf_spec.engine.forward.tree_attention import LayerTraits, PackedStep
-from hf_spec.engine.fast.packed_linear import drafts_rounded, served_weight
 from hf_spec.engine.fast.layer_tracing import LayerCall, LayerProgram
+from hf_spec.engine.fast.packed_linear import drafts_rounded, served_weight
+from hf_spec.engine.forward.tree_attention import LayerTraits, PackedStep
 
 
 class BoundProgram:

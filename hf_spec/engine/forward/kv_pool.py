@@ -26,9 +26,9 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from hf_spec.common.compat import CACHE_NAME
 from hf_spec.backend.device import graph_store
 from hf_spec.backend.device.transfer import send
+from hf_spec.common.compat import CACHE_NAME
 from hf_spec.common.errors import UnsupportedError
 
 MIN_CAPACITY = 256

@@ -12,10 +12,10 @@ from transformers import PreTrainedModel
 from transformers.utils import output_capturing
 
 from hf_spec.common.compat import cache_argument
-from hf_spec.engine.models import internal_positions as own_positions
-from hf_spec.engine.models.cross_attention import CrossAttention, takes_positions
 from hf_spec.engine.forward.last_layer import BEFORE_NORM, LastLayer
 from hf_spec.engine.forward.vocabulary import fit_logits, fit_tokens, num_embeddings
+from hf_spec.engine.models import internal_positions as own_positions
+from hf_spec.engine.models.cross_attention import CrossAttention, takes_positions
 
 # Older transformers count the layers of a list otherwise, and not from the end; they return all.
 SELECTS_LAYERS = hasattr(output_capturing, "selected_hidden_states")

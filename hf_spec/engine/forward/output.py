@@ -7,8 +7,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from hf_spec.engine.forward.row_storage import RowStorage
 from hf_spec.engine.forward.draft_tree import Verdict
+from hf_spec.engine.forward.row_storage import RowStorage
+
+
+def default_aux_layers(num_layers: int) -> tuple[int, ...]:
+    """Return the default indices into `hidden_states` that heads read: low, middle, high."""
+    return (2, num_layers // 2, num_layers - 3)
 
 
 @dataclass

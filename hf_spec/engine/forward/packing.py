@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_spec.engine.forward.row_batch import RowWork, span
 from hf_spec.engine.forward.attention_span import Segment
 from hf_spec.engine.forward.draft_tree import DraftTree
+from hf_spec.engine.forward.row_batch import RowWork, span
 
 
 @dataclass

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
+from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.engine.forward.kv_pool import KVPool
 from hf_spec.engine.forward.row_batch import Batching, RowWork
-from hf_spec.engine.forward.draft_tree import DraftTree
 
 
 class RowStorage:

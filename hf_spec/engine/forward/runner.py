@@ -17,28 +17,28 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from hf_spec.common.compat import output_cache
 from hf_spec.backend.device import transfer
 from hf_spec.backend.device.placement import execution_device
-from hf_spec.engine.models.alibi import tree_alibi
-from hf_spec.engine.forward.tree_attention import PackedAttention, PackedStep, takes_packed
+from hf_spec.common.compat import output_cache
 from hf_spec.engine.fast.compiled_layers import CompiledLayers, uncompiled
-from hf_spec.engine.fast.packed_linear import fast_cpu_linears, fast_products
-from hf_spec.engine.models.cross_attention import CrossAttention, decoding_parts, num_layers
-from hf_spec.engine.forward.output import ForwardOutput
-from hf_spec.engine.forward.device_tokens import Given
-from hf_spec.engine.forward.kv_pool import PoolCache
-from hf_spec.engine.models.latent_kv import expanded
-from hf_spec.engine.models.recurrent_layers import mixers_of, num_attention_layers
-from hf_spec.engine.forward.model_call import ModelCall
-from hf_spec.engine.forward.packing import PackedInputs, RectangularInputs, align_right, pack
-from hf_spec.engine.models.recurrent_state import RecurrentMixers
-from hf_spec.engine.forward.row_storage import RowStorage
-from hf_spec.engine.forward.row_batch import BATCHING, RowWork, fill_up
 from hf_spec.engine.fast.cuda_graphs import StepGraphs
-from hf_spec.engine.models.query_scaling import TokenPlaces, scales_by_place
+from hf_spec.engine.fast.packed_linear import fast_cpu_linears, fast_products
+from hf_spec.engine.forward.device_tokens import Given
 from hf_spec.engine.forward.draft_tree import DraftTree
+from hf_spec.engine.forward.kv_pool import PoolCache
+from hf_spec.engine.forward.model_call import ModelCall
+from hf_spec.engine.forward.output import ForwardOutput
+from hf_spec.engine.forward.packing import PackedInputs, RectangularInputs, align_right, pack
+from hf_spec.engine.forward.row_batch import BATCHING, RowWork, fill_up
+from hf_spec.engine.forward.row_storage import RowStorage
+from hf_spec.engine.forward.tree_attention import PackedAttention, PackedStep, takes_packed
 from hf_spec.engine.forward.virtual_tokens import VirtualTokens
+from hf_spec.engine.models.alibi import tree_alibi
+from hf_spec.engine.models.cross_attention import CrossAttention, decoding_parts, num_layers
+from hf_spec.engine.models.latent_kv import expanded
+from hf_spec.engine.models.query_scaling import TokenPlaces, scales_by_place
+from hf_spec.engine.models.recurrent_layers import mixers_of, num_attention_layers
+from hf_spec.engine.models.recurrent_state import RecurrentMixers
 
 # A long prompt is run in stretches of this many tokens per row; bounds masks and activations.
 PREFILL_CHUNK = 1024

@@ -15,8 +15,8 @@ from hf_spec_kernels import Scoring
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_spec.engine.forward.row_batch import span
 from hf_spec.engine.forward.attention_span import Segment
+from hf_spec.engine.forward.row_batch import span
 
 # To be together, rows have their keys copied; of more than these it costs more than a call saves.
 MAX_COPIED_KEYS = 64

@@ -33,10 +33,15 @@ from transformers.masking_utils import sdpa_mask
 
 from hf_spec.backend.device.transfer import send
 from hf_spec.common.errors import UnsupportedError
-from hf_spec.engine.forward.sdpa_attention import Alike, attend, store, together
-from hf_spec.engine.forward.kv_pool import KVPool
-from hf_spec.engine.forward.kernel_layout import ragged_layout, tensors_of, with_tensors, write_places
 from hf_spec.engine.forward.attention_span import Segment
+from hf_spec.engine.forward.kernel_layout import (
+    ragged_layout,
+    tensors_of,
+    with_tensors,
+    write_places,
+)
+from hf_spec.engine.forward.kv_pool import KVPool
+from hf_spec.engine.forward.sdpa_attention import Alike, attend, store, together
 
 NAME = "hf_spec"
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from hf_spec.common.compat import CACHE_NAME
 from hf_spec.backend.device.placement import execution_device
+from hf_spec.common.compat import CACHE_NAME
 
 # Encoder-decoders that are served. Others tell where a token stands by how many are stored, so that
 # the branches of a draft tree cannot be placed, or have not been tried.

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
-from hf_spec.common.compat import cache_parameter
 from hf_spec.backend.device.placement import execution_device
 from hf_spec.backend.device.transfer import send
+from hf_spec.common.compat import cache_parameter
 from hf_spec.engine.forward.model_cache import made_once
 
 # Of R sequences: the convolution's (R, channels, width), and of all but bare convolutions the

@@ -1,8 +1,8 @@
 """Rounds of recurrent mixers, whose state cannot be taken back to an earlier token.
 
-A draft branches, and most of it is rejected. So a mixer (see `hf_spec.engine.models.recurrent_layers`) is called
-in another way than its model calls it; all other modules run as ever, and attention beside it stays
-packed.
+A draft branches, and most of it is rejected. So a mixer (see
+`hf_spec.engine.models.recurrent_layers`) is called in another way than its model calls it; all
+other modules run as ever, and attention beside it stays packed.
 
 - Pending tokens run from the row's state, and the state after them is committed.
 - Nodes run as paths from the root down to the leaves, on a copy of the state. Shorter paths are
@@ -28,6 +28,10 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
+from hf_spec.engine.fast.forward_overrides import OwnForwards
+from hf_spec.engine.forward.draft_tree import DraftTree
+from hf_spec.engine.forward.packing import PackedInputs, RectangularInputs
+from hf_spec.engine.forward.row_batch import RowWork
 from hf_spec.engine.models.recurrent_layers import (
     COMMITTED,
     Call,
@@ -38,10 +42,6 @@ from hf_spec.engine.models.recurrent_layers import (
     mixer_resumes,
     mixers_of,
 )
-from hf_spec.engine.fast.forward_overrides import OwnForwards
-from hf_spec.engine.forward.packing import PackedInputs, RectangularInputs
-from hf_spec.engine.forward.row_batch import RowWork
-from hf_spec.engine.forward.draft_tree import DraftTree
 
 # Most paths per row whose last states are kept: each is as large as the row's own.
 MAX_ENDS = 4

@@ -6,15 +6,16 @@ import transformers
 from packaging.version import Version
 from transformers import PreTrainedModel
 
-from hf_spec.common.compat import cache_parameter, unknown_cache_parameter, version_message
 from hf_spec.backend.device.distributed_checks import check_sharding, tensor_parallel_size
+from hf_spec.common.compat import cache_parameter, unknown_cache_parameter, version_message
 from hf_spec.common.errors import UnsupportedError
-from hf_spec.engine.models.alibi import uses_alibi
 from hf_spec.engine.forward.tree_attention import takes_packed
+from hf_spec.engine.models.alibi import uses_alibi
 from hf_spec.engine.models.cross_attention import (
     ENCODER_DECODERS,
     takes_positions,
 )
+from hf_spec.engine.models.internal_positions import tables_of
 from hf_spec.engine.models.recurrent_layers import (
     PASTLESS_LAYERS,
     RECURRENT_LAYERS,
@@ -23,7 +24,6 @@ from hf_spec.engine.models.recurrent_layers import (
     num_recurrent_layers,
     stateful_modules,
 )
-from hf_spec.engine.models.internal_positions import tables_of
 
 # Layers whose past can be taken back: keys and values, the state of a mixer, or nothing at all.
 SERVED_LAYERS = {

@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation import CompileConfig
 
-from hf_spec.drafting.config import StrategyConfig
 from hf_spec.common.errors import UnsupportedError
 from hf_spec.common.outputs import SpecStats
+from hf_spec.drafting.config import StrategyConfig
 
 # Arguments of generate() besides the prompt.
 Settings = Mapping[str, Any]

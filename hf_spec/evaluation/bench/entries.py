@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
 
-from hf_spec.drafting.config import StrategyConfig
 from hf_spec.common.errors import AssistantError, OptionError
+from hf_spec.drafting.config import StrategyConfig
 from hf_spec.methods.loading import find_assistant
 from hf_spec.methods.registry import make_drafter, parse_strategy
 

@@ -20,15 +20,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_spec.evaluation.bench.contenders import Contender, Run, plain, speculative
+from hf_spec.drafting.length_policy import DraftedToken, LengthPolicy
 from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.decode.generation_state import GenerationState
-from hf_spec.drafting.length_policy import DraftedToken, LengthPolicy
-from hf_spec.methods.draft_model.drafter import DraftModelDrafter
 from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.engine.forward.vocabulary import num_embeddings
+from hf_spec.evaluation.bench.contenders import Contender, Run, plain, speculative
 from hf_spec.generation.one_call import generate_with
 from hf_spec.methods.draft_model.config import DraftConfig
+from hf_spec.methods.draft_model.drafter import DraftModelDrafter
 
 # Per row the tokens that the target generates, prompt excluded.
 Answers = Sequence[Sequence[int]]

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_spec.evaluation.bench.summary import ALL, notice, spread
 from hf_spec.common.prompts import MIXED
+from hf_spec.evaluation.bench.summary import ALL, notice, spread
 
 Series = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 # Per point of a series the lower and the upper end of its spread.

@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from hf_spec.evaluation.bench.timing import synchronize
 from hf_spec.engine.decode.drafter import Drafter
-from hf_spec.engine.decode.logits_processors import NodeProcessors
 from hf_spec.engine.decode.generation_state import GenerationState
+from hf_spec.engine.decode.logits_processors import NodeProcessors
 from hf_spec.engine.decode.verifiers import Verifier
 from hf_spec.engine.forward.model_call import ModelCall
 from hf_spec.engine.forward.row_storage import RowStorage
 from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.evaluation.bench.timing import synchronize
 from hf_spec.methods.eagle.head import EagleHead
 from hf_spec.methods.falcon.head import FalconHead
 from hf_spec.methods.feature_pairs.runner import HeadRunner

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from hf_spec.common.outputs import SpecStats
+from hf_spec.common.prompts import Batch, Prompt, make_batches
 from hf_spec.evaluation.bench.contenders import Contender, Run
 from hf_spec.evaluation.bench.known_answers import PlainAnswers
 from hf_spec.evaluation.bench.timing import peak_bytes, reset_peak, timed
-from hf_spec.common.prompts import Batch, Prompt, make_batches
-from hf_spec.common.outputs import SpecStats
 
 CPU = torch.device("cpu")
 WARM_UP_TOKENS = 16

@@ -1,7 +1,7 @@
 """One benchmark: every contender on every prompt and batch size, in one process, and its results.
 
-Results are a JSON-ready dictionary; `hf_spec.evaluation.bench.report` and `hf_spec.evaluation.bench.plots` turn it into
-tables and plots.
+Results are a JSON-ready dictionary; `hf_spec.evaluation.bench.report` and
+`hf_spec.evaluation.bench.plots` turn it into tables and plots.
 """
 
 from __future__ import annotations
@@ -15,6 +15,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from hf_spec.common.errors import OptionError
+from hf_spec.common.machine import environment
+from hf_spec.common.prompts import Prompt, as_conversations, check_batch_size, make_batches
+from hf_spec.engine.forward.vocabulary import num_embeddings
+from hf_spec.engine.models.support_checks import check_model
 from hf_spec.evaluation.bench import contenders as ways
 from hf_spec.evaluation.bench.contenders import Contender, Settings
 from hf_spec.evaluation.bench.entries import Entry, found_entry
@@ -24,11 +29,6 @@ from hf_spec.evaluation.bench.runner import Plan, Record, time_contenders
 from hf_spec.evaluation.bench.settings import Suite
 from hf_spec.evaluation.bench.step_cost import measure_step_cost
 from hf_spec.evaluation.bench.summary import summary
-from hf_spec.common.machine import environment
-from hf_spec.common.prompts import Prompt, as_conversations, check_batch_size, make_batches
-from hf_spec.common.errors import OptionError
-from hf_spec.engine.models.support_checks import check_model
-from hf_spec.engine.forward.vocabulary import num_embeddings
 from hf_spec.methods.draft_model.trained import METHOD as DRAFT
 from hf_spec.methods.loading import (
     find_assistant,

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, median, quantiles
 from typing import Any
 
-from hf_spec.evaluation.bench.runner import Record, Row
 from hf_spec.common.outputs import SpecStats
+from hf_spec.evaluation.bench.runner import Record, Row
 
 ALL = "all"
 # The engine without drafts.

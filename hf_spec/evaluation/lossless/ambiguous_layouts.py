@@ -10,13 +10,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_spec.engine.forward.last_layer import BEFORE_NORM
+from hf_spec.engine.forward.output import default_aux_layers
 from hf_spec.methods.block.head import BlockHead
 from hf_spec.methods.block.layouts import DFLASH, DSPARK
 from hf_spec.methods.block.runner import BlockRunner
 from hf_spec.methods.eagle.head import FAMILIES, EagleHead, FirstEagleHead
 from hf_spec.methods.eagle.spec import THETA
 from hf_spec.methods.falcon.rank_stats import ranks_along
-from hf_spec.methods.falcon.shapes import default_aux_layers
 
 # (T, H) hidden states of a text, by their index.
 States = Mapping[int, Tensor]

@@ -1,9 +1,9 @@
 """Which reading of a published head fits: how often its first draft is the target's next token.
 
 A head that is read wrongly never fails, it only drafts worse, and configs leave some of it open.
-Each question of its family (`hf_spec.evaluation.lossless.ambiguous_layouts`) is answered by the reading whose first
-drafts agree most often with what the target itself said; another one than the config's has to be
-better by more than chance.
+Each question of its family (`hf_spec.evaluation.lossless.ambiguous_layouts`) is answered by the
+reading whose first drafts agree most often with what the target itself said; another one than the
+config's has to be better by more than chance.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 from hf_spec.adapters.published import PublishedHead, read_published
 from hf_spec.common.errors import AssistantError
 from hf_spec.engine.forward.last_layer import BEFORE_NORM, LastLayer
-from hf_spec.methods.loading import build_published
 from hf_spec.evaluation.lossless.ambiguous_layouts import OPEN_READINGS, OpenReadings, States
+from hf_spec.methods.loading import build_published
 
 # Standard errors by which a reading must be better than that of the config.
 BETTER_BY = 2.0

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_spec.engine.forward.runner import ModelRunner
 from hf_spec.engine.forward.draft_tree import DraftTree
-from hf_spec.training.responses import end_tokens
+from hf_spec.engine.forward.runner import ModelRunner
 from hf_spec.evaluation.lossless.sampling import continued
+from hf_spec.training.responses import end_tokens
 
 TIE, BUG, UNSTABLE = "tie", "bug", "unstable"
 

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_spec.training.responses import end_tokens
 from hf_spec.evaluation.lossless.distribution import (
     MIN_EXPECTED,
     Comparison,
@@ -27,6 +26,7 @@ from hf_spec.evaluation.lossless.distribution import (
     divide,
 )
 from hf_spec.evaluation.lossless.settings import SamplingPlan
+from hf_spec.training.responses import end_tokens
 
 # Rows of one plain forward; bounds its logits.
 ROWS = 16

@@ -16,9 +16,9 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from hf_spec.common.prompts import Prompt
 from hf_spec.evaluation.bench.contenders import plain, speculative
 from hf_spec.evaluation.bench.entries import Entry
-from hf_spec.common.prompts import Prompt
 from hf_spec.evaluation.lossless.mismatch import TIE, Difference, differences
 from hf_spec.evaluation.lossless.sampling import SamplingResult, check_sampling
 from hf_spec.evaluation.lossless.settings import VerificationPlan

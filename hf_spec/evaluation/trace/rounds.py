@@ -12,11 +12,11 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.drafting.config import StrategyConfig
 from hf_spec.drafting.token_graph import TokenGraph
-from hf_spec.engine.forward.output import ForwardOutput
+from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.forward.draft_tree import Verdict
+from hf_spec.engine.forward.output import ForwardOutput
 from hf_spec.generation.hook import original_generate, speculate
 
 

@@ -2,9 +2,10 @@
 
 Lookup is always available; draft models and adapters are if `assistant=` names them. All that is
 proposed for a row becomes one tree, from which the nodes that are worth their time are sent. What a
-node is worth follows from how drafts like it fared in this generation (`hf_spec.drafting.cost_model.acceptance_stats`),
-what it costs from the rounds themselves (`hf_spec.drafting.cost_model.cost_curves`); `hf_spec.drafting.cost_model.selection`
-weighs the two, and what drafts that disappoint may cost is bounded (`hf_spec.drafting.cost_model.loss_budget`).
+node is worth follows from how drafts like it fared in this generation
+(`hf_spec.drafting.cost_model.acceptance_stats`), what it costs from the rounds themselves
+(`hf_spec.drafting.cost_model.cost_curves`); `hf_spec.drafting.cost_model.selection` weighs the two,
+and what drafts that disappoint may cost is bounded (`hf_spec.drafting.cost_model.loss_budget`).
 Where nothing pays nothing is drafted.
 
 Every choice follows from the text so far, and no draft is random, so node draw judges the tree and
@@ -22,13 +23,13 @@ from transformers import PreTrainedModel
 
 from hf_spec.adapters.published import MODELS, recognise
 from hf_spec.backend.device.distributed_checks import tensor_parallel_size
-from hf_spec.drafting.config import StrategyConfig
-from hf_spec.drafting.cost_model.cost_curves import Costs, check_timings
-from hf_spec.methods.lookup.answer_store import LookupStore
-from hf_spec.drafting.cost_model.cost_model_drafter import Bounds, MeasuredDrafter
-from hf_spec.drafting.cost_model.acceptance_stats import Source
 from hf_spec.common.errors import AssistantError, OptionError, UnsupportedError
+from hf_spec.drafting.config import StrategyConfig
+from hf_spec.drafting.cost_model.acceptance_stats import Source
+from hf_spec.drafting.cost_model.cost_curves import Costs, check_timings
+from hf_spec.drafting.cost_model.cost_model_drafter import Bounds, MeasuredDrafter
 from hf_spec.methods.loading import read_once, strategy_of
+from hf_spec.methods.lookup.answer_store import LookupStore
 from hf_spec.methods.lookup.drafter import LookupConfig, find_store, lookup_sources
 from hf_spec.methods.registry import make_for_auto, register
 

@@ -15,10 +15,10 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from hf_spec.common.errors import AssistantError, OptionError
+from hf_spec.drafting.length_policy import HEAD
 from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.decode.generation_state import GenerationState
-from hf_spec.drafting.length_policy import HEAD
-from hf_spec.common.errors import AssistantError, OptionError
 from hf_spec.methods.block.head import BlockHead
 from hf_spec.methods.block.layouts import DFLASH, DSPARK
 from hf_spec.methods.block.runner import BlockRunner

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from hf_spec.backend.device.transfer import send
 from hf_spec.drafting.one_pass_drafter import Proposals
-from hf_spec.engine.forward.tree_attention import PackedStep
-from hf_spec.engine.fast.packed_linear import fast_cpu_linears, fast_products
-from hf_spec.engine.forward.kv_pool import KVPool
-from hf_spec.engine.forward.kernel_layout import write_places
-from hf_spec.engine.forward.attention_span import Segment
 from hf_spec.engine.fast.cuda_graphs import StepGraphs
+from hf_spec.engine.fast.packed_linear import fast_cpu_linears, fast_products
+from hf_spec.engine.forward.attention_span import Segment
+from hf_spec.engine.forward.kernel_layout import write_places
+from hf_spec.engine.forward.kv_pool import KVPool
+from hf_spec.engine.forward.tree_attention import PackedStep
 from hf_spec.methods.block.head import BlockHead, LayerKind
 
 # Tokens of a prompt; bounds what is joined of several layers.

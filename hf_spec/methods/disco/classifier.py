@@ -18,7 +18,7 @@ from hf_spec.adapters.adapter import AdapterMethod, BaseModel, register_method
 from hf_spec.adapters.folder import SpecAdapter
 from hf_spec.adapters.reading import check_tensors, whole_number
 from hf_spec.common.errors import AssistantError
-from hf_spec.methods.falcon.shapes import FEATURES, TOP
+from hf_spec.methods.disco.settings import FEATURES, TOP
 
 METHOD = "disco"
 NUM_FEATURES = TOP + 2

@@ -24,24 +24,24 @@ from transformers import PreTrainedModel
 
 from hf_spec.adapters.folder import SpecAdapter, beside, load_adapter
 from hf_spec.adapters.reading import whole_number
-from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.backend.device.transfer import send
+from hf_spec.common.errors import AssistantError, OptionError
+from hf_spec.drafting.cost_model.cost_model_drafter import can_measure, measured
 from hf_spec.drafting.length_policy import (
     DraftedToken,
     LengthPolicy,
     MeasuredPolicy,
     register_policy,
 )
-from hf_spec.drafting.cost_model.cost_model_drafter import can_measure, measured
-from hf_spec.methods.draft_model.drafter import DraftModelConfig
-from hf_spec.common.errors import AssistantError, OptionError
+from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.forward.model_cache import made_once
 from hf_spec.methods.disco.classifier import METHOD, DiscoClassifier, draft_features
+from hf_spec.methods.draft_model.config import DraftConfig, wide_tree
+from hf_spec.methods.draft_model.drafter import DraftModelConfig
+from hf_spec.methods.draft_model.other_tokenizer.assistant import Draft, Translated, find_draft
 from hf_spec.methods.draft_model.truncated import truncated_draft
 from hf_spec.methods.loading import resolve_draft_model
-from hf_spec.methods.draft_model.config import DraftConfig, wide_tree
 from hf_spec.methods.registry import register
-from hf_spec.methods.draft_model.other_tokenizer.assistant import Draft, Translated, find_draft
 
 # More than any draft that was ever worth it.
 LONGEST = 1024

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_spec.engine.decode.generation_state import GenerationState
+from hf_spec.common.errors import OptionError, choices
 from hf_spec.drafting.device_growth import DeviceGrowth
-from hf_spec.drafting.tree_growth import ran_of
 from hf_spec.drafting.length_policy import LengthPolicy, make_policy
 from hf_spec.drafting.level_drafter import (
     FewTokens,
@@ -28,11 +27,12 @@ from hf_spec.drafting.level_drafter import (
     LevelDrafter,
     Owners,
 )
-from hf_spec.common.errors import OptionError, choices
-from hf_spec.engine.forward.output import ForwardOutput
+from hf_spec.drafting.tree_growth import ran_of
+from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.forward.device_tokens import Given
-from hf_spec.engine.forward.runner import ModelRunner
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
+from hf_spec.engine.forward.output import ForwardOutput
+from hf_spec.engine.forward.runner import ModelRunner
 from hf_spec.engine.forward.vocabulary import num_embeddings
 
 # How drafts of a model with another tokenizer become the target's tokens.
@@ -45,8 +45,9 @@ class DraftModelConfig(LevelConfig):
 
     Attributes:
         translation: of drafts from a model with another tokenizer (see
-            `hf_spec.methods.draft_model.other_tokenizer.drafter`): "shared" drafts what both vocabularies have, "text"
-            encodes again what was drafted. None is "shared" if these are half of the target's.
+            `hf_spec.methods.draft_model.other_tokenizer.drafter`): "shared" drafts what both
+            vocabularies have, "text" encodes again what was drafted. None is "shared" if these are
+            half of the target's.
     """
 
     takes_tokenizers = True

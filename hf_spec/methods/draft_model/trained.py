@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from hf_spec.adapters.adapter import AdapterMethod, BaseModel, register_method
 from hf_spec.adapters.folder import SpecAdapter
 from hf_spec.adapters.reading import VOCABULARY, check_tensors, read_vocabulary, whole_number
-from hf_spec.methods.feature_pairs.draft_head import DraftHead
 from hf_spec.methods.draft_model.truncated import own_copy, truncated_draft
+from hf_spec.methods.feature_pairs.draft_head import DraftHead
 
 METHOD = "draft"
 LORA_PREFIX = "lora."

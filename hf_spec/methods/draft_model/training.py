@@ -17,14 +17,15 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from hf_spec.adapters.folder import SpecAdapter
-from hf_spec.methods.feature_pairs.draft_head import check_plain_head
+from hf_spec.methods.draft_model.settings import DRAFT_RUN, DraftTrainSettings
 from hf_spec.methods.draft_model.trained import TrainableDraft
 from hf_spec.methods.draft_model.truncated import without_head
+from hf_spec.methods.feature_pairs.draft_head import check_plain_head
 from hf_spec.training.answers import Example, learned_from
 from hf_spec.training.held_back import learned_and_held, tau
 from hf_spec.training.precision import mixed_precision
 from hf_spec.training.responses import Response, answer_vocabulary
-from hf_spec.training.settings import DRAFT_RUN, DraftTrainSettings, TrainSettings
+from hf_spec.training.settings import TrainSettings
 from hf_spec.training.trainer import MicroBatch, micro_batches, save_trained, train
 
 # Chain lengths whose tau is reported.

@@ -32,10 +32,10 @@ from hf_spec.backend.device.placement import weight_rows
 from hf_spec.common.errors import AssistantError
 from hf_spec.engine.forward.vocabulary import PADDED_ROWS, num_embeddings
 from hf_spec.methods.eagle.spec import EagleSpec, layer_config, normal_names, read_spec
-from hf_spec.methods.published_weights import head_dtype, known_tokens
 from hf_spec.methods.feature_pairs.draft_head import FewTokensHead
 from hf_spec.methods.feature_pairs.rows import State
 from hf_spec.methods.feature_pairs.runner import Ahead
+from hf_spec.methods.published_weights import head_dtype, known_tokens
 
 logger = logging.getLogger(__name__)
 

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from hf_spec.common.errors import AssistantError
 from hf_spec.engine.forward.last_layer import BEFORE_NORM
+from hf_spec.engine.forward.output import default_aux_layers
 from hf_spec.methods.eagle.spec import EagleSpec, layer_config
 from hf_spec.methods.published_weights import known_tokens
-from hf_spec.methods.falcon.shapes import default_aux_layers
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from hf_spec.adapters.published import PublishedHead
 from hf_spec.common.errors import AssistantError
 from hf_spec.engine.forward.last_layer import BEFORE_NORM
-from hf_spec.methods.falcon.shapes import default_aux_layers
+from hf_spec.engine.forward.output import default_aux_layers
 
 logger = logging.getLogger(__name__)
 

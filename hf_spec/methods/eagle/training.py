@@ -25,17 +25,18 @@ from hf_spec.adapters.published import PublishedHead, write_published
 from hf_spec.common.compat import CACHE_NAME
 from hf_spec.common.errors import OptionError
 from hf_spec.engine.forward.vocabulary import num_embeddings
+from hf_spec.methods.draft_model.truncated import last_layers
 from hf_spec.methods.eagle.head import EagleHead, build
 from hf_spec.methods.eagle.layouts import Layout, Verifier, for_vllm
+from hf_spec.methods.eagle.settings import EAGLE_RUN, EagleTrainSettings
 from hf_spec.methods.eagle.spec import normal_names, read_spec
-from hf_spec.methods.feature_pairs.draft_head import FewTokensHead, check_plain_head
-from hf_spec.methods.draft_model.truncated import last_layers
-from hf_spec.training.answers import learned_from
 from hf_spec.methods.falcon.csgd import Pairs, cut_prompt, read_pairs
+from hf_spec.methods.feature_pairs.draft_head import FewTokensHead, check_plain_head
+from hf_spec.training.answers import learned_from
 from hf_spec.training.features import Text, fused_layers, num_features
 from hf_spec.training.held_back import acceptance, learned_and_held
 from hf_spec.training.responses import answer_vocabulary
-from hf_spec.training.settings import EAGLE_RUN, EagleTrainSettings, TrainSettings
+from hf_spec.training.settings import TrainSettings
 from hf_spec.training.trainer import MicroBatch, micro_batches, processes, train
 
 # Texts of one forward when the held-back ones are evaluated.

@@ -48,10 +48,10 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from hf_spec.methods.falcon.head import FalconHead
+from hf_spec.methods.falcon.settings import CsgdSettings
 from hf_spec.training.features import LAST, Text, text_features
 from hf_spec.training.precision import mixed_precision
 from hf_spec.training.responses import Response
-from hf_spec.training.settings import CsgdSettings
 from hf_spec.training.trainer import MicroBatch
 
 NOISE_LENGTH = 512

@@ -22,22 +22,22 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_spec.engine.decode.drafter import Drafter
-from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.backend.device.transfer import fetch_all, send
 from hf_spec.drafting.config import AUTO, PolicyConfig
-from hf_spec.drafting.length_policy import MEASURED, DraftedToken, LengthPolicy, make_policy
-from hf_spec.drafting.cost_model.cost_model_drafter import measured, resolve, weighs_nodes
-from hf_spec.drafting.rank_tree import RankTree, checked_tree
 from hf_spec.drafting.cost_model.acceptance_stats import NODES_PER_LEVEL
-from hf_spec.engine.forward.output import ForwardOutput
+from hf_spec.drafting.cost_model.cost_model_drafter import measured, resolve, weighs_nodes
+from hf_spec.drafting.length_policy import MEASURED, DraftedToken, LengthPolicy, make_policy
+from hf_spec.drafting.rank_tree import RankTree, checked_tree
+from hf_spec.engine.decode.drafter import Drafter
+from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict, likeliest
+from hf_spec.engine.forward.output import ForwardOutput
 from hf_spec.methods.falcon.head import METHOD, FalconHead
 from hf_spec.methods.falcon.passes import DraftPass, DraftPlan, draft_plan
+from hf_spec.methods.falcon.tree_choice import choose_tree, max_sent
 from hf_spec.methods.feature_pairs.rows import PairRows, State
 from hf_spec.methods.feature_pairs.runner import HeadRunner, check_packed
 from hf_spec.methods.loading import resolve_falcon_head
-from hf_spec.methods.falcon.tree_choice import choose_tree, max_sent
 from hf_spec.methods.registry import register
 
 COUNTERS = ("draft_nodes", "rounds")

@@ -30,11 +30,12 @@ from hf_spec.adapters.adapter import AdapterMethod, BaseModel, register_method
 from hf_spec.adapters.folder import SpecAdapter
 from hf_spec.adapters.reading import VOCABULARY, check_tensors, read_vocabulary
 from hf_spec.common.errors import AssistantError, OptionError, UnsupportedError
+from hf_spec.engine.forward.output import default_aux_layers
 from hf_spec.engine.models.recurrent_layers import mixers_of
+from hf_spec.methods.draft_model.truncated import last_layers
+from hf_spec.methods.falcon.settings import FalconShape
 from hf_spec.methods.feature_pairs.draft_head import FewTokensHead
 from hf_spec.methods.feature_pairs.rows import State
-from hf_spec.methods.falcon.shapes import FalconShape, default_aux_layers
-from hf_spec.methods.draft_model.truncated import last_layers
 
 METHOD = "falcon"
 # What a head's own part for earlier states is called among its weights.

@@ -1,8 +1,8 @@
 """Training of a Falcon head on the target's own answers (`hf-spec train falcon`).
 
 The head starts from the target's last layers and a plain sum of its two inputs, and learns by
-coupled sequential glancing distillation (`hf_spec.methods.falcon.csgd`). Loss on answers only. The grid
-of blocks is drawn again for every micro-batch, since a generation brings every alignment.
+coupled sequential glancing distillation (`hf_spec.methods.falcon.csgd`). Loss on answers only. The
+grid of blocks is drawn again for every micro-batch, since a generation brings every alignment.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from transformers import PreTrainedModel
 
 from hf_spec.adapters.folder import SpecAdapter
 from hf_spec.common.errors import OptionError
-from hf_spec.methods.feature_pairs.draft_head import check_plain_head
-from hf_spec.methods.falcon.head import FalconHead
-from hf_spec.methods.falcon.shapes import FalconShape
-from hf_spec.training.answers import learned_from
 from hf_spec.methods.falcon.csgd import GlancingLoss, cut_prompt, read_pairs
+from hf_spec.methods.falcon.head import FalconHead
+from hf_spec.methods.falcon.settings import FALCON_RUN, FalconShape, FalconTrainSettings
+from hf_spec.methods.feature_pairs.draft_head import check_plain_head
+from hf_spec.training.answers import learned_from
 from hf_spec.training.features import Text, num_features, text_features
 from hf_spec.training.held_back import acceptance, learned_and_held
 from hf_spec.training.precision import mixed_precision
 from hf_spec.training.responses import answer_vocabulary
-from hf_spec.training.settings import FALCON_RUN, FalconTrainSettings, TrainSettings
+from hf_spec.training.settings import TrainSettings
 from hf_spec.training.trainer import micro_batches, save_trained, train
 
 # Texts whose features tell how large those of the target are.

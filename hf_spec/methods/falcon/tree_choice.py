@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_spec.drafting.rank_tree import RankTree, published_trees
 from hf_spec.common.errors import AssistantError, OptionError
+from hf_spec.drafting.rank_tree import RankTree, published_trees
 from hf_spec.methods.falcon.head import METHOD, FalconHead
 
 

@@ -12,8 +12,7 @@ the same and is much faster; the target still chooses among all tokens (as in FR
 from __future__ import annotations
 
 import threading
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -122,20 +121,6 @@ class DraftHead(FewTokensHead):
     def known(self, hidden: Tensor) -> Tensor:
         """(..., hidden size) -> (..., R), the logits of the vocabulary alone."""
         return super().known(self.bridge(hidden))
-
-
-def frequent_tokens(texts: Iterable[Iterable[int]], size: int, always: Iterable[int]) -> Tensor:
-    """(size or fewer,) int64, ascending: the most frequent of `texts`, and those of `always`.
-
-    Ties go to the lower id.
-    """
-    counts = Counter(token for text in texts for token in text)
-    chosen = set(always)
-    for token, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
-        if len(chosen) >= size:
-            break
-        chosen.add(token)
-    return torch.tensor(sorted(chosen), dtype=torch.long)
 
 
 def check_plain_head(model: PreTrainedModel) -> None:

@@ -15,16 +15,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.backend.device import transfer
 from hf_spec.backend.device.transfer import send
 from hf_spec.drafting.device_growth import DeviceGrowth
-from hf_spec.drafting.tree_growth import ran_of
 from hf_spec.drafting.length_policy import LengthPolicy
 from hf_spec.drafting.level_drafter import Graphs, LevelConfig, LevelDrafter, Owners
-from hf_spec.engine.forward.output import ForwardOutput
+from hf_spec.drafting.tree_growth import ran_of
+from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.forward.device_tokens import Given
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
+from hf_spec.engine.forward.output import ForwardOutput
 from hf_spec.methods.feature_pairs.rows import PairRows, StateReader
 from hf_spec.methods.feature_pairs.runner import Ahead, Blocks, HeadRunner, PairHead
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from hf_spec.backend.device.transfer import send
-from hf_spec.engine.forward.output import ForwardOutput
 from hf_spec.engine.forward.draft_tree import Verdict
+from hf_spec.engine.forward.output import ForwardOutput
 
 # Hidden and cell state of both layers of a Falcon head's LSTM, (2, S, H) each.
 State = tuple[Tensor, Tensor]

@@ -23,15 +23,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_spec.common.compat import CACHE_NAME
-from hf_spec.engine.decode.sampling import distribution
 from hf_spec.common.errors import UnsupportedError
-from hf_spec.engine.forward.tree_attention import PackedAttention, PackedStep, takes_packed
+from hf_spec.engine.decode.sampling import distribution
 from hf_spec.engine.fast.compiled_layers import CompiledLayers
+from hf_spec.engine.fast.cuda_graphs import StepGraphs
 from hf_spec.engine.fast.packed_linear import fast_cpu_linears, fast_products
+from hf_spec.engine.forward.attention_span import Segment
 from hf_spec.engine.forward.device_tokens import Given
 from hf_spec.engine.forward.kv_pool import KVPool
-from hf_spec.engine.forward.attention_span import Segment
-from hf_spec.engine.fast.cuda_graphs import StepGraphs
+from hf_spec.engine.forward.tree_attention import PackedAttention, PackedStep, takes_packed
 from hf_spec.engine.models.query_scaling import TokenPlaces, scales_by_place
 from hf_spec.methods.feature_pairs.rows import PairRow, State
 

@@ -1,8 +1,8 @@
 """Drafts from a Gemma 4 assistant, which reads the target's keys and values and has none itself.
 
 Google publishes one for every Gemma 4. It keeps nothing between rounds: a step needs a token, the
-state of its parent and what the target has stored (`hf_spec.methods.gemma_assistant.head`). So a level of
-a tree is one pass, however wide, and there is nothing to be fed after a round.
+state of its parent and what the target has stored (`hf_spec.methods.gemma_assistant.head`). So a
+level of a tree is one pass, however wide, and there is nothing to be fed after a round.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_spec.engine.decode.drafter import Drafter
-from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.backend.device import transfer
 from hf_spec.drafting.beam_config import BeamConfig
+from hf_spec.drafting.cost_model.cost_model_drafter import with_policy
 from hf_spec.drafting.device_growth import DeviceGrowth
 from hf_spec.drafting.length_policy import LengthPolicy
 from hf_spec.drafting.level_drafter import Graphs, LevelDrafter, Owners
-from hf_spec.drafting.cost_model.cost_model_drafter import with_policy
-from hf_spec.engine.forward.output import ForwardOutput
+from hf_spec.engine.decode.drafter import Drafter
+from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
+from hf_spec.engine.forward.output import ForwardOutput
 from hf_spec.engine.forward.vocabulary import fit_logits, num_embeddings
-from hf_spec.methods.gemma_assistant.runner import AssistantRunner
 from hf_spec.methods.gemma_assistant.head import FAMILY, STRATEGY, GemmaAssistant
+from hf_spec.methods.gemma_assistant.runner import AssistantRunner
 from hf_spec.methods.loading import resolve_published
 from hf_spec.methods.registry import register
 

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from hf_spec.backend.device.transfer import send
-from hf_spec.engine.forward.tree_attention import PackedStep
 from hf_spec.engine.fast.packed_linear import fast_cpu_linears, fast_products
+from hf_spec.engine.forward.attention_span import Segment
+from hf_spec.engine.forward.draft_tree import Verdict
 from hf_spec.engine.forward.output import ForwardOutput
 from hf_spec.engine.forward.packing import past_segment
 from hf_spec.engine.forward.row_storage import RowStorage
-from hf_spec.engine.forward.attention_span import Segment
-from hf_spec.engine.forward.draft_tree import Verdict
+from hf_spec.engine.forward.tree_attention import PackedStep
 from hf_spec.methods.gemma_assistant.head import GemmaAssistant
 
 

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.decode.generation_state import GenerationState
-from hf_spec.methods.lookup.answer_store import LONGEST_MATCH, LookupStore, suggest
-from hf_spec.engine.forward.output import ForwardOutput
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
+from hf_spec.engine.forward.output import ForwardOutput
+from hf_spec.methods.lookup.answer_store import LONGEST_MATCH, LookupStore, suggest
 
 
 class KeepsAnswers(Drafter):

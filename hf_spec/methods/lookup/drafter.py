@@ -5,9 +5,9 @@ output and grows with it, or the prompt alone; several occurrences become one tr
 most recent first.
 Sources: Yang et al. 2023, arXiv 2304.04487 (LLMA: match 2, copy 7); Saxena 2023 (prompt lookup).
 
-With a store, drafts are copied from earlier answers, too (`hf_spec.methods.lookup.answer_store`). Which
-of the two is better is learned in the generation where lengths are measured; otherwise it is the
-one that is expected to bring more tokens, by the counts of what followed.
+With a store, drafts are copied from earlier answers, too (`hf_spec.methods.lookup.answer_store`).
+Which of the two is better is learned in the generation where lengths are measured; otherwise it is
+the one that is expected to bring more tokens, by the counts of what followed.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from itertools import islice
 import numpy as np
 from transformers import PreTrainedModel
 
+from hf_spec.common.errors import AssistantError, OptionError
+from hf_spec.drafting.config import StrategyConfig
+from hf_spec.drafting.cost_model.acceptance_stats import Source
+from hf_spec.drafting.cost_model.cost_model_drafter import Bounds, SelfTimedDrafter, can_measure
 from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.decode.generation_state import GenerationState
-from hf_spec.methods.lookup.answers_drafter import AnswersDrafter, KeepsAnswers
-from hf_spec.drafting.config import StrategyConfig
-from hf_spec.methods.lookup.answer_store import BETWEEN, LONGEST_MATCH, LookupStore, suggest
-from hf_spec.drafting.cost_model.cost_model_drafter import Bounds, SelfTimedDrafter, can_measure
-from hf_spec.drafting.cost_model.acceptance_stats import Source
-from hf_spec.common.errors import AssistantError, OptionError
-from hf_spec.engine.forward.model_cache import made_once
 from hf_spec.engine.forward.draft_tree import DraftTree
+from hf_spec.engine.forward.model_cache import made_once
 from hf_spec.engine.forward.vocabulary import num_embeddings
+from hf_spec.methods.lookup.answer_store import BETWEEN, LONGEST_MATCH, LookupStore, suggest
+from hf_spec.methods.lookup.answers_drafter import AnswersDrafter, KeepsAnswers
 from hf_spec.methods.registry import register
 
 # Drafts where one of the two is given.
@@ -84,7 +84,8 @@ class LookupConfig(StrategyConfig):
     """Options of the lookup drafter.
 
     Where neither `copy_length` nor `max_draft_tokens` is given, as many tokens are sent as are
-    worth their time (`hf_spec.drafting.cost_model.cost_model_drafter`); otherwise, as many as there are.
+    worth their time (`hf_spec.drafting.cost_model.cost_model_drafter`); otherwise, as many as there
+    are.
 
     Attributes:
         match_length: longest n-gram that is looked up.

@@ -15,18 +15,18 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from hf_spec.engine.decode.drafter import Drafter
-from hf_spec.engine.decode.generation_state import GenerationState
-from hf_spec.drafting.tree_growth import TreeShape
-from hf_spec.drafting.length_policy import MEASURED, make_policy
+from hf_spec.common.errors import OptionError
+from hf_spec.drafting.cost_model.acceptance_stats import NODES_PER_LEVEL
 from hf_spec.drafting.cost_model.cost_model_drafter import measured, resolve, weighs_nodes
+from hf_spec.drafting.length_policy import MEASURED, make_policy
 from hf_spec.drafting.one_pass_drafter import ProposalDrafter, ProposalHead, ProposalRunner
 from hf_spec.drafting.rank_tree import RankTree
-from hf_spec.drafting.cost_model.acceptance_stats import NODES_PER_LEVEL
-from hf_spec.common.errors import OptionError
-from hf_spec.methods.medusa.heads import MEDUSA, MLP_SPECULATOR, NewestFeatures
-from hf_spec.methods.loading import resolve_published
+from hf_spec.drafting.tree_growth import TreeShape
+from hf_spec.engine.decode.drafter import Drafter
+from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.methods.draft_model.config import TreeConfig
+from hf_spec.methods.loading import resolve_published
+from hf_spec.methods.medusa.heads import MEDUSA, MLP_SPECULATOR, NewestFeatures
 from hf_spec.methods.registry import register
 
 

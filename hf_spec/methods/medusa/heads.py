@@ -30,8 +30,8 @@ from transformers import PreTrainedModel
 from hf_spec.adapters.adapter import BaseModel
 from hf_spec.adapters.published import PublishedFamily, PublishedHead, register_family
 from hf_spec.adapters.reading import whole_number
-from hf_spec.drafting.one_pass_drafter import Lists, Proposals
 from hf_spec.common.errors import AssistantError
+from hf_spec.drafting.one_pass_drafter import Lists, Proposals
 from hf_spec.engine.fast.packed_linear import fast_cpu_linears
 from hf_spec.methods.published_weights import OutputHead, fitted, linear, sizes_of
 

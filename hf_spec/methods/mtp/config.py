@@ -13,12 +13,12 @@ from types import MappingProxyType
 
 from transformers import PreTrainedModel
 
-from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.drafting.beam_config import BeamConfig
 from hf_spec.drafting.cost_model.cost_model_drafter import with_policy
-from hf_spec.methods.mtp.head import FAMILY, STRATEGY, MtpHead, own_head
+from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.methods.feature_pairs.drafter import PairDrafter
 from hf_spec.methods.loading import resolve_inside, resolve_published
+from hf_spec.methods.mtp.head import FAMILY, STRATEGY, MtpHead, own_head
 from hf_spec.methods.registry import register
 
 

@@ -32,9 +32,9 @@ from hf_spec.adapters.reading import check_tensors
 from hf_spec.common.errors import AssistantError, UnsupportedError
 from hf_spec.engine.forward.vocabulary import num_embeddings
 from hf_spec.methods.eagle.head import OwnHead
-from hf_spec.methods.mtp.layouts import LAYER, PARTS, Layout, find_module, own_names
 from hf_spec.methods.feature_pairs.rows import State
 from hf_spec.methods.feature_pairs.runner import Ahead, check_packed
+from hf_spec.methods.mtp.layouts import LAYER, PARTS, Layout, find_module, own_names
 
 FAMILY = "mtp"
 STRATEGY = "mtp"

@@ -22,20 +22,20 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_spec.adapters.published import PublishedFamily, PublishedHead, register_family
+from hf_spec.backend.device.transfer import fetch_all
+from hf_spec.common.errors import AssistantError
+from hf_spec.drafting.config import AUTO
+from hf_spec.drafting.cost_model.cost_model_drafter import with_policy
+from hf_spec.drafting.length_policy import DraftedToken, LengthPolicy
+from hf_spec.drafting.level_drafter import stacked
+from hf_spec.drafting.token_graph import place_graph
 from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.sampling import distribution, draw
-from hf_spec.backend.device.transfer import fetch_all
-from hf_spec.drafting.config import AUTO
-from hf_spec.drafting.token_graph import place_graph
-from hf_spec.drafting.length_policy import DraftedToken, LengthPolicy
-from hf_spec.drafting.level_drafter import stacked
-from hf_spec.drafting.cost_model.cost_model_drafter import with_policy
-from hf_spec.methods.draft_model.drafter import DraftModelConfig, DraftModelDrafter
-from hf_spec.common.errors import AssistantError
-from hf_spec.engine.forward.output import ForwardOutput
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
+from hf_spec.engine.forward.output import ForwardOutput
 from hf_spec.engine.forward.vocabulary import num_embeddings
+from hf_spec.methods.draft_model.drafter import DraftModelConfig, DraftModelDrafter
 from hf_spec.methods.loading import resolve_draft_model
 from hf_spec.methods.registry import register
 

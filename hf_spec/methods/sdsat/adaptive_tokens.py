@@ -39,7 +39,7 @@ from hf_spec.backend.device.distributed_checks import tensor_parallel_size
 from hf_spec.backend.device.placement import execution_device
 from hf_spec.common.errors import AssistantError, UnsupportedError
 from hf_spec.methods.sdsat.gated_lora import GatedLora, LoraWeights, Rows, merge_lora_inplace
-from hf_spec.methods.falcon.shapes import MODES
+from hf_spec.methods.sdsat.settings import MODES
 
 METHOD = "sdsat"
 # With mode "full" the target itself is trained, and there is no adapter.
@@ -187,8 +187,8 @@ def from_adapter(model: PreTrainedModel, adapter: SpecAdapter) -> AdaptiveTokens
         if getattr(model.config, MERGED_ENTRY, None) != _digest(lora):
             raise AssistantError(
                 "the SDSAT adapter has a LoRA for all positions, which changes the model's output: "
-                "merge it first, hf_spec.methods.sdsat.adaptive_tokens.merge_lora(model, adapter), or "
-                "train one of mode 'gated'"
+                "merge it first, hf_spec.methods.sdsat.adaptive_tokens.merge_lora(model, adapter), "
+                "or train one of mode 'gated'"
             )
         lora = {}
     if lora and tensor_parallel_size(model) > 1:

@@ -27,21 +27,21 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_spec.engine.decode.drafter import Drafter
-from hf_spec.engine.decode.logits_processors import NodeProcessors
-from hf_spec.engine.decode.generation_state import GenerationState
-from hf_spec.engine.decode.sampling import distribution
 from hf_spec.backend.device.transfer import fetch_all
+from hf_spec.common.errors import OptionError
 from hf_spec.drafting.config import StrategyConfig
-from hf_spec.drafting.token_graph import TokenGraph
 from hf_spec.drafting.lossy_rules import PathSampling
 from hf_spec.drafting.rank_tree import RankTree, checked_tree, published_trees
-from hf_spec.common.errors import OptionError
-from hf_spec.engine.forward.output import ForwardOutput
+from hf_spec.drafting.token_graph import TokenGraph
+from hf_spec.engine.decode.drafter import Drafter
+from hf_spec.engine.decode.generation_state import GenerationState
+from hf_spec.engine.decode.logits_processors import NodeProcessors
+from hf_spec.engine.decode.sampling import distribution
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
-from hf_spec.methods.sdsat.adaptive_tokens import METHOD, AdaptiveTokens, adaptive_tokens
+from hf_spec.engine.forward.output import ForwardOutput
 from hf_spec.methods.loading import read_once
 from hf_spec.methods.registry import register
+from hf_spec.methods.sdsat.adaptive_tokens import METHOD, AdaptiveTokens, adaptive_tokens
 
 COUNTERS = ("adaptive_rounds", "verify_rounds", "fused_rounds", "adaptive_nodes")
 

@@ -32,16 +32,17 @@ from transformers import PreTrainedModel
 
 from hf_spec.adapters.folder import BaseModel, SpecAdapter
 from hf_spec.common.errors import OptionError
-from hf_spec.methods.sdsat.adaptive_tokens import CONFIG_ENTRY, AdaptiveShape, AdaptiveTokens
-from hf_spec.methods.feature_pairs.draft_head import check_plain_head
-from hf_spec.methods.sdsat.gated_lora import new_lora
 from hf_spec.methods.draft_model.truncated import without_head
+from hf_spec.methods.feature_pairs.draft_head import check_plain_head
+from hf_spec.methods.sdsat.adaptive_tokens import CONFIG_ENTRY, AdaptiveShape, AdaptiveTokens
+from hf_spec.methods.sdsat.gated_lora import new_lora
+from hf_spec.methods.sdsat.infilling import Infilling
+from hf_spec.methods.sdsat.settings import SDSAT_RUN, SdsatTrainSettings
+from hf_spec.methods.sdsat.training_chains import Text, Windows, agreement, draw_windows, run_chains
 from hf_spec.training.answers import Example, learned_from
 from hf_spec.training.held_back import learned_and_held
-from hf_spec.methods.sdsat.infilling import Infilling
 from hf_spec.training.precision import mixed_precision
-from hf_spec.methods.sdsat.training_chains import Text, Windows, agreement, draw_windows, run_chains
-from hf_spec.training.settings import SDSAT_RUN, SdsatTrainSettings, TrainSettings
+from hf_spec.training.settings import TrainSettings
 from hf_spec.training.trainer import Loss, MicroBatch, micro_batches, processes, save_trained, train
 
 # (text, position) of tokens, each of which predicts the next position.

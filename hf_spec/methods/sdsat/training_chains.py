@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_spec.engine.forward.runner import ModelRunner
 from hf_spec.engine.forward.draft_tree import DraftTree
+from hf_spec.engine.forward.runner import ModelRunner
 from hf_spec.methods.sdsat.adaptive_tokens import AdaptiveTokens
 from hf_spec.training.answers import Example
 from hf_spec.training.held_back import by_slot

@@ -14,21 +14,21 @@ from transformers import MaxLengthCriteria
 
 from hf_spec import BlockConfig, EagleConfig, HeadsConfig, MtpConfig
 from hf_spec.adapters.published import read_published
-from hf_spec.engine.decode.drafter import Drafter
-from hf_spec.engine.decode.loop import speculative_step
-from hf_spec.engine.decode.generation_state import GenerationState
-from hf_spec.engine.decode.stopping import StopRules
 from hf_spec.backend.device import graph_store
 from hf_spec.drafting.length_policy import LengthPolicy
 from hf_spec.drafting.rank_tree import RankTree
+from hf_spec.engine.decode.drafter import Drafter
+from hf_spec.engine.decode.generation_state import GenerationState
+from hf_spec.engine.decode.loop import speculative_step
+from hf_spec.engine.decode.stopping import StopRules
 from hf_spec.engine.forward.last_layer import BEFORE_NORM
 from hf_spec.engine.forward.runner import ModelRunner
 from hf_spec.methods.block.layouts import build_block_head as build_block
 from hf_spec.methods.eagle.head import build as build_eagle
-from hf_spec.methods.medusa.heads import build_medusa, build_mlp_speculator
-from hf_spec.methods.feature_pairs.drafter import PairDrafter
 from hf_spec.methods.falcon.drafter import FalconDrafter
+from hf_spec.methods.feature_pairs.drafter import PairDrafter
 from hf_spec.methods.lookup.drafter import LookupConfig, LookupDrafter
+from hf_spec.methods.medusa.heads import build_medusa, build_mlp_speculator
 from hf_spec.methods.registry import make_drafter
 from tests import mtp_reference, tiny_models
 from tests.fake_gpu import OnGpu, on_gpu, pretended, recording

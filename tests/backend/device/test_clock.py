@@ -11,18 +11,18 @@ import torch
 from transformers import MaxLengthCriteria
 
 from hf_spec import DraftConfig
-from hf_spec.engine.decode.loop import finish_step, speculative_step
-from hf_spec.engine.decode.generation_state import GenerationState
-from hf_spec.engine.decode.stopping import StopRules
 from hf_spec.backend.device import transfer
 from hf_spec.backend.device.clock import DeviceClock, HostClock, Stopwatch, clock_of
 from hf_spec.drafting.cost_model import cost_model_drafter as measured
 from hf_spec.drafting.cost_model.cost_curves import RoundTimes
-from hf_spec.drafting.length_policy import LengthPolicy
 from hf_spec.drafting.cost_model.cost_model_drafter import SelfTimedDrafter
-from hf_spec.methods.draft_model.drafter import DraftModelDrafter
-from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.drafting.length_policy import LengthPolicy
+from hf_spec.engine.decode.generation_state import GenerationState
+from hf_spec.engine.decode.loop import finish_step, speculative_step
+from hf_spec.engine.decode.stopping import StopRules
 from hf_spec.engine.forward.draft_tree import DraftTree
+from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.methods.draft_model.drafter import DraftModelDrafter
 from tests import tiny_models
 from tests.fake_gpu import DEVICE, FakeGpu, OnGpu, on_gpu, pretended
 

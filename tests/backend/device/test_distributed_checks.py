@@ -10,7 +10,11 @@ import torch
 from torch import distributed
 from torch.distributed.fsdp import fully_shard
 
-from hf_spec.backend.device.distributed_checks import check_ranks, check_sharding, tensor_parallel_size
+from hf_spec.backend.device.distributed_checks import (
+    check_ranks,
+    check_sharding,
+    tensor_parallel_size,
+)
 from hf_spec.common.errors import UnsupportedError
 from tests.tiny_models import build
 

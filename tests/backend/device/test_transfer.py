@@ -14,21 +14,21 @@ from transformers import EosTokenCriteria, MaxLengthCriteria, TopKLogitsWarper
 
 from hf_spec import DraftConfig, EagleConfig, GsdConfig, TreeConfig
 from hf_spec.adapters.published import read_published
-from hf_spec.engine.decode.drafter import Drafter
-from hf_spec.engine.decode.loop import finish_step
-from hf_spec.engine.decode.generation_state import GenerationState
-from hf_spec.engine.decode.stopping import StopRules
 from hf_spec.backend.device.transfer import ALIGNMENT, Block, fetch, fetch_all, send
 from hf_spec.drafting.length_policy import LengthPolicy
-from hf_spec.methods.draft_model.drafter import DraftModelDrafter
 from hf_spec.drafting.rank_tree import RankTree
-from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.decode.drafter import Drafter
+from hf_spec.engine.decode.generation_state import GenerationState
+from hf_spec.engine.decode.loop import finish_step
+from hf_spec.engine.decode.stopping import StopRules
 from hf_spec.engine.forward.draft_tree import DraftTree
+from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.methods.draft_model.drafter import DraftModelDrafter
 from hf_spec.methods.eagle.head import build as build_eagle
-from hf_spec.methods.sdsat.adaptive_tokens import AdaptiveShape, AdaptiveTokens
-from hf_spec.methods.feature_pairs.drafter import PairDrafter
 from hf_spec.methods.falcon.drafter import FalconDrafter
+from hf_spec.methods.feature_pairs.drafter import PairDrafter
 from hf_spec.methods.lookup.drafter import LookupConfig, LookupDrafter
+from hf_spec.methods.sdsat.adaptive_tokens import AdaptiveShape, AdaptiveTokens
 from hf_spec.methods.sdsat.drafter import SdsatConfig, SdsatDrafter
 from tests import tiny_models
 from tests.fake_gpu import DEVICE, FakeGpu, OnGpu, on_gpu, pretended, recording

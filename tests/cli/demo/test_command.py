@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from hf_spec.evaluation.bench.suite import Benchmark
 from hf_spec.cli.app import build_app
 from hf_spec.cli.demo import session
 from hf_spec.cli.demo.entries import PROMPTS
+from hf_spec.evaluation.bench.suite import Benchmark
 from tests import tiny_models
 
 ROOT = Path(__file__).parents[3]

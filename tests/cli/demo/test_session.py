@@ -13,6 +13,12 @@ import pytest
 import torch
 from rich.console import Console
 
+from hf_spec.cli.demo import session
+from hf_spec.cli.demo.entries import chosen_entries
+from hf_spec.cli.demo.replay import Recorder
+from hf_spec.cli.demo.session import Answer, copied_share, prompts_table, strategies_table
+from hf_spec.common.outputs import RowStats, SpecStats
+from hf_spec.common.prompts import Prompt
 from hf_spec.evaluation.bench import suite
 from hf_spec.evaluation.bench.contenders import Contender, Run
 from hf_spec.evaluation.bench.entries import Entry
@@ -20,12 +26,6 @@ from hf_spec.evaluation.bench.runner import Record, Row
 from hf_spec.evaluation.bench.settings import Suite
 from hf_spec.evaluation.bench.suite import Benchmark
 from hf_spec.evaluation.bench.tables import Table
-from hf_spec.cli.demo import session
-from hf_spec.cli.demo.entries import chosen_entries
-from hf_spec.cli.demo.replay import Recorder
-from hf_spec.cli.demo.session import Answer, copied_share, prompts_table, strategies_table
-from hf_spec.common.prompts import Prompt
-from hf_spec.common.outputs import RowStats, SpecStats
 from tests import tiny_models
 
 TEXTS = {"one": "bababa", "two": "cacaca"}

@@ -7,10 +7,10 @@ from dataclasses import replace
 from html import unescape
 from xml.etree import ElementTree
 
-from hf_spec.evaluation.bench.runner import Record
 from hf_spec.cli.demo.replay import Lane, Piece
 from hf_spec.cli.ui import rendering
 from hf_spec.cli.ui.comparison import Comparison
+from hf_spec.evaluation.bench.runner import Record
 
 SPAN = re.compile(
     r'<span class="([^"]*)"(?: data-round="(\d+)")? style="animation-delay:([\d.]+)s">'

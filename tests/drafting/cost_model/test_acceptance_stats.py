@@ -8,9 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from hf_spec.engine.decode.drafter import Drafter
-from hf_spec.engine.decode.generation_state import GenerationState
-from hf_spec.engine.decode.stopping import StopRules
 from hf_spec.drafting.cost_model.acceptance_stats import (
     EXPECTATION_WEIGHT,
     LEVEL_EXPECTATION,
@@ -19,8 +16,11 @@ from hf_spec.drafting.cost_model.acceptance_stats import (
     Shares,
     Source,
 )
-from hf_spec.engine.forward.output import ForwardOutput
+from hf_spec.engine.decode.drafter import Drafter
+from hf_spec.engine.decode.generation_state import GenerationState
+from hf_spec.engine.decode.stopping import StopRules
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
+from hf_spec.engine.forward.output import ForwardOutput
 
 ROOT = 5
 NOTHING = ForwardOutput(torch.empty(0))

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from hf_spec.common.errors import OptionError
+from hf_spec.drafting.cost_model.acceptance_stats import LEVEL_EXPECTATION
 from hf_spec.drafting.cost_model.cost_curves import (
     FORWARD_PRICE,
     LARGEST,
@@ -20,8 +22,6 @@ from hf_spec.drafting.cost_model.cost_curves import (
     check_timings,
     known_times,
 )
-from hf_spec.drafting.cost_model.acceptance_stats import LEVEL_EXPECTATION
-from hf_spec.common.errors import OptionError
 from hf_spec.engine.fast.compiled_layers import compiling
 from tests.tiny_models import build
 

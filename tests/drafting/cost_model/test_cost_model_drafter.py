@@ -13,12 +13,12 @@ import torch
 import hf_spec
 from hf_spec import DiscoConfig, DraftConfig, FalconConfig, GsdConfig, LookupConfig, TreeConfig
 from hf_spec.backend.device import clock
+from hf_spec.common.errors import OptionError, UnsupportedError
 from hf_spec.drafting.cost_model import cost_curves as round_costs
 from hf_spec.drafting.cost_model import cost_model_drafter as measured
-from hf_spec.drafting.cost_model.loss_budget import FIRST, SHARE
 from hf_spec.drafting.cost_model.cost_curves import RoundTimes
 from hf_spec.drafting.cost_model.cost_model_drafter import SelfTimedDrafter, resolve
-from hf_spec.common.errors import OptionError, UnsupportedError
+from hf_spec.drafting.cost_model.loss_budget import FIRST, SHARE
 from hf_spec.engine.forward.runner import ModelRunner
 from hf_spec.methods.registry import make_drafter, parse_strategy
 from tests.falcon_reference import random_head

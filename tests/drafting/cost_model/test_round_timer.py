@@ -1,4 +1,4 @@
-"""When rounds are learned from, and who is charged; devices are in `devices/test_clock.py`."""
+"""When rounds are learned from; devices are tested in `backend/device/test_clock.py`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from hf_spec.backend.device.clock import Clock
-from hf_spec.drafting.cost_model.loss_budget import Allowance
 from hf_spec.drafting.cost_model.cost_curves import Costs, RoundTimes
+from hf_spec.drafting.cost_model.loss_budget import Allowance
 from hf_spec.drafting.cost_model.round_timer import RoundClock
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from hf_spec.drafting.cost_model.selection import Round, choose_nodes, choose_sources
-from hf_spec.drafting.cost_model.cost_curves import Costs, Curve
 from hf_spec.drafting.cost_model.acceptance_stats import NODES_PER_LEVEL, MergedTree
+from hf_spec.drafting.cost_model.cost_curves import Costs, Curve
+from hf_spec.drafting.cost_model.selection import Round, choose_nodes, choose_sources
 
 
 def costs(per_node: float = 0.05, **draft: float) -> Costs:

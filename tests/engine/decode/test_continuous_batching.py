@@ -9,14 +9,19 @@ import torch
 from transformers import MaxLengthCriteria
 from transformers.generation import EosTokenCriteria
 
-from hf_spec.engine.decode.continuous_batching import ContinuousBatch, Prepared, Request, as_they_finish
+from hf_spec.engine.decode.continuous_batching import (
+    ContinuousBatch,
+    Prepared,
+    Request,
+    as_they_finish,
+)
 from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.stopping import StopRules
-from hf_spec.methods.draft_model.drafter import DraftModelDrafter
-from hf_spec.engine.forward.runner import ModelRunner
 from hf_spec.engine.forward.draft_tree import DraftTree
+from hf_spec.engine.forward.runner import ModelRunner
 from hf_spec.methods.draft_model.config import DraftConfig
+from hf_spec.methods.draft_model.drafter import DraftModelDrafter
 from hf_spec.methods.lookup.drafter import LookupConfig, LookupDrafter
 from hf_spec.methods.registry import make_drafter, parse_strategy
 from tests import tiny_models

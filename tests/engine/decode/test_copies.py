@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from hf_spec.engine.decode.copies import own_copy
 from hf_spec.common.errors import UnsupportedError
+from hf_spec.engine.decode.copies import own_copy
 from tests import tiny_models
 
 

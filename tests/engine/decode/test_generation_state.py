@@ -10,10 +10,10 @@ from torch import Tensor
 from transformers import MaxLengthCriteria, StoppingCriteria
 from transformers.generation import EosTokenCriteria, MaxTimeCriteria
 
+from hf_spec.common.errors import UnsupportedError
 from hf_spec.engine.decode.generation_state import MAX_LEAD, GenerationState
 from hf_spec.engine.decode.stopping import StopRules
 from hf_spec.engine.decode.streaming import BatchStreamer
-from hf_spec.common.errors import UnsupportedError
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
 
 PROMPT = torch.tensor([[0, 0, 5, 6], [7, 8, 9, 10]])

@@ -415,7 +415,8 @@ def test_every_class_of_transformers_has_been_decided_on() -> None:
     new = sorted(kind.__name__ for kind in known - decided)
     assert not new, (
         f"transformers has new logits processors: {new}. Add each to PREFIX_FREE, READS_PREFIX, "
-        "HELD_PER_ROW or REFUSED in hf_spec/engine/decode/logits_processors.py, or to the list above"
+        "HELD_PER_ROW or REFUSED in hf_spec/engine/decode/logits_processors.py, or to the list "
+        "above"
     )
 
 

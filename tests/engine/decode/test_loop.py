@@ -13,13 +13,13 @@ from transformers.generation import EosTokenCriteria
 
 from hf_spec import TreeConfig
 from hf_spec.common.compat import output_cache
-from hf_spec.engine.decode.loop import speculative_decode
 from hf_spec.engine.decode.generation_state import GenerationState
+from hf_spec.engine.decode.loop import speculative_decode
 from hf_spec.engine.decode.stopping import StopRules
 from hf_spec.engine.decode.verifiers import NodeDraw
-from hf_spec.methods.draft_model.drafter import DraftModelDrafter
-from hf_spec.engine.forward.runner import ModelRunner
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
+from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.methods.draft_model.drafter import DraftModelDrafter
 from hf_spec.methods.lookup.drafter import LookupConfig, LookupDrafter
 from tests import tiny_models
 

@@ -14,7 +14,14 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 
 from hf_spec import BatchStreamer
 from tests import tiny_models
-from tests.engine.decode.test_open_batch import NEW_TOKENS, PROMPTS, alone, drawn, generation, greedy
+from tests.engine.decode.test_open_batch import (
+    NEW_TOKENS,
+    PROMPTS,
+    alone,
+    drawn,
+    generation,
+    greedy,
+)
 
 # A prompt that begins with this token is the one whose settings fail.
 POISON = 5

@@ -11,8 +11,8 @@ from transformers import MaxLengthCriteria, StoppingCriteria, StopStringCriteria
 from transformers.generation import EosTokenCriteria, MaxTimeCriteria
 from transformers.generation.stopping_criteria import ConfidenceCriteria
 
-from hf_spec.engine.decode.stopping import StopRules, for_one_sequence
 from hf_spec.common.errors import UnsupportedError
+from hf_spec.engine.decode.stopping import StopRules, for_one_sequence
 from tests import tiny_models
 
 

@@ -18,12 +18,12 @@ from torch.nn.modules.module import register_module_forward_hook
 import hf_spec
 from hf_spec.backend.cpu.layer_source import LayerSource, layer_source
 from hf_spec.engine.fast import layer_tracing as layer_programs
-from hf_spec.engine.fast.layer_call import BoundProgram
 from hf_spec.engine.fast.compiled_layers import CompiledLayers
-from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.fast.layer_call import BoundProgram
 from hf_spec.engine.forward.draft_tree import DraftTree
-from hf_spec.methods.sdsat.adaptive_tokens import from_adapter
+from hf_spec.engine.forward.runner import ModelRunner
 from hf_spec.methods.registry import parse_strategy
+from hf_spec.methods.sdsat.adaptive_tokens import from_adapter
 from tests import tiny_models
 from tests.compiler import needs_compiler
 

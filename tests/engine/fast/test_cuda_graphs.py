@@ -23,15 +23,15 @@ from hf_spec.backend.device import graph_store
 from hf_spec.backend.device.capture import cuda_graphs, padded_steps, set_cuda_graphs
 from hf_spec.backend.device.graph_store import Kept
 from hf_spec.backend.device.waits import NoWaits
-from hf_spec.engine.forward import kv_pool as kv_cache
 from hf_spec.engine.fast import cuda_graphs as step_graphs
-from hf_spec.engine.forward.tree_attention import PackedStep
+from hf_spec.engine.fast.cuda_graphs import StepGraphs, obstacle
+from hf_spec.engine.forward import kv_pool as kv_cache
+from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.engine.forward.kv_pool import KVPool
 from hf_spec.engine.forward.runner import ModelRunner
-from hf_spec.engine.fast.cuda_graphs import StepGraphs, obstacle
-from hf_spec.engine.forward.draft_tree import DraftTree
-from hf_spec.methods.feature_pairs.draft_head import DraftHead
+from hf_spec.engine.forward.tree_attention import PackedStep
 from hf_spec.methods.draft_model.truncated import truncated_draft
+from hf_spec.methods.feature_pairs.draft_head import DraftHead
 from tests import hybrid_models, tiny_models
 from tests.fake_gpu import standing
 

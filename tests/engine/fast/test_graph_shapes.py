@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from hf_spec.engine.forward.tree_attention import PackedStep
-from hf_spec.engine.forward.kv_pool import KVPool
-from hf_spec.engine.forward.packing import pack
-from hf_spec.engine.forward.kernel_layout import tensors_of
-from hf_spec.engine.forward.row_batch import RowWork
 from hf_spec.engine.fast.graph_shapes import Bucket, Inputs, Shape
 from hf_spec.engine.forward.draft_tree import DraftTree
+from hf_spec.engine.forward.kernel_layout import tensors_of
+from hf_spec.engine.forward.kv_pool import KVPool
+from hf_spec.engine.forward.packing import pack
+from hf_spec.engine.forward.row_batch import RowWork
+from hf_spec.engine.forward.tree_attention import PackedStep
 
 CPU = torch.device("cpu")
 

@@ -19,8 +19,8 @@ from hf_spec.backend.cpu.packed_copies import clear_cpu_packing, copies_of, set_
 from hf_spec.backend.cpu.packed_products import rounded_rows
 from hf_spec.engine.fast import layer_call as bound_program
 from hf_spec.engine.fast.layer_call import BoundProgram
-from hf_spec.engine.forward.runner import ModelRunner
 from hf_spec.engine.forward.draft_tree import DraftTree
+from hf_spec.engine.forward.runner import ModelRunner
 from tests import tiny_models
 from tests.compiler import needs_compiler
 

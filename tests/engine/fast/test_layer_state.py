@@ -17,8 +17,7 @@ from transformers import LogitsProcessor
 from transformers.models.llama import modeling_llama
 
 import hf_spec
-from hf_spec.engine.fast import compiled_layers
-from hf_spec.engine.fast import layer_state
+from hf_spec.engine.fast import compiled_layers, layer_state
 from hf_spec.engine.fast.layer_state import LayerState, UnwatchableError
 from tests import tiny_models
 from tests.compiler import needs_compiler

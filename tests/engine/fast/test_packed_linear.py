@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
 
-from hf_spec.backend.cpu import packed_copies
-from hf_spec.backend.cpu import packed_products
+from hf_spec.backend.cpu import packed_copies, packed_products
 from hf_spec.backend.cpu.packed_copies import (
     Copies,
     clear_cpu_packing,

@@ -9,9 +9,8 @@ import torch
 from hf_spec_kernels import RaggedLayout
 from torch import Tensor
 
-from hf_spec.engine.forward.tree_attention import PackedStep
-from hf_spec.engine.forward.kv_pool import KVPool
-from hf_spec.engine.forward.packing import RowWork, pack
+from hf_spec.engine.forward.attention_span import Segment
+from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.engine.forward.kernel_layout import (
     Sizes,
     padded,
@@ -20,8 +19,9 @@ from hf_spec.engine.forward.kernel_layout import (
     tensors_of,
     write_places,
 )
-from hf_spec.engine.forward.attention_span import Segment
-from hf_spec.engine.forward.draft_tree import DraftTree
+from hf_spec.engine.forward.kv_pool import KVPool
+from hf_spec.engine.forward.packing import RowWork, pack
+from hf_spec.engine.forward.tree_attention import PackedStep
 
 CPU = torch.device("cpu")
 TREE = [

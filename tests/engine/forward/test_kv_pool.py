@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
-from hf_spec.common.compat import CACHE_NAME
 from hf_spec.backend.device import graph_store
 from hf_spec.backend.device.graph_store import Kept
+from hf_spec.common.compat import CACHE_NAME
 from hf_spec.common.errors import UnsupportedError
 from hf_spec.engine.forward.kv_pool import (
     LITTLE_ROOM,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from hf_spec.engine.forward.output import ForwardOutput
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
+from hf_spec.engine.forward.output import ForwardOutput, default_aux_layers
 
 TREE = DraftTree.from_rows([([8, 20, 21], [-1, 0, 0]), ([], []), ([30, 40], [-1, 0])])
 
@@ -33,3 +33,7 @@ def test_without_hidden_states_nothing_moves() -> None:
     ran = ForwardOutput(torch.zeros(1, 7), {}, {0: [0]}, [1])
     ran.put_after(ForwardOutput(torch.zeros(0, 7), {}, {0: [0, 1]}))
     assert (ran.nodes, ran.pending) == ([1], {0: [0]})
+
+
+def test_default_layers_of_heads() -> None:
+    assert default_aux_layers(32) == (2, 16, 29)

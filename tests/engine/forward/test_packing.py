@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from hf_spec.engine.forward import runner as runner_module
+from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.engine.forward.output import ForwardOutput
 from hf_spec.engine.forward.packing import align_right, pack, past_segment
 from hf_spec.engine.forward.row_batch import RowWork
 from hf_spec.engine.forward.runner import ModelRunner
-from hf_spec.engine.forward.draft_tree import DraftTree
 from tests.tiny_models import build
 
 # Row 0: three pending tokens and a fork; row 1 has ended; row 2: a lone root.

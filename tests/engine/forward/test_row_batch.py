@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hf_spec.engine.forward.row_batch import BATCHING, RowWork, fill_up
 from hf_spec.engine.forward.draft_tree import DraftTree
+from hf_spec.engine.forward.row_batch import BATCHING, RowWork, fill_up
 
 TREE = DraftTree.from_rows([([5, 6, 7], [-1, 0, 0]), ([], []), ([8], [-1])])
 FORK = RowWork(0, stored=2, pending=[1, 2], nodes=[0, 1, 2], offsets=[0, 1, 2], width=3)

@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_spec.engine.forward.row_storage import RowStorage
-from hf_spec.engine.forward.row_batch import BATCHING, RowWork
 from hf_spec.engine.forward.draft_tree import DraftTree
+from hf_spec.engine.forward.row_batch import BATCHING, RowWork
+from hf_spec.engine.forward.row_storage import RowStorage
 
 PROMPTS = [[1, 2, 3, 4, 5], [6, 7]]
 

@@ -16,13 +16,13 @@ from transformers import PreTrainedModel
 
 import hf_spec
 from hf_spec.common.errors import UnsupportedError
-from hf_spec.engine.forward import tree_attention as attention
 from hf_spec.engine.forward import runner as runner_module
-from hf_spec.engine.forward.output import ForwardOutput
+from hf_spec.engine.forward import tree_attention as attention
+from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.engine.forward.kv_pool import MIN_CAPACITY, KVPool
+from hf_spec.engine.forward.output import ForwardOutput
 from hf_spec.engine.forward.row_batch import BATCHING
 from hf_spec.engine.forward.runner import ModelRunner
-from hf_spec.engine.forward.draft_tree import DraftTree
 from tests import tiny_models
 from tests.model_watch import snapshot
 from tests.plain_logits import expected_logits, path_to

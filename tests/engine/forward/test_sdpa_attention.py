@@ -10,12 +10,12 @@ from hf_spec_kernels import Scoring
 from torch.nn import functional as F
 
 from hf_spec.engine.forward import sdpa_attention as host_attention
-from hf_spec.engine.forward.tree_attention import PackedStep
-from hf_spec.engine.forward.sdpa_attention import MAX_COPIED_KEYS, attend, store, together
+from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.engine.forward.kv_pool import KVPool
 from hf_spec.engine.forward.packing import pack
 from hf_spec.engine.forward.row_batch import RowWork
-from hf_spec.engine.forward.draft_tree import DraftTree
+from hf_spec.engine.forward.sdpa_attention import MAX_COPIED_KEYS, attend, store, together
+from hf_spec.engine.forward.tree_attention import PackedStep
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
 FORK = ([8, 20, 21], [-1, 0, 0])

@@ -15,6 +15,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_spec.common.errors import UnsupportedError
+from hf_spec.engine.forward.attention_span import Segment
+from hf_spec.engine.forward.draft_tree import DraftTree
+from hf_spec.engine.forward.kv_pool import KVPool
 from hf_spec.engine.forward.tree_attention import (
     NAME,
     PackedAttention,
@@ -22,9 +25,6 @@ from hf_spec.engine.forward.tree_attention import (
     storing_layers,
     tree_attention,
 )
-from hf_spec.engine.forward.kv_pool import KVPool
-from hf_spec.engine.forward.attention_span import Segment
-from hf_spec.engine.forward.draft_tree import DraftTree
 from tests import tiny_models
 
 HEADS, KV_HEADS, WIDTH, VALUE_WIDTH = 4, 2, 8, 6

@@ -15,8 +15,8 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.stopping import StopRules
 from hf_spec.engine.decode.verifiers import NodeDraw, ResidualRejection
-from hf_spec.engine.forward.runner import ModelRunner
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
+from hf_spec.engine.forward.runner import ModelRunner
 from tests.tiny_models import VOCAB, build, repetitive_prompt
 
 # Node 0 is the root; 1 and 2 are virtual, 3 and 4 are tokens, 5 is virtual below 4.

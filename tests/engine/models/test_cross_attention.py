@@ -9,6 +9,8 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_spec.common.compat import CACHE_NAME
+from hf_spec.engine.forward.draft_tree import DraftTree
+from hf_spec.engine.forward.runner import ModelRunner
 from hf_spec.engine.models.cross_attention import (
     CrossAttention,
     attends_to_encoder,
@@ -17,8 +19,6 @@ from hf_spec.engine.models.cross_attention import (
     num_layers,
     takes_positions,
 )
-from hf_spec.engine.forward.runner import ModelRunner
-from hf_spec.engine.forward.draft_tree import DraftTree
 from tests.refusals import t5
 from tests.targets.whisper_cases import FRAMES, build, decoder_alone, sound
 from tests.tiny_models import build as build_text

@@ -11,8 +11,8 @@ from transformers import DeepseekV3ForCausalLM, DynamicCache
 
 from hf_spec import DraftTree, UnsupportedError
 from hf_spec.common.compat import CACHE_NAME, output_cache
-from hf_spec.engine.models.latent_kv import caches_latents, expanded
 from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.models.latent_kv import caches_latents, expanded
 from tests import any_class, hybrid_models
 from tests.tiny_models import ARCHITECTURES, build, prompts, ragged_batch
 

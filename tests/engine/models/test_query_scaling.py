@@ -12,14 +12,14 @@ from transformers import DynamicCache, PreTrainedModel
 
 import hf_spec
 from hf_spec import SpecGenerateOutput
-from hf_spec.common.compat import CACHE_NAME
 from hf_spec.backend.device.capture import padded_steps
-from hf_spec.engine.forward import tree_attention as attention
+from hf_spec.common.compat import CACHE_NAME
 from hf_spec.engine.forward import runner
-from hf_spec.engine.models.support_checks import check_model
+from hf_spec.engine.forward import tree_attention as attention
 from hf_spec.engine.forward.packing import PackedInputs
 from hf_spec.engine.forward.row_batch import BATCHING
 from hf_spec.engine.models.query_scaling import TokenPlaces, scales_by_place
+from hf_spec.engine.models.support_checks import check_model
 from hf_spec.generation.one_call import generate_with
 from tests.partly_right import PartlyRight
 from tests.refusals import refuse

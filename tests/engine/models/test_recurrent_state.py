@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_spec.engine.forward.draft_tree import DraftTree
+from hf_spec.engine.forward.runner import ModelRunner
 from hf_spec.engine.models.recurrent_layers import COMMITTED, Mixer
 from hf_spec.engine.models.recurrent_state import MAX_ENDS
-from hf_spec.engine.forward.runner import ModelRunner
-from hf_spec.engine.forward.draft_tree import DraftTree
 from tests.hybrid_models import build
 from tests.model_watch import snapshot
 from tests.plain_logits import alone, expected_logits

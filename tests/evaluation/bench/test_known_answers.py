@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import hf_spec
+from hf_spec.common.prompts import Prompt
+from hf_spec.drafting.length_policy import DraftedToken
 from hf_spec.evaluation.bench import contenders as ways
 from hf_spec.evaluation.bench.known_answers import OraclePolicy, PlainAnswers, oracle, synthetic
 from hf_spec.evaluation.bench.runner import Plan, time_contenders
-from hf_spec.common.prompts import Prompt
-from hf_spec.drafting.length_policy import DraftedToken
 from tests.tiny_models import draft_model, ragged_batch, repetitive_prompt, settled_prompt
 
 NEW_TOKENS = 24

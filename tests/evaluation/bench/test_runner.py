@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from hf_spec import LookupConfig
+from hf_spec.common.outputs import RowStats, SpecStats
+from hf_spec.common.prompts import Prompt
 from hf_spec.evaluation.bench.contenders import Contender, Run, plain, strategy
 from hf_spec.evaluation.bench.runner import Plan, Record, Row, time_contenders
-from hf_spec.common.prompts import Prompt
-from hf_spec.common.outputs import RowStats, SpecStats
 
 NEW_TOKENS = 6
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from hf_spec.common.outputs import RowStats, SpecStats
 from hf_spec.evaluation.bench.runner import Record, Row
 from hf_spec.evaluation.bench.summary import per_prompt, spread, summary
-from hf_spec.common.outputs import RowStats, SpecStats
 
 
 def record(prompt: str, contender: str, repeat: int, seconds: float, **more: Any) -> Record:

@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from hf_spec import AssistantError
-from hf_spec.evaluation.lossless.head_layouts import Agreement, Texts, check_readings, own_answers, read_head
+from hf_spec.evaluation.lossless.head_layouts import (
+    Agreement,
+    Texts,
+    check_readings,
+    own_answers,
+    read_head,
+)
 from tests.published_heads import WIDTH, bare, embeddings, plain_config, sample, save
 from tests.tiny_models import VOCAB, build, repetitive_prompt
 

@@ -22,13 +22,13 @@ from hf_spec import (
 )
 from hf_spec.adapters.folder import load_adapter
 from hf_spec.drafting.length_policy import DraftedToken
-from hf_spec.methods.draft_model.drafter import DraftModelDrafter
-from hf_spec.methods.disco.classifier import DiscoClassifier, draft_features
 from hf_spec.methods import loading as assistant
 from hf_spec.methods.disco import drafter as disco
+from hf_spec.methods.disco.classifier import DiscoClassifier, draft_features
+from hf_spec.methods.disco.drafter import DiscoPolicy
+from hf_spec.methods.draft_model.drafter import DraftModelDrafter
 from hf_spec.methods.draft_model.other_tokenizer import assistant as translated
 from hf_spec.methods.loading import resolve_draft_model
-from hf_spec.methods.disco.drafter import DiscoPolicy
 from tests.methods.draft_model.test_drafter import start
 from tests.model_watch import count_forwards
 from tests.tiny_models import (

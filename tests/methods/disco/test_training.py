@@ -14,9 +14,9 @@ import torch
 
 from hf_spec import AssistantError, OptionError
 from hf_spec.adapters.folder import load_adapter
-from hf_spec.methods.disco.classifier import DiscoClassifier, draft_features
 from hf_spec.methods.disco import training as disco
-from hf_spec.training import answers
+from hf_spec.methods.disco.classifier import DiscoClassifier, draft_features
+from hf_spec.methods.disco.settings import DiscoTrainSettings
 from hf_spec.methods.disco.training import (
     Observed,
     evaluate,
@@ -25,8 +25,8 @@ from hf_spec.methods.disco.training import (
     round_places,
     train_disco,
 )
+from hf_spec.training import answers
 from hf_spec.training.responses import Response
-from hf_spec.training.settings import DiscoTrainSettings
 from tests.adapters.cards import card_metrics, rounded
 from tests.model_watch import count_forwards
 from tests.tiny_models import VOCAB, build, draft_model

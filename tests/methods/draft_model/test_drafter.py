@@ -17,9 +17,9 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from hf_spec import DraftConfig, GsdConfig, TreeConfig
 from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.stopping import StopRules
-from hf_spec.methods.draft_model.drafter import DraftModelDrafter
 from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.methods.disco.classifier import draft_features
+from hf_spec.methods.draft_model.drafter import DraftModelDrafter
 from hf_spec.methods.feature_pairs.draft_head import DraftHead
 from tests.model_watch import count_forwards
 from tests.tiny_models import VOCAB, build, draft_model, prompts, ragged_batch, repetitive_prompt

@@ -15,11 +15,11 @@ from torch import Tensor
 from hf_spec import AssistantError, EagleConfig
 from hf_spec.adapters.published import PublishedHead, known_head, write_published
 from hf_spec.engine.forward.last_layer import BEFORE_NORM
+from hf_spec.engine.forward.output import default_aux_layers
+from hf_spec.evaluation.trace.rounds import record_rounds
 from hf_spec.methods.eagle.head import EagleHead, build
 from hf_spec.methods.eagle.layouts import LAYOUTS, Verifier
 from hf_spec.methods.eagle.spec import EagleSpec, normal_names, read_spec
-from hf_spec.methods.falcon.shapes import default_aux_layers
-from hf_spec.evaluation.trace.rounds import record_rounds
 from tests import published_heads as heads
 from tests.tiny_models import build as tiny
 from tests.tiny_models import prompts

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from hf_spec.methods.falcon.head import FalconHead, FalconShape
 from hf_spec.methods.falcon import csgd
 from hf_spec.methods.falcon.csgd import (
     CsgdSettings,
@@ -21,6 +20,7 @@ from hf_spec.methods.falcon.csgd import (
     read_pairs,
     replaced_places,
 )
+from hf_spec.methods.falcon.head import FalconHead, FalconShape
 from hf_spec.training.features import Text, text_features
 from hf_spec.training.responses import Response
 from hf_spec.training.trainer import MicroBatch

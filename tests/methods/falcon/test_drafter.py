@@ -22,8 +22,8 @@ from hf_spec.common.compat import CACHE_NAME
 from hf_spec.drafting.rank_tree import RankTree, published_trees
 from hf_spec.engine.forward import runner as runner_module
 from hf_spec.engine.forward.draft_tree import DraftTree
-from hf_spec.methods.falcon.head import FalconHead, FalconShape
 from hf_spec.methods.falcon.drafter import FalconDrafter
+from hf_spec.methods.falcon.head import FalconHead, FalconShape
 from tests.drafting.test_rank_tree import random_paths
 from tests.falcon_reference import block_ends, drafted, features_of, random_head
 from tests.model_watch import count_forwards, snapshot

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from hf_spec import AssistantError, OptionError, UnsupportedError
 from hf_spec.adapters.folder import load_adapter
-from hf_spec.methods.falcon.head import FalconHead, FalconShape
 from hf_spec.methods.falcon.csgd import CsgdSettings
+from hf_spec.methods.falcon.head import FalconHead, FalconShape
 from hf_spec.methods.falcon.training import (
     FalconTrainSettings,
     first_choices,

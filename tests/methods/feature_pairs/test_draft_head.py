@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_spec.methods.feature_pairs.draft_head import DraftHead, frequent_tokens
+from hf_spec.methods.feature_pairs.draft_head import DraftHead
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -64,15 +64,3 @@ def test_alone_gives_this_thread_the_logits_of_its_own_tokens() -> None:
             other(hidden[:, :1])
         assert torch.equal(other(hidden), whole)
     assert torch.equal(head(hidden), whole)
-
-
-class TestFrequentTokens:
-    def test_the_most_frequent_ones_in_ascending_order(self) -> None:
-        texts = [[7, 7, 7, 3, 3], [9, 3, 7, 9]]
-        assert frequent_tokens(texts, 2, []).tolist() == [3, 7]
-
-    def test_ties_go_to_the_lower_id(self) -> None:
-        assert frequent_tokens([[9, 5, 8]], 2, []).tolist() == [5, 8]
-
-    def test_some_are_always_there(self) -> None:
-        assert frequent_tokens([[7, 7, 3]], 2, [50]).tolist() == [7, 50]

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hf_spec.engine.forward.output import ForwardOutput
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
+from hf_spec.engine.forward.output import ForwardOutput
 from hf_spec.methods.feature_pairs.rows import PairRows
 
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from hf_spec import UnsupportedError
-from hf_spec.methods.feature_pairs import runner as pair_runner
 from hf_spec.methods.falcon.head import FalconHead, FalconShape
+from hf_spec.methods.feature_pairs import runner as pair_runner
 from hf_spec.methods.feature_pairs.rows import PairRow
 from hf_spec.methods.feature_pairs.runner import HeadRunner
 from tests.falcon_reference import random_head

@@ -13,15 +13,15 @@ from transformers import PreTrainedModel
 
 from hf_spec import AssistantError, GemmaAssistantConfig, UnsupportedError
 from hf_spec.adapters.published import PublishedHead
+from hf_spec.drafting.length_policy import make_policy
 from hf_spec.engine.decode.loop import speculative_step
 from hf_spec.engine.decode.verifiers import NodeDraw
-from hf_spec.drafting.length_policy import make_policy
 from hf_spec.engine.forward.runner import ModelRunner
-from hf_spec.methods.gemma_assistant.head import build
 from hf_spec.methods.gemma_assistant.drafter import GemmaAssistantDrafter
+from hf_spec.methods.gemma_assistant.head import build
 from tests import tiny_models
-from tests.methods.draft_model.test_drafter import start
 from tests.gemma_reference import gemma4, published, reference, save
+from tests.methods.draft_model.test_drafter import start
 from tests.plain_logits import path_to
 from tests.tiny_models import VOCAB, ragged_batch
 from tests.unwatched import check_unwatched

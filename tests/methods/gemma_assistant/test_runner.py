@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch
 
+from hf_spec.drafting.length_policy import LengthPolicy
 from hf_spec.engine.decode.loop import speculative_step
 from hf_spec.engine.decode.verifiers import NodeDraw
-from hf_spec.drafting.length_policy import LengthPolicy
 from hf_spec.engine.forward.runner import ModelRunner
-from hf_spec.methods.gemma_assistant.runner import AssistantRunner
-from hf_spec.methods.gemma_assistant.head import build
 from hf_spec.methods.gemma_assistant.drafter import GemmaAssistantConfig, GemmaAssistantDrafter
-from tests.methods.draft_model.test_drafter import start
+from hf_spec.methods.gemma_assistant.head import build
+from hf_spec.methods.gemma_assistant.runner import AssistantRunner
 from tests.gemma_reference import gemma4, published
+from tests.methods.draft_model.test_drafter import start
 from tests.tiny_models import ragged_batch
 
 

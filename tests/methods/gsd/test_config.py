@@ -12,14 +12,14 @@ from transformers import PreTrainedModel
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 import hf_spec
+from hf_spec.drafting.lossy_rules import IndependentAcceptance
+from hf_spec.drafting.token_graph import TokenGraph, Unmerged
 from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.stopping import StopRules
 from hf_spec.engine.decode.verifiers import NodeDraw
-from hf_spec.drafting.token_graph import TokenGraph, Unmerged
-from hf_spec.drafting.lossy_rules import IndependentAcceptance
-from hf_spec.methods.draft_model.drafter import DraftModelDrafter
-from hf_spec.engine.forward.output import ForwardOutput
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
+from hf_spec.engine.forward.output import ForwardOutput
+from hf_spec.methods.draft_model.drafter import DraftModelDrafter
 from tests.tiny_models import build, draft_model, prompts, ragged_batch, repetitive_prompt
 
 WIDE = {

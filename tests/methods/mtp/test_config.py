@@ -16,12 +16,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_spec import AssistantError, MtpConfig, UnsupportedError
+from hf_spec.drafting.length_policy import make_policy
 from hf_spec.engine.decode.loop import speculative_step
 from hf_spec.engine.decode.verifiers import NodeDraw
-from hf_spec.drafting.length_policy import make_policy
 from hf_spec.engine.forward.runner import ModelRunner
-from hf_spec.methods.mtp.head import MtpHead
 from hf_spec.methods.feature_pairs.drafter import PairDrafter
+from hf_spec.methods.mtp.head import MtpHead
 from tests import tiny_models
 from tests.methods.draft_model.test_drafter import start
 from tests.mtp_reference import (

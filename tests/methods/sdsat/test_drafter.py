@@ -16,14 +16,14 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 import hf_spec
 from hf_spec import SdsatConfig
 from hf_spec.adapters.folder import save_adapter
+from hf_spec.drafting.lossy_rules import PathSampling
+from hf_spec.drafting.rank_tree import published_trees
 from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.stopping import StopRules
 from hf_spec.engine.decode.verifiers import NodeDraw
-from hf_spec.drafting.lossy_rules import PathSampling
-from hf_spec.drafting.rank_tree import published_trees
 from hf_spec.engine.forward.output import ForwardOutput
-from hf_spec.methods.sdsat.adaptive_tokens import from_adapter
 from hf_spec.methods.registry import parse_strategy
+from hf_spec.methods.sdsat.adaptive_tokens import from_adapter
 from hf_spec.methods.sdsat.drafter import SdsatDrafter
 from tests.model_watch import count_forwards, snapshot
 from tests.tiny_models import (

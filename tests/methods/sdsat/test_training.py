@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_spec import OptionError, SdsatConfig, UnsupportedError
 from hf_spec.methods.sdsat.adaptive_tokens import merge_lora
-from hf_spec.training.answers import Example
 from hf_spec.methods.sdsat.infilling import Infilling
+from hf_spec.methods.sdsat.settings import SdsatTrainSettings
 from hf_spec.methods.sdsat.training import Student, train_sdsat
 from hf_spec.methods.sdsat.training_chains import Text, agreement, draw_windows
-from hf_spec.training.settings import SdsatTrainSettings
+from hf_spec.training.answers import Example
 from hf_spec.training.trainer import MicroBatch, TrainSettings
 from tests.adapters.cards import card_metrics, rounded
 from tests.tiny_models import build, repetitive_prompt

@@ -11,10 +11,9 @@ import torch
 
 from examples.studies.disco import ablation
 from examples.studies.disco.ablation import ablate, main, ranked_right, table, without
-from hf_spec.methods.falcon.shapes import FEATURES
+from hf_spec.methods.disco.settings import FEATURES, DiscoTrainSettings
 from hf_spec.methods.disco.training import Observed
 from hf_spec.training.responses import FORMAT
-from hf_spec.training.settings import DiscoTrainSettings
 from tests.tiny_models import build, draft_model
 
 SETTINGS = DiscoTrainSettings(max_epochs=6, batch_size=64, learning_rate=0.02)

@@ -28,9 +28,9 @@ from hf_spec import GsdConfig
 from hf_spec.common.prompts import Prompt
 from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.stopping import StopRules
-from hf_spec.methods.draft_model.drafter import DraftModelDrafter
 from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.generation.one_call import generate_with
+from hf_spec.methods.draft_model.drafter import DraftModelDrafter
 from tests.model_watch import snapshot
 from tests.tiny_models import draft_model, repetitive_prompt
 

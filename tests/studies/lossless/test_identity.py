@@ -11,8 +11,8 @@ from torch import Tensor
 
 from examples.studies.lossless.identity import compare, main
 from hf_spec import LookupConfig
-from hf_spec.evaluation.bench.contenders import Contender, Run, plain, strategy
 from hf_spec.common.prompts import Prompt
+from hf_spec.evaluation.bench.contenders import Contender, Run, plain, strategy
 
 NEW_TOKENS = 8
 

@@ -12,8 +12,8 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.studies.peers.compare import main
-from hf_spec.evaluation.bench.contenders import plain
 from hf_spec.common.prompts import load_prompts
+from hf_spec.evaluation.bench.contenders import plain
 
 # Says what a file says, or something else in the end; every answer takes a thousand seconds.
 PEER = """

@@ -25,14 +25,14 @@ from transformers import PreTrainedModel
 
 from hf_spec.adapters.card import save_with_card
 from hf_spec.adapters.folder import SpecAdapter, load_adapter
+from hf_spec.common.errors import OptionError
+from hf_spec.common.machine import environment
+from hf_spec.common.prompts import Prompt, load_prompts
 from hf_spec.evaluation.bench.contenders import strategy
 from hf_spec.evaluation.bench.prices import Spent, at_one_price
 from hf_spec.evaluation.bench.runner import Plan, Record, time_contenders
 from hf_spec.evaluation.bench.settings import CalibrationSettings
 from hf_spec.evaluation.bench.summary import spread, spread_of
-from hf_spec.common.machine import environment
-from hf_spec.common.prompts import Prompt, load_prompts
-from hf_spec.common.errors import OptionError
 from hf_spec.methods.disco.classifier import METHOD
 from hf_spec.methods.disco.drafter import DiscoConfig, find_draft_model
 from hf_spec.methods.draft_model.config import DraftConfig

@@ -22,6 +22,12 @@ from transformers import PreTrainedModel
 
 from hf_spec.adapters.card import save_with_card
 from hf_spec.adapters.folder import SpecAdapter, load_adapter
+from hf_spec.common.errors import OptionError
+from hf_spec.common.machine import environment
+from hf_spec.common.prompts import load_prompts
+from hf_spec.drafting import rank_tree
+from hf_spec.drafting.cost_model.cost_curves import straight
+from hf_spec.drafting.rank_tree import RankTree, best_tree
 from hf_spec.evaluation.bench.calibrate.falcon_rounds import (
     best_choice,
     candidates,
@@ -29,15 +35,9 @@ from hf_spec.evaluation.bench.calibrate.falcon_rounds import (
     record_rounds,
 )
 from hf_spec.evaluation.bench.settings import TreeSettings
-from hf_spec.common.machine import environment
-from hf_spec.common.prompts import load_prompts
-from hf_spec.drafting import rank_tree
-from hf_spec.drafting.cost_model.cost_curves import straight
-from hf_spec.drafting.rank_tree import RankTree, best_tree
-from hf_spec.common.errors import OptionError
+from hf_spec.methods.falcon.drafter import FalconConfig
 from hf_spec.methods.falcon.head import METHOD, FalconHead
 from hf_spec.methods.falcon.rank_stats import ranks_along
-from hf_spec.methods.falcon.drafter import FalconConfig
 from hf_spec.methods.falcon.tree_choice import max_depth
 from hf_spec.training.features import text_features
 from hf_spec.training.responses import Response

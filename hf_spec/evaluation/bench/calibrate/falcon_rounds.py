@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from hf_spec.evaluation.bench.contenders import speculative
+from hf_spec.common.outputs import SpecStats
 from hf_spec.drafting.rank_tree import Path, RankTree, likeliest_paths
 from hf_spec.engine.forward.draft_tree import Verdict, by_likelihood
-from hf_spec.methods.falcon.head import FalconHead
-from hf_spec.common.outputs import SpecStats
-from hf_spec.methods.falcon.drafter import FalconConfig
+from hf_spec.evaluation.bench.contenders import speculative
 from hf_spec.evaluation.trace import rounds as trace
+from hf_spec.methods.falcon.drafter import FalconConfig
+from hf_spec.methods.falcon.head import FalconHead
 from hf_spec.training.responses import Response
 
 

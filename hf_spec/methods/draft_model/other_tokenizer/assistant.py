@@ -13,16 +13,16 @@ from typing import Any, NamedTuple
 from transformers import AutoTokenizer, PreTrainedModel
 
 from hf_spec.adapters.hub import Place
+from hf_spec.common.errors import AssistantError, HubError, OptionError, UnsupportedError
 from hf_spec.common.hub import load_named
 from hf_spec.drafting.config import StrategyConfig
 from hf_spec.drafting.length_policy import LengthPolicy
+from hf_spec.engine.forward.model_cache import made_once
+from hf_spec.engine.forward.vocabulary import num_embeddings
 from hf_spec.methods.draft_model.drafter import DraftModelConfig, DraftModelDrafter
 from hf_spec.methods.draft_model.other_tokenizer.drafter import make_translated
 from hf_spec.methods.draft_model.other_tokenizer.text_tokens import TextTokens
 from hf_spec.methods.draft_model.other_tokenizer.token_map import TokenPair
-from hf_spec.common.errors import AssistantError, HubError, OptionError, UnsupportedError
-from hf_spec.engine.forward.model_cache import made_once
-from hf_spec.engine.forward.vocabulary import num_embeddings
 from hf_spec.methods.loading import has_targets_size, read_draft_model, resolve_draft_model
 
 

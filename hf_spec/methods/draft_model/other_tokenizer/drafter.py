@@ -1,7 +1,8 @@
 """Drafts from a model that has another tokenizer than the target.
 
-Either way the draft model reads the text so far in its own tokens (`hf_spec.methods.draft_model.other_tokenizer.draft_text`);
-how its drafts become the target's tokens is one of two:
+Either way the draft model reads the text so far in its own tokens
+(`hf_spec.methods.draft_model.other_tokenizer.draft_text`); how its drafts become the target's
+tokens is one of two:
 
 =========  =====================================================================================
 `shared`   It drafts tokens that both vocabularies have, by its own probabilities for these. They
@@ -27,17 +28,21 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation.stopping_criteria import EosTokenCriteria
 
+from hf_spec.common.errors import OptionError
+from hf_spec.drafting.length_policy import LengthPolicy
 from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.stopping import StopRules
-from hf_spec.methods.draft_model.other_tokenizer.draft_text import DraftText
-from hf_spec.drafting.length_policy import LengthPolicy
-from hf_spec.methods.draft_model.drafter import DraftModelConfig, DraftModelDrafter
-from hf_spec.methods.draft_model.other_tokenizer.text_tokens import BROKEN, common_length, context_start
-from hf_spec.methods.draft_model.other_tokenizer.token_map import TokenMap, TokenPair
-from hf_spec.common.errors import OptionError
+from hf_spec.engine.forward.draft_tree import DraftTree, Verdict, likeliest
 from hf_spec.engine.forward.output import ForwardOutput
 from hf_spec.engine.forward.runner import ModelRunner
-from hf_spec.engine.forward.draft_tree import DraftTree, Verdict, likeliest
+from hf_spec.methods.draft_model.drafter import DraftModelConfig, DraftModelDrafter
+from hf_spec.methods.draft_model.other_tokenizer.draft_text import DraftText
+from hf_spec.methods.draft_model.other_tokenizer.text_tokens import (
+    BROKEN,
+    common_length,
+    context_start,
+)
+from hf_spec.methods.draft_model.other_tokenizer.token_map import TokenMap, TokenPair
 
 # Share of the target's tokens that a draft model must have to draft nothing else. Of SmolLM2's,
 # Gemma 3 has 94 %, and both ways bring the same; of Gemma's, SmolLM2 has 18 %.

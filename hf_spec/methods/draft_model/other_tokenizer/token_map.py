@@ -14,8 +14,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from hf_spec.methods.draft_model.other_tokenizer.text_tokens import BROKEN, TextTokens
 from hf_spec.common.errors import AssistantError
+from hf_spec.methods.draft_model.other_tokenizer.text_tokens import BROKEN, TextTokens
 
 
 @dataclass(frozen=True, eq=False)

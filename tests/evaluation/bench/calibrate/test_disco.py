@@ -14,6 +14,8 @@ from tokenizers.pre_tokenizers import Split
 
 from hf_spec import OptionError
 from hf_spec.adapters.folder import load_adapter
+from hf_spec.common.outputs import RowStats, SpecStats
+from hf_spec.common.prompts import Prompt, load_prompts
 from hf_spec.evaluation.bench.calibrate.disco import (
     calibrate_disco,
     check_prompts,
@@ -24,8 +26,6 @@ from hf_spec.evaluation.bench.calibrate.disco import (
 )
 from hf_spec.evaluation.bench.runner import Record
 from hf_spec.evaluation.bench.settings import CalibrationSettings
-from hf_spec.common.prompts import Prompt, load_prompts
-from hf_spec.common.outputs import RowStats, SpecStats
 from tests.tiny_models import build, save_disco_adapter, tokenizer
 
 SETTINGS = CalibrationSettings(

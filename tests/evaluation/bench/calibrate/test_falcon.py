@@ -12,6 +12,8 @@ import torch
 
 from hf_spec import AssistantError, FalconConfig, OptionError
 from hf_spec.adapters.folder import load_adapter, save_adapter
+from hf_spec.common.prompts import load_prompts
+from hf_spec.drafting.rank_tree import RankTree
 from hf_spec.evaluation.bench.calibrate.falcon import (
     RoundSeconds,
     accepted_paths,
@@ -23,10 +25,8 @@ from hf_spec.evaluation.bench.calibrate.falcon import (
     true_ranks,
 )
 from hf_spec.evaluation.bench.settings import TreeSettings
-from hf_spec.common.prompts import load_prompts
-from hf_spec.drafting.rank_tree import RankTree
 from hf_spec.methods.falcon.head import FalconHead
-from hf_spec.methods.falcon.shapes import FalconShape
+from hf_spec.methods.falcon.settings import FalconShape
 from hf_spec.methods.falcon.tree_choice import choose_tree
 from hf_spec.training.responses import Response
 from tests.falcon_reference import random_head

@@ -7,11 +7,16 @@ from typing import Any
 import pytest
 
 from hf_spec import FalconConfig
-from hf_spec.evaluation.bench.calibrate.falcon_rounds import Rounds, best_choice, candidates, record_rounds
 from hf_spec.drafting.rank_tree import RankTree
 from hf_spec.engine.forward.draft_tree import Verdict
-from hf_spec.methods.falcon.head import FalconHead
+from hf_spec.evaluation.bench.calibrate.falcon_rounds import (
+    Rounds,
+    best_choice,
+    candidates,
+    record_rounds,
+)
 from hf_spec.methods.falcon.drafter import FalconDrafter
+from hf_spec.methods.falcon.head import FalconHead
 from hf_spec.training.responses import Response
 from tests.falcon_reference import random_head
 from tests.methods.falcon.test_drafter import BUSHY, knowing_head

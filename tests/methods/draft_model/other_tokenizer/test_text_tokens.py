@@ -7,7 +7,11 @@ from typing import Any
 import pytest
 
 from hf_spec import OptionError
-from hf_spec.methods.draft_model.other_tokenizer.text_tokens import CONTEXT_CHARACTERS, TextTokens, context_start
+from hf_spec.methods.draft_model.other_tokenizer.text_tokens import (
+    CONTEXT_CHARACTERS,
+    TextTokens,
+    context_start,
+)
 from tests.other_tokenizers import KINDS, TEXTS, bpe, unigram, wordpiece
 
 

@@ -1,1 +1,0 @@
-"""Heads that others have published: their weights read, run beside a target."""

@@ -1,0 +1,51 @@
+"""Settings of the training of DISCO classifiers, and the features that they read."""
+
+# Imports neither torch nor transformers, see `hf_spec.common.settings`.
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from hf_spec.common.errors import OptionError
+from hf_spec.common.settings import Count, Internal, Settings, Share, Weight
+
+# Number of probabilities among the features, and the columns of each group of features.
+TOP = 10
+FEATURES = {"top_probs": slice(0, TOP), "entropy": slice(TOP, TOP + 1), "position": slice(-1, None)}
+
+
+@dataclass(frozen=True)
+class DiscoTrainSettings(Settings):
+    """What DISCO's classifier learns and how.
+
+    Attributes:
+        labels: whether the tokens agree (hard), or the probability of acceptance (soft).
+        hidden_size: of the classifier.
+        class_weights: weigh accepted tokens so that both classes count the same.
+        validation_share: share of the prompts held back, drawn with `seed`.
+        learning_rate, weight_decay: of AdamW.
+        batch_size: positions.
+        max_epochs: most passes over the data.
+        patience: epochs without a lower validation loss after which training ends.
+        seed: of the split, the first weights and the order of the data.
+        threshold, max_draft_tokens: what the adapter says until it is calibrated.
+    """
+
+    labels: Literal["hard", "soft"] = "hard"
+    hidden_size: Internal[Count] = 32
+    class_weights: Internal[bool] = True
+    validation_share: Internal[Share] = 0.15
+    learning_rate: Internal[Weight] = 1e-3
+    weight_decay: Internal[Weight] = 0.01
+    batch_size: Internal[Count] = 1024
+    max_epochs: Internal[Count] = 100
+    patience: Internal[Count] = 5
+    seed: int = 0
+    threshold: Internal[Share] = 0.5
+    max_draft_tokens: Internal[Count] = 10
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.validation_share < 1:
+            raise OptionError(f"validation_share={self.validation_share!r} must be between 0 and 1")

@@ -1,0 +1,110 @@
+"""Settings of Falcon heads and their training."""
+
+# Imports neither torch nor transformers, see `hf_spec.common.settings`.
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from hf_spec.common.errors import OptionError
+from hf_spec.common.settings import Count, Internal, Named, Settings, Share, Weight, Within
+from hf_spec.training.settings import TrainSettings
+
+FALCON_RUN = TrainSettings(epochs=8, learning_rate=2e-3)
+
+
+@dataclass(frozen=True)
+class FalconShape(Settings):
+    """What a Falcon head is built from.
+
+    Attributes:
+        block_size: tokens drafted per pass, k.
+        num_layers: attention layers of the head, copies of the target's last ones before training.
+        recurrent: carry the LSTM's state along the text, as in the paper; the released code begins
+            again at every pair.
+        fused: read three earlier states of the target as well, as EAGLE-3 does (Li et al. 2025,
+            arXiv 2503.01840); the paper reads the last one.
+        dropout: between the LSTM layers, in training.
+    """
+
+    block_size: Annotated[int, Within(1, 4)] = 2
+    num_layers: Annotated[Count, Named("layers")] = 1
+    recurrent: bool = False
+    fused: bool = False
+    dropout: Internal[Share] = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dropout == 1:
+            raise OptionError(f"dropout={self.dropout!r} must be below 1")
+
+
+@dataclass(frozen=True)
+class CsgdSettings(Settings):
+    """What a Falcon head is taught; `hf_spec.methods.falcon.csgd` explains the choices.
+
+    Attributes:
+        schedule: of the share of glanced inputs; steps lets it fall to 0 within any number of
+            epochs, off replaces none. See hf_spec.methods.falcon.csgd.
+        noise: on the input features; see hf_spec.methods.falcon.csgd.
+        hard_label: the token in the data, or one drawn from the target.
+        replaced_token: put in by glancing: the target's first choice, or the token in the data.
+        feature_weight: of the feature loss, a smooth L1 distance.
+        soft_weight: of the cross-entropy with the target's distribution.
+        hard_weight: of the cross-entropy with the one right token.
+        soft_temperature: of the head's scores in the soft loss; in the released code 0.95.
+        own_features: share of the blocks fed with features that the head itself predicted.
+        own_passes: passes in a row that predict them, each from those of the one before it.
+        feature_scale: features are compared as they are (raw), or each dimension in units of its
+            root mean square.
+        learn_replaced: learn from replaced places, too, which were given their own answers.
+    """
+
+    schedule: Annotated[Literal["paper", "released", "steps", "off"], Named("csgd")] = "paper"
+    noise: Literal["paper", "released", "off"] = "paper"
+    hard_label: Literal["token", "gumbel"] = "token"
+    replaced_token: Literal["teacher", "data"] = "teacher"
+    feature_weight: Weight = 1.0
+    soft_weight: Weight = 0.09
+    hard_weight: Weight = 0.01
+    soft_temperature: Weight = 1.0
+    own_features: Share = 0.0
+    own_passes: Count = 1
+    feature_scale: Literal["raw", "dimension"] = "raw"
+    learn_replaced: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.soft_temperature == 0:
+            raise OptionError(f"soft_temperature={self.soft_temperature!r} must be positive")
+
+    def share(self, epoch: int, num_epochs: int, done: float = 0.0) -> float:
+        """Lambda in an epoch counted from 0, of a run that has done such a share of its steps."""
+        left = (num_epochs - epoch) / num_epochs
+        by_step = 0.4 * (1 - done)
+        shares = {"paper": 0.4 * left, "released": 0.35 * left + 0.1, "steps": by_step, "off": 0.0}
+        return shares[self.schedule]
+
+
+@dataclass(frozen=True)
+class FalconTrainSettings(Settings):
+    """What a Falcon head is trained to be.
+
+    Attributes:
+        shape: shape of the head.
+        csgd: what it is taught.
+        vocabulary_size: most frequent tokens that it can propose; None for all.
+        keep_vocabulary: propose the tokens of the head to go on from, whatever these answers have.
+        max_context: last tokens of a prompt that are read in training; None for all.
+        max_depth: tokens that one draft may have, written into the adapter.
+        held_back: share of the prompts kept for evaluation, chosen by a hash of their ids.
+    """
+
+    shape: FalconShape = field(default_factory=FalconShape)
+    csgd: CsgdSettings = field(default_factory=CsgdSettings)
+    vocabulary_size: Annotated[Count | None, Named("vocabulary")] = 8192
+    keep_vocabulary: bool = False
+    max_context: Count | None = 64
+    max_depth: Internal[Count] = 8
+    held_back: Internal[Share] = 0.03

@@ -1,1 +1,0 @@
-"""Neural parts: draft models, and the heads and adapters of the trained methods."""
