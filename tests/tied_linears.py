@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from hf_spec.backend.cpu import packed_products
 from hf_spec.backend.cpu.packed_copies import clear_cpu_packing, set_cpu_packing
-from hf_spec.engine.fast.packed_linear import fast_cpu_linears, fast_products
+from hf_spec.engine.fast.packed_linear import install_packed_linears, use_packed_linears
 
 WIDTH = 256
 
@@ -56,5 +56,5 @@ def run(model: nn.Module, rows: int = 8) -> Tensor:
 
 @torch.no_grad()
 def run_fast(model: nn.Module, rows: int = 8) -> Tensor:
-    with fast_cpu_linears(model), fast_products():
+    with install_packed_linears(model), use_packed_linears():
         return run(model, rows)

@@ -42,8 +42,8 @@ def _drafts(
 
     with monkeypatch.context() as patch:
         patch.setattr(kind, "draft", draft)
-        patch.setattr(kind, "runs_unwatched", way)
-        patch.setattr(kind, "probabilities" if way else "unwatched", nothing)
+        patch.setattr(kind, "supports_device_growth", way)
+        patch.setattr(kind, "probabilities" if way else "propose_on_device", nothing)
         torch.manual_seed(0)
         run()
     return found

@@ -256,7 +256,7 @@ def collect_stats() -> Iterator[list[SpecStats]]:
         _collecting.reset(token)
 
 
-def hand_in(stats: SpecStats) -> None:
+def publish_stats(stats: SpecStats) -> None:
     """Add the statistics of a generation that has ended to those collected."""
     found = _collecting.get()
     if found is not None:

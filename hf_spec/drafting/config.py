@@ -159,7 +159,7 @@ class PolicyConfig(StrategyConfig):
             )
 
     @property
-    def weighs_nodes(self) -> bool:
+    def selects_nodes_by_cost(self) -> bool:
         """Whether as many nodes of a tree are sent as are worth their time."""
         return getattr(self, "max_nodes", None) == AUTO
 
@@ -170,7 +170,7 @@ class PolicyConfig(StrategyConfig):
         sizes: dict[str, Any] = dict(self.longest if policy == MEASURED else self.usual)
         if policy == "disco":
             sizes.pop("max_draft_tokens", None)
-        if measures and self.weighs_nodes and "max_nodes" in sizes:
+        if measures and self.selects_nodes_by_cost and "max_nodes" in sizes:
             sizes["max_nodes"] = self.longest["max_nodes"]
         sizes = {name: n for name, n in sizes.items() if getattr(self, name) in (None, AUTO)}
         return dataclasses.replace(self, length_policy=policy, **sizes)

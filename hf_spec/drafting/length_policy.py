@@ -9,8 +9,8 @@
 `head`          stop after the first token that the drafter's own confidence head gives a chance
                 of acceptance below the threshold (DSpark; `hf_spec.methods.block.markov`)
 `measured`      stop where the next level is not worth its time
-(`hf_spec.drafting.cost_model.cost_model_drafter`) ==============
-================================================================================
+                (`hf_spec.drafting.cost_model.cost_model_drafter`)
+==============  ================================================================================
 
 Others are added from outside with `register_policy`, as is DISCO's classifier. A policy is asked
 after every drafted token, the first one included; the token it stops after is still sent to the
@@ -32,7 +32,7 @@ from hf_spec.common.errors import OptionError, choices
 from hf_spec.drafting.cost_model.acceptance_stats import (
     EXPECTATION_WEIGHT,
     PROBABILITY_KINDS,
-    Shares,
+    DecayedRates,
     shares_of_levels,
 )
 from hf_spec.engine.forward.draft_tree import Verdict
@@ -210,8 +210,8 @@ class MeasuredPolicy(LengthPolicy):
             self._went_on[row].count(None, level <= reached)
 
 
-def _shares_of_tenths() -> Shares:
-    return Shares(lambda kind: (kind + 0.5) / PROBABILITY_KINDS, EXPECTATION_WEIGHT)
+def _shares_of_tenths() -> DecayedRates:
+    return DecayedRates(lambda kind: (kind + 0.5) / PROBABILITY_KINDS, EXPECTATION_WEIGHT)
 
 
 def _tenth(probability: float) -> int:

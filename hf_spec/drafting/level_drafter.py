@@ -71,10 +71,10 @@ class LevelConfig(PolicyConfig):
         return TreeShape(**{n: value for n, value in given.items() if value not in (None, AUTO)})
 
     @property
-    def weighs_nodes(self) -> bool:
+    def selects_nodes_by_cost(self) -> bool:
         """Not of trees of ranks, which are given node by node, nor of what is drawn at random."""
         grows = self.shape.tree is None and self.shape.children > 1
-        return super().weighs_nodes and grows and not self.draws
+        return super().selects_nodes_by_cost and grows and not self.draws
 
     @property
     def sampling_rule(self) -> type[Verifier] | None:
@@ -129,11 +129,11 @@ class LevelDrafter(Drafter):
         """
 
     @property
-    def runs_unwatched(self) -> bool:
-        """Whether `unwatched` serves, and spares the host waiting for a device."""
+    def supports_device_growth(self) -> bool:
+        """Whether `propose_on_device` serves, and spares the host waiting for a device."""
         return False
 
-    def unwatched(self, state: GenerationState, growing: DeviceGrowth) -> Tensor:
+    def propose_on_device(self, state: GenerationState, growing: DeviceGrowth) -> Tensor:
         """The same of the nodes that run next, whose tokens the device alone knows."""
         raise NotImplementedError
 
@@ -200,7 +200,7 @@ class LevelDrafter(Drafter):
         if levels and self._unwatched(max(levels.values())):
             self._grow_unwatched(state, growths, levels)
         else:
-            self._grow_watched(state, growths, levels)
+            self._grow_on_host(state, growths, levels)
         # Paths over merge edges may be deeper than what was drafted: this is what merging is for.
         self._sent = {
             row: growth.graph.spell_out()
@@ -255,7 +255,7 @@ class LevelDrafter(Drafter):
         scattered = self.samples and self.shape.children > 1
         if asks or scattered or self.processors.reads_prefix:
             return False
-        return self.runs_unwatched and self._plans.fit(depth)
+        return self.supports_device_growth and self._plans.fit(depth)
 
     def _grow_unwatched(
         self, state: GenerationState, growths: Mapping[int, Growth], limits: Mapping[int, int]
@@ -264,14 +264,14 @@ class LevelDrafter(Drafter):
         growing = DeviceGrowth(self._plans, limits)
         going_on = True
         while going_on:
-            probs = self.unwatched(state, growing)
+            probs = self.propose_on_device(state, growing)
             tokens, chances = self._likeliest(probs)
             growing.add(tokens, chances, probs if self.samples else None)
             going_on = growing.descend()
         for level in growing.fetch():
             level.hang(growths, state.stop.ends_sequence)
 
-    def _grow_watched(
+    def _grow_on_host(
         self, state: GenerationState, growths: Mapping[int, Growth], limits: Mapping[int, int]
     ) -> None:
         """Run a level, hang up what it found, and see how to go on."""

@@ -21,7 +21,7 @@ from hf_spec.drafting.device_growth import DeviceGrowth
 from hf_spec.drafting.length_policy import HeadPolicy, LengthPolicy
 from hf_spec.drafting.level_drafter import Graphs, LevelConfig, LevelDrafter, Owners
 from hf_spec.engine.decode.generation_state import GenerationState
-from hf_spec.engine.fast.packed_linear import fast_products
+from hf_spec.engine.fast.packed_linear import use_packed_linears
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
 from hf_spec.engine.forward.output import ForwardOutput
 
@@ -141,7 +141,7 @@ class ProposalDrafter(LevelDrafter):
         self._make_runner = make_runner
         self.hidden_layers = tuple(dict.fromkeys(head.hidden_layers))
         self.max_depth = min(self.max_depth, head.num_levels)
-        self.no_candidates = (
+        self.assisted_refusal_reason = (
             "the head needs the target's hidden states, which assisted decoding does not hand on; "
             f"use spec_strategy={config.strategy!r}"
         )
@@ -195,7 +195,7 @@ class ProposalDrafter(LevelDrafter):
             return self._proposals.confidence
         return super().scores(probs, positions)
 
-    @fast_products(rounded=True)
+    @use_packed_linears(rounded=True)
     def probabilities(self, state: GenerationState, graphs: Graphs, owners: Owners) -> Tensor:
         """(nodes, V) float32: what the head proposes after each (row, node), processed."""
         if owners[0][1] == 0:
@@ -211,12 +211,12 @@ class ProposalDrafter(LevelDrafter):
         return self.processed(state, graphs, owners, logits)
 
     @property
-    def runs_unwatched(self) -> bool:
+    def supports_device_growth(self) -> bool:
         """On a GPU."""
         return self._runner.device.type in transfer.ASYNCHRONOUS
 
-    @fast_products(rounded=True)
-    def unwatched(self, state: GenerationState, growing: DeviceGrowth) -> Tensor:
+    @use_packed_linears(rounded=True)
+    def propose_on_device(self, state: GenerationState, growing: DeviceGrowth) -> Tensor:
         """(nodes, V) float32: what the head proposes after each node that runs next."""
         device, tokens = self._runner.device, growing.tokens
         if tokens is None:

@@ -162,7 +162,7 @@ class Growth:
         return hung
 
 
-def ran_of(graph: TokenGraph, ran: Sequence[int]) -> tuple[list[int], list[int]]:
+def expanded_subtree(graph: TokenGraph, ran: Sequence[int]) -> tuple[list[int], list[int]]:
     """Tokens of the nodes of a graph that ran, and where among these their parents are."""
     places = {node: place for place, node in enumerate(ran)}
     parents = [places.get(graph.parents[node], -1) for node in ran]

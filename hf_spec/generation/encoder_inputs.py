@@ -26,7 +26,7 @@ from hf_spec.generation.own_prefill import Prompt
 ENCODER_INPUTS = {"inputs", "input_features", "attention_mask", "encoder_outputs"}
 
 
-def of_decoder(model: PreTrainedModel, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def decoder_kwargs(model: PreTrainedModel, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a call without those of the encoder, named as for decoder-only models."""
     if not model.config.is_encoder_decoder:
         return dict(arguments)
@@ -38,7 +38,7 @@ def of_decoder(model: PreTrainedModel, arguments: Mapping[str, Any]) -> dict[str
     }
 
 
-def hand_out(
+def share_encoder_output(
     target: ModelRunner, drafter: Drafter, prompt: Prompt, read: Callable[..., Prompt] | None
 ) -> None:
     """Let the decoders of target and draft models attend to what the encoder made of the input.

@@ -22,7 +22,7 @@ from hf_spec.backend.device.distributed_checks import check_ranks
 from hf_spec.backend.device.placement import execution_device
 from hf_spec.common.compat import CACHE_NAMES
 from hf_spec.common.errors import OptionError, UnsupportedError
-from hf_spec.common.outputs import SpecBatchOutput, SpecRequestOutput, SpecStats, hand_in
+from hf_spec.common.outputs import SpecBatchOutput, SpecRequestOutput, SpecStats, publish_stats
 from hf_spec.drafting.config import StrategyConfig
 from hf_spec.engine.decode.continuous_batching import ContinuousBatch, Prepared, Request
 from hf_spec.engine.decode.drafter import Drafter
@@ -32,7 +32,7 @@ from hf_spec.engine.forward.row_batch import BATCHING
 from hf_spec.engine.forward.vocabulary import num_embeddings
 from hf_spec.generation import own_prefill
 from hf_spec.generation.call_checks import Settings, check_batch_streamer, check_inputs
-from hf_spec.generation.settling import settle, with_own_storage, without_tokenizers
+from hf_spec.generation.settling import settle, stop_strings_to_criteria, with_own_storage
 
 # Sequences at a time where the call does not say.
 MAX_BATCH = 8
@@ -119,7 +119,7 @@ def settle_batch(
     call = GenerateBatchCall.read(
         model, config.batching, settings, with_own_storage(settings, given)
     )
-    arguments = without_tokenizers(settings["stop_strings"], call.arguments)
+    arguments = stop_strings_to_criteria(settings["stop_strings"], call.arguments)
     return config, replace(call, arguments=arguments)
 
 
@@ -166,7 +166,7 @@ def run_continuous_batch(batch: ContinuousBatch | None, progress_bar: bool) -> S
             ended = batch.step()
             found.update((output.request_id, output) for output in ended)
             bar.update(len(ended))
-    hand_in(batch.stats)
+    publish_stats(batch.stats)
     return SpecBatchOutput([found[name] for name in batch.request_ids], batch.stats)
 
 

@@ -27,7 +27,7 @@ from hf_spec.engine.forward import tree_attention as attention
 from hf_spec.generation import peft_hook
 from hf_spec.generation.call_checks import check_arguments, check_streamer
 from hf_spec.generation.call_signature import describe
-from hf_spec.generation.encoder_inputs import of_decoder, read_input
+from hf_spec.generation.encoder_inputs import decoder_kwargs, read_input
 from hf_spec.generation.generate_batch import (
     make_continuous_batch,
     run_continuous_batch,
@@ -36,10 +36,10 @@ from hf_spec.generation.generate_batch import (
 from hf_spec.generation.one_call import generate_with
 from hf_spec.generation.own_prefill import read_prompt
 from hf_spec.generation.settling import (
-    make_ready,
+    build_drafter,
     settle,
+    stop_strings_to_criteria,
     with_own_storage,
-    without_tokenizers,
 )
 from hf_spec.generation.target_checks import check_batching
 
@@ -270,12 +270,12 @@ def speculate(
     assistant = given.pop("assistant")
     config, settings = settle(model, strategy, given)
     check_batching(model, config.batching)
-    check_arguments(of_decoder(model, given))
+    check_arguments(decoder_kwargs(model, given))
     streamer = given.get("streamer")
     check_streamer(streamer)
-    drafter = make_ready(config, model, assistant, given)
+    drafter = build_drafter(config, model, assistant, given)
     watch(drafter)
-    given = without_tokenizers(settings["stop_strings"], with_own_storage(settings, given))
+    given = stop_strings_to_criteria(settings["stop_strings"], with_own_storage(settings, given))
 
     read = functools.partial(read_prompt, original, given)
     if model.config.is_encoder_decoder:
@@ -313,5 +313,5 @@ def _continuous_batch(
     config, call = settle_batch(model, strategy, given)
     if not call.requests:
         return None
-    drafter = make_ready(config, model, assistant, given)
+    drafter = build_drafter(config, model, assistant, given)
     return make_continuous_batch(generate, model, drafter, call)

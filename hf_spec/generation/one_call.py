@@ -11,7 +11,7 @@ from transformers import Cache, DynamicCache, EncoderDecoderCache, GenerationCon
 
 from hf_spec.backend.device.distributed_checks import check_ranks
 from hf_spec.common.compat import CACHE_NAME, find_cache
-from hf_spec.common.outputs import SpecEncoderDecoderOutput, SpecGenerateOutput, hand_in
+from hf_spec.common.outputs import SpecEncoderDecoderOutput, SpecGenerateOutput, publish_stats
 from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.logits_processors import check_processors
@@ -24,7 +24,7 @@ from hf_spec.engine.models.internal_positions import padding_of
 from hf_spec.engine.models.latent_kv import caches_latents
 from hf_spec.generation import own_prefill
 from hf_spec.generation.call_checks import check_inputs, check_padding, check_streamer
-from hf_spec.generation.encoder_inputs import hand_out, of_decoder
+from hf_spec.generation.encoder_inputs import decoder_kwargs, share_encoder_output
 from hf_spec.generation.own_prefill import Prompt
 
 
@@ -61,7 +61,7 @@ def generate_with(  # noqa: PLR0913 - the signature that generate() calls
     Raises:
         UnsupportedError: if something here cannot be served exactly.
     """
-    prompt_kwargs = of_decoder(model, model_kwargs)
+    prompt_kwargs = decoder_kwargs(model, model_kwargs)
     attention_mask = prompt_kwargs.get("attention_mask")
     if attention_mask is None:
         attention_mask = torch.ones_like(input_ids)
@@ -99,7 +99,7 @@ def generate_with(  # noqa: PLR0913 - the signature that generate() calls
     wants_cache &= not caches_latents(model)
     with compiling(drafter.compile), target.active(), drafter.active(state):
         if model.config.is_encoder_decoder:
-            hand_out(target, drafter, prompt, read)
+            share_encoder_output(target, drafter, prompt, read)
         verifier = drafter.make_verifier(logits_processor, num_rows)
         if alone:
             own_prefill.first_round(prompt, target, drafter, verifier, state, read)
@@ -109,7 +109,7 @@ def generate_with(  # noqa: PLR0913 - the signature that generate() calls
             count_models(state.stats, target, drafter)
             # Afterwards the storage may be that of another call.
             output[CACHE_NAME] = _export(target, state, cache)
-    hand_in(state.stats)
+    publish_stats(state.stats)
     if as_dict and model.config.is_encoder_decoder:
         return SpecEncoderDecoderOutput.of(output)
     return output if as_dict else output.sequences

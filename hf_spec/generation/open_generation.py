@@ -13,7 +13,7 @@ from hf_spec.engine.decode.continuous_batching import Prepared, Request
 from hf_spec.engine.decode.open_batch import OpenBatch
 from hf_spec.generation.generate_batch import prepare_request, settle_batch
 from hf_spec.generation.hook import original_generate
-from hf_spec.generation.settling import make_ready, settle
+from hf_spec.generation.settling import build_drafter, settle
 from hf_spec.methods.registry import parse_strategy
 
 
@@ -66,4 +66,4 @@ class OpenGeneration:
 
     def _make_drafter(self) -> Any:
         given = {"tokenizer": self._tokenizer}
-        return make_ready(self.config, self.model, self.assistant, given)
+        return build_drafter(self.config, self.model, self.assistant, given)

@@ -76,7 +76,7 @@ def with_own_storage(settings: Settings, given: dict[str, Any]) -> dict[str, Any
     return {**given, "cache_implementation": None} if static else given
 
 
-def make_ready(
+def build_drafter(
     config: StrategyConfig, model: PreTrainedModel, assistant: Any, given: dict[str, Any]
 ) -> Drafter:
     """Build the drafter of a call from its assistant and tokenizers, and prepare the target."""
@@ -107,7 +107,7 @@ def _what_drafts(config: StrategyConfig) -> str:
     return ""
 
 
-def without_tokenizers(strings: Any, given: dict[str, Any]) -> dict[str, Any]:
+def stop_strings_to_criteria(strings: Any, given: dict[str, Any]) -> dict[str, Any]:
     """Turn stop strings into a criterion here, because tokenizers do not get through."""
     given = dict(given)
     given.pop("assistant_tokenizer", None)

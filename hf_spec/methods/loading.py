@@ -25,7 +25,7 @@ from hf_spec.adapters.published import (
 )
 from hf_spec.common.errors import AssistantError, HubError, OptionError, SpecError, UnsupportedError
 from hf_spec.common.hub import load_named
-from hf_spec.engine.forward.model_cache import made_once
+from hf_spec.engine.forward.model_cache import cached_per_model
 from hf_spec.engine.forward.vocabulary import PADDED_ROWS, num_embeddings
 from hf_spec.engine.models.cross_attention import attends_to_encoder, is_lone_decoder
 from hf_spec.engine.models.support_checks import check_model
@@ -169,7 +169,7 @@ def resolve_published(
         head = _checked(assistant, assistant.name, strategy, kinds)
         read_so = replace(head, reading=reading or head.reading)
         key = (head, read_so.reading, target.device, target.dtype)
-        return made_once(target, key, lambda: build_published(read_so, target))
+        return cached_per_model(target, key, lambda: build_published(read_so, target))
     if assistant is not None and getattr(assistant, "strategy", None) == strategy:
         if reading:
             raise OptionError(
@@ -212,7 +212,7 @@ def strategy_of(name: str) -> str:
 def read_once(
     target: PreTrainedModel, method: Hashable, name: str, read: Callable[[], Made]
 ) -> Made:
-    """What `read` gives for the adapter in a folder or repository, kept as by `made_once`.
+    """What `read` gives for the adapter in a folder or repository, kept as by `cached_per_model`.
 
     It is read again if weights or configs in the folder, or the target's device or dtype, have
     changed.
@@ -221,7 +221,7 @@ def read_once(
     kinds = ("*.safetensors", "*.json") if folder.is_dir() else ()
     files = sorted(file for kind in kinds for file in folder.glob(kind))
     stamp = tuple((file.name, file.stat().st_mtime_ns) for file in files if file.is_file())
-    return made_once(target, (method, name, stamp, target.device, target.dtype), read)
+    return cached_per_model(target, (method, name, stamp, target.device, target.dtype), read)
 
 
 def adapter_module(
@@ -247,7 +247,7 @@ def build(adapter: SpecAdapter, target: PreTrainedModel) -> Any:
     or belongs to another model is an `AssistantError`.
     """
     key = (adapter, target.device, target.dtype)
-    return made_once(target, key, lambda: _build(adapter, target))
+    return cached_per_model(target, key, lambda: _build(adapter, target))
 
 
 def find_assistant(assistant: Any, target: PreTrainedModel, methods: Collection[str] | None) -> Any:
@@ -270,7 +270,9 @@ def find_assistant(assistant: Any, target: PreTrainedModel, methods: Collection[
     if isinstance(assistant, str) and not assistant.strip():
         raise AssistantError(f"assistant={assistant!r} names nothing; give a folder or a Hub id")
     if (count := named_layers(assistant)) is not None:
-        return made_once(target, (named_layers, count), lambda: truncated_draft(target, count))
+        return cached_per_model(
+            target, (named_layers, count), lambda: truncated_draft(target, count)
+        )
     if assistant is not None:
         return assistant
     fitting = [a for a in active_adapters(target) if methods is None or a.method in methods]

@@ -31,18 +31,18 @@ CPU = torch.device("cpu")
 class OfTable(LevelDrafter):
     """What follows a token depends on it, on its depth and on its row; all of them are distinct."""
 
-    def __init__(self, shape: TreeShape, table: Tensor, unwatched: bool):
+    def __init__(self, shape: TreeShape, table: Tensor, propose_on_device: bool):
         class Config(LevelConfig):
             pass
 
         Config.shape = shape  # type: ignore[assignment, method-assign]
         super().__init__(Config(), LengthPolicy(len(table)))
         self.table = table
-        self._unseen = unwatched
+        self._unseen = propose_on_device
         self.seen: list[tuple[list[int], list[int], Tensor | None]] = []
 
     @property
-    def runs_unwatched(self) -> bool:
+    def supports_device_growth(self) -> bool:
         return self._unseen
 
     def probabilities(self, state: Any, graphs: Graphs, owners: Owners) -> Tensor:
@@ -50,7 +50,7 @@ class OfTable(LevelDrafter):
         depth = graphs[owners[0][0]].depth[owners[0][1]]
         return self.table[depth, [row for row, _ in owners], tokens]
 
-    def unwatched(self, state: GenerationState, growing: DeviceGrowth) -> Tensor:
+    def propose_on_device(self, state: GenerationState, growing: DeviceGrowth) -> Tensor:
         rows, given = growing.owners, growing.tokens
         if given is None:
             given = torch.tensor([state.tokens[row][-1] % SIZE for row in rows])
@@ -70,10 +70,14 @@ def table(depth: int, seed: int, zeros: bool) -> Tensor:
 
 
 def drafted(
-    shape: TreeShape, limits: dict[int, int], given: Tensor, ends: list[int], unwatched: bool
+    shape: TreeShape,
+    limits: dict[int, int],
+    given: Tensor,
+    ends: list[int],
+    propose_on_device: bool,
 ) -> tuple[DraftTree, OfTable]:
     state = start(ragged_batch(LENGTHS), eos=ends)
-    drafter = OfTable(shape, given, unwatched)
+    drafter = OfTable(shape, given, propose_on_device)
     with drafter.active(state):
         return drafter.draft(state, limits), drafter
 

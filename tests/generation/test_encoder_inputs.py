@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hf_spec.engine.forward.runner import ModelRunner
-from hf_spec.generation.encoder_inputs import of_decoder, read_input
+from hf_spec.generation.encoder_inputs import decoder_kwargs, read_input
 from hf_spec.generation.own_prefill import Prompt
 from tests.targets.whisper_cases import build, own_encoder, sound
 from tests.tiny_models import build as build_text
@@ -14,8 +14,8 @@ GIVEN = {"inputs": 1, "attention_mask": 2, "decoder_attention_mask": 3, "use_cac
 
 
 def test_the_names_of_other_models() -> None:
-    assert of_decoder(build(), GIVEN) == {"attention_mask": 3, "use_cache": True}
-    assert of_decoder(build_text("llama"), GIVEN) == GIVEN
+    assert decoder_kwargs(build(), GIVEN) == {"attention_mask": 3, "use_cache": True}
+    assert decoder_kwargs(build_text("llama"), GIVEN) == GIVEN
 
 
 def test_what_a_draft_model_with_an_encoder_reads() -> None:
@@ -28,7 +28,7 @@ def test_what_a_draft_model_with_an_encoder_reads() -> None:
 
 
 def test_a_text_model_hears_nothing() -> None:
-    """It drafts by the text alone; `hand_out` leaves it as it is."""
+    """It drafts by the text alone; `share_encoder_output` leaves it as it is."""
     from hf_spec.generation.encoder_inputs import _attend
 
     ids = torch.zeros(1, 1, dtype=torch.long)

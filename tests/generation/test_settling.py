@@ -10,10 +10,10 @@ from transformers.generation import StoppingCriteriaList, StopStringCriteria
 from hf_spec import AssistantError, LookupConfig, OptionError, UnsupportedError
 from hf_spec.generation.settling import (
     REFUSED_ARGUMENTS,
-    make_ready,
+    build_drafter,
     settle,
+    stop_strings_to_criteria,
     with_own_storage,
-    without_tokenizers,
 )
 from hf_spec.methods.lookup.drafter import LookupDrafter
 from hf_spec.methods.registry import parse_strategy
@@ -44,9 +44,11 @@ def test_a_static_cache_is_not_reserved() -> None:
 
 def test_drafters_and_what_they_lack() -> None:
     model = tiny_models.build("llama")
-    assert isinstance(make_ready(LookupConfig(max_draft_tokens=5), model, None, {}), LookupDrafter)
+    assert isinstance(
+        build_drafter(LookupConfig(max_draft_tokens=5), model, None, {}), LookupDrafter
+    )
     with pytest.raises(AssistantError, match="needs assistant"):
-        make_ready(parse_strategy("draft"), model, None, {})
+        build_drafter(parse_strategy("draft"), model, None, {})
 
 
 @pytest.mark.parametrize(
@@ -64,14 +66,14 @@ def test_drafters_and_what_they_lack() -> None:
 )
 def test_who_lacks_an_assistant_hears_where_to_get_one(strategy: str, way_out: str) -> None:
     with pytest.raises(AssistantError, match=f"'{strategy}' needs assistant=.*{way_out}"):
-        make_ready(parse_strategy(strategy), tiny_models.build("llama"), None, {})
+        build_drafter(parse_strategy(strategy), tiny_models.build("llama"), None, {})
 
 
 @pytest.mark.parametrize("strategy", ["draft", "falcon", "eagle", "auto"])
 @pytest.mark.parametrize("name", ["", " "])
 def test_an_empty_name_is_no_folder(strategy: str, name: str) -> None:
     with pytest.raises(AssistantError, match=f"assistant='{name}' names nothing"):
-        make_ready(parse_strategy(strategy), tiny_models.build("llama"), name, {})
+        build_drafter(parse_strategy(strategy), tiny_models.build("llama"), name, {})
 
 
 def test_options_of_the_strategy_are_not_for_generate() -> None:
@@ -96,13 +98,13 @@ def test_what_cannot_be_called_is_said_before_the_first_forward(
 
 def test_stop_strings_become_a_criterion() -> None:
     tokenizer = tiny_models.tokenizer()
-    found = without_tokenizers(["ba"], {"tokenizer": tokenizer, "max_new_tokens": 3})
+    found = stop_strings_to_criteria(["ba"], {"tokenizer": tokenizer, "max_new_tokens": 3})
     assert set(found) == {"stopping_criteria", "stop_strings", "max_new_tokens"}
     assert found["stop_strings"] is None
     assert [type(one) for one in found["stopping_criteria"]] == [StopStringCriteria]
     own = StoppingCriteriaList(found["stopping_criteria"])
-    again = without_tokenizers(["be"], {"tokenizer": tokenizer, "stopping_criteria": own})
+    again = stop_strings_to_criteria(["be"], {"tokenizer": tokenizer, "stopping_criteria": own})
     assert list(again["stopping_criteria"]) == list(own)
-    assert without_tokenizers(None, {"assistant_tokenizer": tokenizer}) == {}
+    assert stop_strings_to_criteria(None, {"assistant_tokenizer": tokenizer}) == {}
     with pytest.raises(OptionError, match="tokenizer"):
-        without_tokenizers(["ba"], {})
+        stop_strings_to_criteria(["ba"], {})

@@ -17,7 +17,7 @@ from hf_spec import UnsupportedError
 from hf_spec.adapters.folder import BaseModel, save_adapter
 from hf_spec.backend.cpu.packed_copies import cpu_packing_bytes
 from hf_spec.backend.device.placement import dense_copy
-from hf_spec.engine.fast.packed_linear import fast_cpu_linears, fast_products
+from hf_spec.engine.fast.packed_linear import install_packed_linears, use_packed_linears
 from hf_spec.methods.draft_model.trained import TrainableDraft
 from hf_spec.methods.falcon.head import FalconHead, FalconShape
 from hf_spec.methods.feature_pairs.draft_head import FewTokensHead
@@ -124,7 +124,7 @@ def test_quantisation_changes_the_output(folder: Path) -> None:
 def test_quantised_layers_are_not_packed(kind: str, folder: Path) -> None:
     model = load(folder, kind)
     hf_spec.clear_cpu_packing()
-    with fast_cpu_linears(model), fast_products():
+    with install_packed_linears(model), use_packed_linears():
         changed = {name for name, m in model.named_modules() if "forward" in m.__dict__}
         assert changed <= {"lm_head"}
         assert cpu_packing_bytes() <= model.lm_head.weight.nbytes

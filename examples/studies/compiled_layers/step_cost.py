@@ -21,7 +21,7 @@ from transformers import DynamicCache, PreTrainedModel
 import hf_spec
 from examples.studies import timing
 from hf_spec.common.compat import CACHE_NAME
-from hf_spec.engine.fast.packed_linear import fast_cpu_linears, fast_products
+from hf_spec.engine.fast.packed_linear import install_packed_linears, use_packed_linears
 from hf_spec.evaluation.bench.step_cost import tree_of
 from hf_spec.evaluation.bench.tables import Table
 
@@ -42,7 +42,7 @@ def products(model: PreTrainedModel, context: list[int]) -> Iterator[Step]:
 
     widths = {linear.in_features for linear in linears}
     states = {(w, n): torch.ones(1, n, w) for w in widths for n in COUNTS}
-    with fast_cpu_linears(model), fast_products():
+    with install_packed_linears(model), use_packed_linears():
         yield run
 
 

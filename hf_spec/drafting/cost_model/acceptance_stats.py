@@ -3,8 +3,8 @@
 A *source* is a drafter with a memory of how it fared, per row. Of every node it proposes it says
 how likely the target is to go there: the product along the path of the shares of nodes of the same
 kind that were accepted after an accepted parent. Kinds are the drafter's own probability in tenths
-or, where it has none, depth and rank. Shares decay, and begin with what earlier generations of the
-model came to (`Fared`), the first one with an expectation.
+or, where it has none, depth and rank. DecayedRates decay, and begin with what earlier generations
+of the model came to (`AcceptanceStats`), the first one with an expectation.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NODES_PER_LEVEL = 4
 DEPTH_KINDS, RANK_KINDS = 3, 2
 
 
-class Shares:
+class DecayedRates:
     """How often things of each kind came true, old trials counting less.
 
     The `expected` share of a kind counts for `weight` trials, one trial for `decay` of the next.
@@ -66,7 +66,7 @@ class Shares:
         counted = self._decay * hits + hit, self._decay * trials + 1
         self._trials = {**self._trials, kind: counted}
 
-    def now(self) -> Shares:
+    def now(self) -> DecayedRates:
         """The same, which nothing is added to any more."""
         return copy(self)
 
@@ -75,33 +75,33 @@ class Shares:
         self._trials = {kind: (kept * h, kept * t) for kind, (h, t) in self._trials.items()}
 
 
-def shares_of_levels(decay: float = DECAY) -> Shares:
+def shares_of_levels(decay: float = DECAY) -> DecayedRates:
     """How often the target went on by a level, which is to be learned fast."""
-    return Shares(lambda _: LEVEL_EXPECTATION, LEVEL_WEIGHT, decay)
+    return DecayedRates(lambda _: LEVEL_EXPECTATION, LEVEL_WEIGHT, decay)
 
 
 @dataclass(eq=False)
-class Fared:
+class AcceptanceStats:
     """How the drafts of one source fared: their nodes by kind, and whole levels by depth."""
 
-    nodes: Shares
-    levels: Shares
+    nodes: DecayedRates
+    levels: DecayedRates
 
     @classmethod
-    def expected(cls, shares: tuple[float, float], decay: float = DECAY) -> Fared:
-        """Nothing is known; `shares` as in `Source.expected`."""
-        nodes = Shares(partial(_expected_share, shares), EXPECTATION_WEIGHT, decay)
+    def expected(cls, shares: tuple[float, float], decay: float = DECAY) -> AcceptanceStats:
+        """Nothing is known; `shares` as in `DraftSource.expected`."""
+        nodes = DecayedRates(partial(_expected_share, shares), EXPECTATION_WEIGHT, decay)
         return cls(nodes, shares_of_levels(decay))
 
     @classmethod
-    def after(cls, earlier: Fared) -> Fared:
+    def after(cls, earlier: AcceptanceStats) -> AcceptanceStats:
         """What is known now is all that is expected; what is learned of either is not shared."""
-        nodes = Shares(earlier.nodes.now().share, EXPECTATION_WEIGHT)
-        return cls(nodes, Shares(earlier.levels.now().share, LEVEL_WEIGHT))
+        nodes = DecayedRates(earlier.nodes.now().share, EXPECTATION_WEIGHT)
+        return cls(nodes, DecayedRates(earlier.levels.now().share, LEVEL_WEIGHT))
 
 
 @dataclass(eq=False)
-class Source:
+class DraftSource:
     """A drafter, what it proposed last, and how its proposals fare.
 
     Args:
@@ -132,7 +132,7 @@ class Source:
         self.reached: dict[int, int] = {}
         self.start(0)
 
-    def start(self, num_rows: int, memory: Fared | None = None) -> None:
+    def start(self, num_rows: int, memory: AcceptanceStats | None = None) -> None:
         """Begin with what is remembered; the drafter forgets when it is made active."""
         self._memory = memory
         self._fared = [self._new() for _ in range(num_rows)]
@@ -232,10 +232,10 @@ class Source:
         rank = tree.children[tree.parent[node]].index(node)
         return min(tree.depth[node], DEPTH_KINDS), min(rank, RANK_KINDS - 1)
 
-    def _new(self) -> Fared:
+    def _new(self) -> AcceptanceStats:
         if self._memory is None:
-            return Fared.expected(self.expected)
-        return Fared.after(self._memory)
+            return AcceptanceStats.expected(self.expected)
+        return AcceptanceStats.after(self._memory)
 
 
 def _expected_share(expected: tuple[float, float], kind: int | tuple[int, int]) -> float:
@@ -254,7 +254,7 @@ class MergedTree(TokenGraph):
         self.values = [1.0]
         self._children: dict[tuple[int, int], int] = {}
 
-    def take(self, source: Source, row: int) -> None:
+    def take(self, source: DraftSource, row: int) -> None:
         """Take in the tree that a source proposes for `row`."""
         tree = source.tree
         start = tree.row_start[row]
@@ -271,12 +271,12 @@ class MergedTree(TokenGraph):
             self.values[here] = max(self.values[here], value)
             place[node] = here
 
-    def masses(self) -> list[float]:
+    def reach_by_depth(self) -> list[float]:
         """Per depth from 1 the probability that the target goes to any of its nodes."""
-        masses = [0.0] * max(self.depth)
+        reach_by_depth = [0.0] * max(self.depth)
         for depth, value in zip(self.depth[1:], self.values[1:], strict=True):
-            masses[depth - 1] = min(1.0, masses[depth - 1] + value)
-        return masses
+            reach_by_depth[depth - 1] = min(1.0, reach_by_depth[depth - 1] + value)
+        return reach_by_depth
 
     def keep(self, nodes: Sequence[int]) -> tuple[list[int], list[int]]:
         """Tokens and parents of the root and `nodes`, which hold the parent of each of them."""

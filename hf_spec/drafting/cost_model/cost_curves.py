@@ -21,9 +21,9 @@ from transformers import PreTrainedModel
 from hf_spec.backend.cpu.packed_copies import cpu_packing_bytes
 from hf_spec.backend.device.placement import execution_device
 from hf_spec.common.errors import OptionError
-from hf_spec.drafting.cost_model.acceptance_stats import MEMORY_DECAY, Fared
+from hf_spec.drafting.cost_model.acceptance_stats import MEMORY_DECAY, AcceptanceStats
 from hf_spec.engine.fast.compiled_layers import CompiledLayers
-from hf_spec.engine.forward.model_cache import made_once
+from hf_spec.engine.forward.model_cache import cached_per_model
 
 # What is expected before anything is timed, in forwards of the target over one node: another node,
 # and a forward of a drafter. Nodes are expected to be cheap, so that their real price is found out.
@@ -147,7 +147,7 @@ class RoundTimes:
     """
 
     def __init__(self) -> None:
-        self._memories: dict[int, Fared] = {}
+        self._memories: dict[int, AcceptanceStats] = {}
         self._verify = LearnedCurve(lambda nodes: 1.0 + NODE_PRICE * nodes)
         self._draft: dict[str, LearnedCurve] = {}
 
@@ -155,9 +155,9 @@ class RoundTimes:
         """Return the curves for `selection`; `forwards` maps a drafter to its passes by depth."""
         return Costs(self._verify, {name: self._cost(name, of) for name, of in forwards.items()})
 
-    def memory(self, index: int, expected: tuple[float, float]) -> Fared:
+    def memory(self, index: int, expected: tuple[float, float]) -> AcceptanceStats:
         """How the drafts of one of the sources fared; `expected` as in `Source`."""
-        return self._memories.setdefault(index, Fared.expected(expected, MEMORY_DECAY))
+        return self._memories.setdefault(index, AcceptanceStats.expected(expected, MEMORY_DECAY))
 
     def knows_plain(self, rows: int) -> bool:
         """Whether steps without drafts have been timed."""
@@ -191,7 +191,7 @@ class RoundTimes:
 
 def known_times(target: PreTrainedModel, key: Hashable, num_rows: int) -> RoundTimes:
     """What earlier generations in the same situation, drafters (`key`) and rows, have learned."""
-    return made_once(target, ("rounds", num_rows, machine_of(target), key), RoundTimes)
+    return cached_per_model(target, ("rounds", num_rows, machine_of(target), key), RoundTimes)
 
 
 def machine_of(target: PreTrainedModel) -> tuple[Hashable, ...]:

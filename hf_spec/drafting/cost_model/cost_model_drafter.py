@@ -25,13 +25,13 @@ from hf_spec.backend.device.clock import clock_of
 from hf_spec.backend.device.distributed_checks import tensor_parallel_size
 from hf_spec.common.errors import UnsupportedError
 from hf_spec.drafting.config import PolicyConfig
-from hf_spec.drafting.cost_model.acceptance_stats import NODES_PER_LEVEL, MergedTree, Source
+from hf_spec.drafting.cost_model.acceptance_stats import NODES_PER_LEVEL, DraftSource, MergedTree
 from hf_spec.drafting.cost_model.cost_curves import Costs, RoundTimes, known_times
-from hf_spec.drafting.cost_model.loss_budget import Allowance
+from hf_spec.drafting.cost_model.loss_budget import LossBudget
 from hf_spec.drafting.cost_model.round_timer import RoundClock
 from hf_spec.drafting.cost_model.selection import (
-    Allows,
     Round,
+    RoundFilter,
     always,
     choose_nodes,
     choose_sources,
@@ -69,7 +69,7 @@ class Bounds:
     max_nodes: int
 
 
-class MeasuredDrafter(Drafter):
+class CostModelDrafter(Drafter):
     """Asks drafters, joins their trees and sends the best nodes, `max_nodes` of a row at most.
 
     Sources that are `free` cost no time worth counting and are always asked; `assistants` are the
@@ -85,15 +85,15 @@ class MeasuredDrafter(Drafter):
             "asked_NAME", those in which the assistant of that name was asked.
     """
 
-    no_candidates = (
+    assisted_refusal_reason = (
         "lengths are measured in the engine of hf_spec, which assisted decoding does not use; give "
         "a length_policy, or numbers of tokens, which are then kept, and for trees max_nodes"
     )
 
     def __init__(
         self,
-        free: Sequence[Source],
-        assistants: Sequence[Source],
+        free: Sequence[DraftSource],
+        assistants: Sequence[DraftSource],
         target: PreTrainedModel,
         key: Hashable,
         bounds: Bounds,
@@ -124,7 +124,7 @@ class MeasuredDrafter(Drafter):
     def start(self, state: GenerationState) -> None:
         """Recall what rounds cost and how drafts fared."""
         self._counted = Counter()
-        self._allowance = Allowance()
+        self._allowance = LossBudget()
         self._times: RoundTimes | None = None
         costs = self._given_costs
         if costs is None:
@@ -141,7 +141,7 @@ class MeasuredDrafter(Drafter):
             known = None if times is None else times.memory(index, source.expected)
             source.start(state.num_rows, known)
         self._plain_steps = 0
-        self._allows: Allows = always
+        self._allows: RoundFilter = always
         clock = clock_of(state.device)
         self._rounds = RoundClock(clock, self._costs, self._times, self._allowance)
 
@@ -190,7 +190,7 @@ class MeasuredDrafter(Drafter):
                 source.join(trees)
         if whole is None:
             # What drafting took beyond what was expected is no reason to send less of it.
-            spent = chosen.draft_seconds or self._rounds.so_far()
+            spent = chosen.draft_seconds or self._rounds.draft_seconds()
             best, nodes = choose_nodes(costs, trees, self.max_nodes, spent, self._allows)
             kept = {row: tree.keep(nodes[row]) for row, tree in trees.items()}
             whole, size = DraftTree.from_drafts(kept, state.num_rows), best.nodes
@@ -208,7 +208,7 @@ class MeasuredDrafter(Drafter):
         for source in self._sources:
             source.observe(verdict, output)
 
-    def _rule(self, rows: int) -> Allows:
+    def _rule(self, rows: int) -> RoundFilter:
         """Which rounds may be made: none with drafts until the price of those without is known."""
         plain = self._costs.verify(rows)
         known = self._times is None or self._times.knows_plain(rows)
@@ -219,18 +219,20 @@ class MeasuredDrafter(Drafter):
         allowance = self._allowance
         return lambda tokens, seconds: allowance.allows(tokens / rows, seconds, plain)
 
-    def _ask(self, source: Source, state: GenerationState, depths: Mapping[int, int]) -> None:
+    def _ask(self, source: DraftSource, state: GenerationState, depths: Mapping[int, int]) -> None:
         """Let an assistant draft; the clock runs."""
         with self._rounds.drafting(source.name, source.drafter, max(depths.values(), default=0)):
             source.ask(state, depths)
 
-    def _depths(self, source: Source, chosen: Round, room: Mapping[int, int]) -> dict[int, int]:
+    def _depths(
+        self, source: DraftSource, chosen: Round, room: Mapping[int, int]
+    ) -> dict[int, int]:
         """Per row how deep an assistant drafts, 0 where it is not asked."""
         depths = chosen.asked.get(source.name, {})
         return {row: depths.get(row, 0) for row in room}
 
 
-class SelfTimedDrafter(MeasuredDrafter):
+class AdaptiveLengthDrafter(CostModelDrafter):
     """One kind of drafter: one source that takes time, with its policy, or any that take none.
 
     With a policy that goes by something else than time, it drafts in every round what that says,
@@ -239,7 +241,7 @@ class SelfTimedDrafter(MeasuredDrafter):
 
     def __init__(
         self,
-        sources: Sequence[Source],
+        sources: Sequence[DraftSource],
         target: PreTrainedModel,
         key: Hashable,
         bounds: Bounds,
@@ -273,7 +275,7 @@ class SelfTimedDrafter(MeasuredDrafter):
         return self._main.drafter.make_verifier(processors, num_rows)
 
     def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
-        """See `MeasuredDrafter`."""
+        """See `CostModelDrafter`."""
         tree = super().draft(state, limits)
         if self._policy is not None:
             # It knows the drafter, which knows the policy: storage would wait for the collector.
@@ -291,7 +293,9 @@ class SelfTimedDrafter(MeasuredDrafter):
                 height = self._main.tree.height(row)
                 self._policy.learn(row, height, reached, len(verdict.tokens(row)))
 
-    def _depths(self, source: Source, chosen: Round, room: Mapping[int, int]) -> dict[int, int]:
+    def _depths(
+        self, source: DraftSource, chosen: Round, room: Mapping[int, int]
+    ) -> dict[int, int]:
         """A drafter that is asked may go on as long as its policy lets it, and the round may."""
         if self._drafts_always:
             return dict.fromkeys(room, 0) if self._allows is never else dict(room)
@@ -304,12 +308,12 @@ class SelfTimedDrafter(MeasuredDrafter):
             for row, limit in room.items()
         }
 
-    def _rule(self, rows: int) -> Allows:
+    def _rule(self, rows: int) -> RoundFilter:
         """Where drafts are given the allowance is not asked."""
         rule = super()._rule(rows)
         return always if self._drafts_always and rule is not never else rule
 
-    def _longest(self, source: Source, asked: int, rows: int) -> int:
+    def _longest(self, source: DraftSource, asked: int, rows: int) -> int:
         """Levels that may all fail; of a tree, the nodes to send are chosen when it is there."""
         draft, verify = self._costs.draft[source.name], self._costs.verify
         sent = asked if source.nodes_per_level == 1 else 0
@@ -327,15 +331,17 @@ def measured(
     target: PreTrainedModel,
     config: PolicyConfig,
     nodes_per_level: int,
-) -> SelfTimedDrafter:
+) -> AdaptiveLengthDrafter:
     """The same drafts, as long and as wide as they are worth, at so many nodes a level."""
     depth = drafter.max_depth
-    source = Source(config.strategy, drafter, depth, nodes_per_level=nodes_per_level, fade=FADE)
+    source = DraftSource(
+        config.strategy, drafter, depth, nodes_per_level=nodes_per_level, fade=FADE
+    )
     most = getattr(config, "max_nodes", None) or depth
     # A policy may go beyond the length that it starts with.
     source.depth = max(depth, policy.longest)
     bounds = Bounds(source.depth, most)
-    return SelfTimedDrafter([source], target, config.batching, bounds, policy)
+    return AdaptiveLengthDrafter([source], target, config.batching, bounds, policy)
 
 
 def can_measure(target: PreTrainedModel) -> bool:
@@ -343,9 +349,9 @@ def can_measure(target: PreTrainedModel) -> bool:
     return tensor_parallel_size(target) == 1
 
 
-def weighs_nodes(config: PolicyConfig, target: PreTrainedModel) -> bool:
+def selects_nodes_by_cost(config: PolicyConfig, target: PreTrainedModel) -> bool:
     """Whether as many nodes are sent as are worth their time, where that can be."""
-    return config.weighs_nodes and can_measure(target)
+    return config.selects_nodes_by_cost and can_measure(target)
 
 
 def resolve(config: Policed, target: PreTrainedModel) -> Policed:
@@ -370,7 +376,7 @@ def with_policy(
         make: called with the config, its sizes filled in, and `policy=`.
         children: most tokens that it drafts after one.
     """
-    weighs = weighs_nodes(config, target)
+    weighs = selects_nodes_by_cost(config, target)
     config = resolve(config, target)
     policy = make_policy(config, target)
     drafter = make(config, policy=policy)

@@ -15,7 +15,7 @@ SHARE = 0.01
 TRUST = 0.25
 
 
-class Allowance:
+class LossBudget:
     """The plain steps that drafts of one generation may still lose.
 
     Attributes:

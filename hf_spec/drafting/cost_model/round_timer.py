@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from hf_spec.backend.device.clock import Clock
 from hf_spec.drafting.cost_model.cost_curves import Costs, RoundTimes
-from hf_spec.drafting.cost_model.loss_budget import Allowance
+from hf_spec.drafting.cost_model.loss_budget import LossBudget
 
 
 class Counts(Protocol):
@@ -67,7 +67,7 @@ class RoundClock:
         drafts: what the drafters did in the newest round, by name.
     """
 
-    def __init__(self, clock: Clock, costs: Costs, times: RoundTimes | None, allowance: Allowance):
+    def __init__(self, clock: Clock, costs: Costs, times: RoundTimes | None, allowance: LossBudget):
         self._clock = clock
         self._costs = costs
         self._times = times
@@ -94,7 +94,7 @@ class RoundClock:
         count = drafter.forwards - before
         self.drafts[name] = TimedDraft(count, depth, start, self._clock.mark())
 
-    def so_far(self) -> float:
+    def draft_seconds(self) -> float:
         """Seconds that the drafts of the round took, or may take where nobody knows yet."""
         if self._times is None:
             return 0.0

@@ -5,7 +5,7 @@ of the target over all nodes, and the drafts. Nodes are taken in order of value 
 per second rise, which for a given number of nodes is the best choice and always a tree. Whom to ask
 is decided before, from how its levels fared: a level is worth what nobody else is expected to say.
 Drafting nothing is the case of no nodes and nobody asked. A round that may not be made
-(`Allows`, see `hf_spec.drafting.cost_model.loss_budget`) is none of the choices.
+(`RoundFilter`, see `hf_spec.drafting.cost_model.loss_budget`) is none of the choices.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from hf_spec.drafting.cost_model.acceptance_stats import MergedTree, Source
+from hf_spec.drafting.cost_model.acceptance_stats import DraftSource, MergedTree
 from hf_spec.drafting.cost_model.cost_curves import Costs
 
 # Whether a round may be made that is expected to gain so many tokens, all rows together, and to
 # take so many seconds. A step without drafts always may.
-Allows = Callable[[float, float], bool]
+RoundFilter = Callable[[float, float], bool]
 
 
 def always(tokens: float, seconds: float) -> bool:
@@ -52,7 +52,7 @@ class Round:
         """What it takes."""
         return self.costs.verify(self.nodes) + self.draft_seconds
 
-    def level_price(self, source: Source, asked: int, rows: int, level: int) -> float:
+    def level_price(self, source: DraftSource, asked: int, rows: int, level: int) -> float:
         """What another level of one row's draft costs, in tokens that its time brings elsewhere.
 
         So many of the rows are `asked`. A chain sends the level, too. Of a tree, the nodes to send
@@ -80,7 +80,7 @@ def choose_nodes(
     trees: Mapping[int, MergedTree],
     max_nodes: int,
     draft_seconds: float = 0.0,
-    allows: Allows = always,
+    allows: RoundFilter = always,
 ) -> tuple[Round, dict[int, list[int]]]:
     """The nodes of each row's tree, at most `max_nodes`, that make the fastest round."""
     ranked: list[tuple[float, int, int]] = []
@@ -121,15 +121,17 @@ def _sizes(
 def choose_sources(
     base: Round,
     trees: Mapping[int, MergedTree],
-    sources: Sequence[Source],
+    sources: Sequence[DraftSource],
     room: Mapping[int, int],
-    allows: Allows = always,
+    allows: RoundFilter = always,
 ) -> Round:
     """The best round that is expected, which says whom to ask on top of what is proposed already.
 
     `base` is the best one without asking anybody, `room` the deepest draft of each row.
     """
-    masses = {row: dict(enumerate(tree.masses(), start=1)) for row, tree in trees.items()}
+    reach_by_depth = {
+        row: dict(enumerate(tree.reach_by_depth(), start=1)) for row, tree in trees.items()
+    }
     best = base
     while True:
         left = [
@@ -137,14 +139,14 @@ def choose_sources(
             for source in sources
             if not source.drafter.alone and source.name not in best.asked
         ]
-        options = [_asking(best, source, masses, room, allows) for source in left]
+        options = [_asking(best, source, reach_by_depth, room, allows) for source in left]
         better = max(options, key=lambda option: option.rate, default=best)
         if better.rate <= best.rate:
             break
         new = next(source for source in left if source.name in better.asked)
         for row, depth in better.asked[new.name].items():
-            for level, gain in enumerate(_gains(new, row, masses[row], depth), start=1):
-                masses[row][level] = masses[row].get(level, 0.0) + gain
+            for level, gain in enumerate(_gains(new, row, reach_by_depth[row], depth), start=1):
+                reach_by_depth[row][level] = reach_by_depth[row].get(level, 0.0) + gain
         best = better
     alone = [_alone(base, source, trees, room) for source in sources if source.drafter.alone]
     allowed = [option for option in alone if allows(option.tokens, option.seconds)]
@@ -153,16 +155,16 @@ def choose_sources(
 
 def _asking(
     base: Round,
-    source: Source,
-    masses: Mapping[int, Mapping[int, float]],
+    source: DraftSource,
+    reach_by_depth: Mapping[int, Mapping[int, float]],
     room: Mapping[int, int],
-    allows: Allows,
+    allows: RoundFilter,
 ) -> Round:
     """The best round in which `source` is asked too; `base` itself if there is no room."""
     # Levels that are not worth their nodes, at the rate there is already, are not asked for.
     step = base.costs.verify(base.nodes + source.nodes_per_level) - base.costs.verify(base.nodes)
     gains = {}
-    for row, mass in masses.items():
+    for row, mass in reach_by_depth.items():
         levels = _gains(source, row, mass, min(room[row], source.depth))
         worthy = [level for level, gain in enumerate(levels, 1) if gain > base.rate * step]
         gains[row] = levels[: max(worthy, default=0)]
@@ -181,7 +183,7 @@ def _asking(
 
 
 def _alone(
-    base: Round, source: Source, trees: Mapping[int, MergedTree], room: Mapping[int, int]
+    base: Round, source: DraftSource, trees: Mapping[int, MergedTree], room: Mapping[int, int]
 ) -> Round:
     """The round in which the tree of `source` is all that is sent."""
     limits = {row: min(room[row], source.depth) for row in trees}
@@ -191,7 +193,7 @@ def _alone(
     return Round(base.costs, tokens, nodes, asked={source.name: limits})
 
 
-def _gains(source: Source, row: int, mass: Mapping[int, float], depth: int) -> list[float]:
+def _gains(source: DraftSource, row: int, mass: Mapping[int, float], depth: int) -> list[float]:
     """Per level the expected tokens of `source` that the others, at `mass`, do not bring."""
     reach, gains = 1.0, []
     for level in range(1, depth + 1):

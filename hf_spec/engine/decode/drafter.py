@@ -46,17 +46,17 @@ class Drafter(CandidateGenerator, ABC):
         hidden_layers: indices of the target's hidden states that `observe` wants to see.
         samples: whether drafts are drawn at random; such trees carry `draft_probs`.
         rule: the verifier that judges its trees, while it is active; None for the exact one.
-        no_candidates: why it cannot serve transformers' assisted decoding; None if it can.
-        virtual_tokens: what the nodes with negative token ids stand for; None if it sends none.
-        max_depth: levels of its deepest draft.
-        compile: overrides `hf_spec.compile` for the models of the call; None leaves it.
-        counters: what the drafter counts beside that, by name; `SpecStats.counters` at the end.
+        assisted_refusal_reason: why it cannot serve transformers' assisted decoding; None if it
+        can. virtual_tokens: what the nodes with negative token ids stand for; None if it sends
+        none. max_depth: levels of its deepest draft. compile: overrides `hf_spec.compile` for the
+        models of the call; None leaves it. counters: what the drafter counts beside that, by name;
+        `SpecStats.counters` at the end.
     """
 
     hidden_layers: tuple[int, ...] = ()
     samples: bool = False
     rule: type[Verifier] | None = None
-    no_candidates: str | None = None
+    assisted_refusal_reason: str | None = None
     virtual_tokens: VirtualTokens | None = None
     max_depth: int = sys.maxsize
     compile: bool | None = None
@@ -137,8 +137,8 @@ class Drafter(CandidateGenerator, ABC):
         The draft counts as deterministic. A drafter that needs what assisted decoding does not give
         is refused.
         """
-        if self.no_candidates is not None:
-            raise UnsupportedError(self.no_candidates)
+        if self.assisted_refusal_reason is not None:
+            raise UnsupportedError(self.assisted_refusal_reason)
         state = self.__dict__.get("_assisted")
         if state is None or state.num_rows != input_ids.shape[0]:
             mask = torch.ones_like(input_ids)

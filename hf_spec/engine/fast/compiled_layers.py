@@ -9,7 +9,7 @@ strategy. Every program is tried beside the layer's own forward on the same inpu
 cannot be traced, that reads what cannot be watched (`layer_state`), or whose program computes
 something else runs uncompiled, and the log names the reason. What the layers read is compared with
 what they were traced with before every forward pass. Layers have compiled forwards during a
-generation only (`OwnForwards`).
+generation only (`ForwardOverrides`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as every_module
 from transformers import PreTrainedModel
 
-from hf_spec.engine.fast.forward_overrides import OwnForwards
+from hf_spec.engine.fast.forward_overrides import ForwardOverrides
 from hf_spec.engine.fast.layer_call import BoundProgram
 from hf_spec.engine.fast.layer_state import LayerState, UnwatchableError
 from hf_spec.engine.fast.layer_tracing import (
@@ -40,7 +40,7 @@ from hf_spec.engine.fast.layer_tracing import (
     tensors_of,
 )
 from hf_spec.engine.fast.packed_linear import has_fast_forward, packed_changes
-from hf_spec.engine.forward.model_cache import made_once
+from hf_spec.engine.forward.model_cache import cached_per_model
 from hf_spec.engine.forward.tree_attention import PackedStep
 
 logger = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ REASONS = (
 )
 
 _lock = threading.RLock()
-_forwards = OwnForwards()
+_forwards = ForwardOverrides()
 
 
 class CompiledLayers:
@@ -134,7 +134,7 @@ class CompiledLayers:
     @classmethod
     def of(cls, model: PreTrainedModel) -> CompiledLayers:
         """Return those of a model."""
-        return made_once(model, "compiled layers", cls)
+        return cached_per_model(model, "compiled layers", cls)
 
     @property
     def wanted(self) -> bool:

@@ -90,7 +90,7 @@ class StepGraphs:
         model: whose steps.
         pool: where they write; empty, or no graph of an earlier call fits.
         device: where they run.
-        keep_as: key under which graphs and pool are kept for later calls; None to keep nothing.
+        cache_key: key under which graphs and pool are kept for later calls; None to keep nothing.
         length: how many tokens a slot will hold at most; 0 if it is unknown.
         owner: the module that holds all that steps read, and to which kept graphs belong; `model`
             by default. A head is more than its layers.
@@ -106,7 +106,7 @@ class StepGraphs:
         model: PreTrainedModel,
         pool: KVPool,
         device: torch.device,
-        keep_as: Hashable = None,
+        cache_key: Hashable = None,
         length: int = 0,
         owner: nn.Module | None = None,
     ):
@@ -130,7 +130,7 @@ class StepGraphs:
         # Least recently used first.
         self._recorded: dict[Bucket, Shape] = {}
         self._met: dict[Bucket, Shape] = {}
-        self._key = None if self.refusal or keep_as is None else (device, keep_as)
+        self._key = None if self.refusal or cache_key is None else (device, cache_key)
         self._state: object = None
         pool.before_resize = self.clear
         if self.refusal is None:

@@ -18,7 +18,7 @@ from torch import nn
 Make = Callable[[list[nn.Module]], Mapping[nn.Module, Callable[..., Any]]]
 
 
-class OwnForwards:
+class ForwardOverrides:
     """The modules that have a forward of one kind."""
 
     def __init__(self) -> None:

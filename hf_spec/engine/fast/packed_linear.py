@@ -13,8 +13,8 @@ of the time:
 
 All add up the same products, in different order. Left alone: classes other than `nn.Linear`
 (quantised layers), dtypes other than float32 and bfloat16, modules with a forward of their own
-(accelerate), autograd, autocast; and whatever runs outside of `fast_products`, in other threads or
-in between, to the last bit.
+(accelerate), autograd, autocast; and whatever runs outside of `use_packed_linears`, in other
+threads or in between, to the last bit.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from hf_spec.backend.cpu.packed_products import (
     padded_product,
     rounded_rows,
 )
-from hf_spec.engine.fast.forward_overrides import OwnForwards
+from hf_spec.engine.fast.forward_overrides import ForwardOverrides
 
 # With fewer elements the packed call costs more than it saves (measured, break-even at 256 x 256).
 # It is made anyway in dtypes of `SAME_BITS`.
@@ -57,8 +57,8 @@ class _Chosen(threading.local):
 
 
 _chosen = _Chosen()
-# Of modules inside a `fast_cpu_linears` block.
-_forwards = OwnForwards()
+# Modules inside an `install_packed_linears` block.
+_forwards = ForwardOverrides()
 
 
 class _Checks(threading.local):
@@ -139,8 +139,8 @@ class PackedLinears:
 
 
 @contextlib.contextmanager
-def fast_cpu_linears(model: nn.Module, rounded: bool = False) -> Iterator[PackedLinears]:
-    """Install forwards with packed weights, which compute inside `fast_products`.
+def install_packed_linears(model: nn.Module, rounded: bool = False) -> Iterator[PackedLinears]:
+    """Install forwards with packed weights, which compute inside `use_packed_linears`.
 
     They are removed when the last block that uses a module ends; packed weights are cached. Entry
     reads every weight once, to pack those again that have changed in whatever way; this takes less
@@ -164,7 +164,7 @@ def packed_changes() -> int:
 
 
 @contextlib.contextmanager
-def fast_products(rounded: bool = False) -> Iterator[None]:
+def use_packed_linears(rounded: bool = False) -> Iterator[None]:
     """What this thread runs of models made ready computes its products in their fastest form.
 
     With `rounded`, of weights that were rounded for it.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Given:
+class DeviceTokens:
     """What only the device knows of the nodes of a forward.
 
     Attributes:
@@ -21,6 +21,8 @@ class Given:
     tokens: Tensor
     sees: Tensor | None = None
 
-    def to(self, device: torch.device) -> Given:
+    def to(self, device: torch.device) -> DeviceTokens:
         """The same on another device."""
-        return Given(self.tokens.to(device), None if self.sees is None else self.sees.to(device))
+        return DeviceTokens(
+            self.tokens.to(device), None if self.sees is None else self.sees.to(device)
+        )

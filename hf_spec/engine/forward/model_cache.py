@@ -24,7 +24,7 @@ _caches: WeakKeyDictionary[PreTrainedModel, _Cache] = WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-def made_once(model: PreTrainedModel, key: Hashable, make: Callable[[], T]) -> T:
+def cached_per_model(model: PreTrainedModel, key: Hashable, make: Callable[[], T]) -> T:
     """Return the value cached for (model, key); call `make` on a miss.
 
     Other threads that want a value of the same model wait meanwhile.

@@ -22,8 +22,8 @@ from hf_spec.backend.device.placement import execution_device
 from hf_spec.common.compat import output_cache
 from hf_spec.engine.fast.compiled_layers import CompiledLayers, uncompiled
 from hf_spec.engine.fast.cuda_graphs import StepGraphs
-from hf_spec.engine.fast.packed_linear import fast_cpu_linears, fast_products
-from hf_spec.engine.forward.device_tokens import Given
+from hf_spec.engine.fast.packed_linear import install_packed_linears, use_packed_linears
+from hf_spec.engine.forward.device_tokens import DeviceTokens
 from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.engine.forward.kv_pool import PoolCache
 from hf_spec.engine.forward.model_call import ModelCall
@@ -62,7 +62,7 @@ class ModelRunner(RowStorage):
         padding_run: how many of them were padding.
         expected_length: how many tokens a row will hold, where all that is stored is needed no more
             when `active` ends; 0 where that is not so, or nobody knows.
-        rounded: whether it drafts: its weights may then be rounded, see `fast_cpu_linears`.
+        rounded: whether it drafts: its weights may then be rounded, see `install_packed_linears`.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class ModelRunner(RowStorage):
                 )
                 stack.callback(self._graphs.close)
             self._linears = [
-                stack.enter_context(fast_cpu_linears(part, self.rounded))
+                stack.enter_context(install_packed_linears(part, self.rounded))
                 for part in decoding_parts(self.model)
             ]
             self._layers = stack.enter_context(CompiledLayers.of(self.model).active(self.model))
@@ -196,18 +196,18 @@ class ModelRunner(RowStorage):
         return output
 
     @property
-    def takes_given(self) -> bool:
-        """Whether `forward_given` serves: on a GPU, for packed steps of a token per node."""
+    def supports_device_tokens(self) -> bool:
+        """Whether `forward_device_tokens` serves: on a GPU, for packed steps of a token per node."""
         device_draws = self.device.type in transfer.ASYNCHRONOUS and takes_packed(self.model)
         apart = self._mixers is not None or self._virtual_tokens is not None
         return device_draws and not apart and not self.batching.pads_inputs
 
-    def forward_given(
+    def forward_device_tokens(
         self,
         tree: DraftTree,
         sequences: Sequence[Sequence[int]],
         nodes: Sequence[int],
-        given: Given,
+        given: DeviceTokens,
     ) -> ForwardOutput:
         """`forward` of nodes of a round under way, whose tokens only the device knows.
 
@@ -220,7 +220,7 @@ class ModelRunner(RowStorage):
         """Keep what is stored of each row's accepted path; see `RowStorage.keep`."""
         kept = super().keep(paths)
         if self._mixers is not None:
-            with fast_products(self.rounded):
+            with use_packed_linears(self.rounded):
                 self._mixers.keep(kept)
         return kept
 
@@ -244,7 +244,7 @@ class ModelRunner(RowStorage):
             self._mixers.export(cache)
 
     def _run(
-        self, work: list[RowWork], tree: DraftTree, given: Given | None = None
+        self, work: list[RowWork], tree: DraftTree, given: DeviceTokens | None = None
     ) -> ForwardOutput:
         rows = work
         packed = self._attention
@@ -257,7 +257,7 @@ class ModelRunner(RowStorage):
             linears.refresh()
         self._layers.begin_step()
         before = self.tokens_run
-        with fast_products(self.rounded), packed.chosen() if packed else nullcontext():
+        with use_packed_linears(self.rounded), packed.chosen() if packed else nullcontext():
             if packed:
                 output = self._run_packed(rows, tree, given)
             else:
@@ -267,7 +267,7 @@ class ModelRunner(RowStorage):
         return output
 
     def _run_packed(
-        self, work: list[RowWork], tree: DraftTree, given: Given | None
+        self, work: list[RowWork], tree: DraftTree, given: DeviceTokens | None
     ) -> ForwardOutput:
         inputs = pack(work, tree)
         assert self._attention is not None, "forwards happen while active"

@@ -23,7 +23,7 @@ MAX_COPIED_KEYS = 64
 
 
 @dataclass(frozen=True)
-class Alike:
+class SegmentGroup:
     """Segments of equal view.
 
     Attributes:
@@ -37,20 +37,20 @@ class Alike:
     tokens: slice | Tensor
 
     @classmethod
-    def of(cls, segments: Sequence[Segment]) -> Alike:
+    def of(cls, segments: Sequence[Segment]) -> SegmentGroup:
         """Put segments of equal view together."""
         slots = span([segment.slot for segment in segments])
         tokens = chain.from_iterable(range(segment.start, segment.end) for segment in segments)
         return cls(segments[0], slots, span(list(tokens)))
 
 
-def together(segments: Iterable[Segment]) -> list[Alike]:
+def together(segments: Iterable[Segment]) -> list[SegmentGroup]:
     """Segments that may share a call, each in one of the groups."""
     views: dict[object, list[Segment]] = {}
     for segment in segments:
         alone = segment.slot if segment.num_keys > MAX_COPIED_KEYS else None
         views.setdefault((segment.view, alone), []).append(segment)
-    return [Alike.of(alike) for alike in views.values()]
+    return [SegmentGroup.of(alike) for alike in views.values()]
 
 
 def store(
@@ -76,7 +76,7 @@ def store(
 
 
 def attend(
-    groups: Sequence[Alike], query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring
+    groups: Sequence[SegmentGroup], query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring
 ) -> Tensor:
     """Attention of (1, H, T, D) queries to what they see of a layer's buffers, as (1, T, H, Dv)."""
     if len(groups) == 1:
@@ -89,7 +89,7 @@ def attend(
 
 
 def _attend_alike(
-    alike: Alike, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring
+    alike: SegmentGroup, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring
 ) -> Tensor:
     """Of the (1, H, n * L, D) queries of n rows, segment by segment, as (n * L, H, Dv)."""
     view, (_, num_heads, total, width) = alike.view, query.shape

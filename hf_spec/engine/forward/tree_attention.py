@@ -41,7 +41,7 @@ from hf_spec.engine.forward.kernel_layout import (
     write_places,
 )
 from hf_spec.engine.forward.kv_pool import KVPool
-from hf_spec.engine.forward.sdpa_attention import Alike, attend, store, together
+from hf_spec.engine.forward.sdpa_attention import SegmentGroup, attend, store, together
 
 NAME = "hf_spec"
 
@@ -131,7 +131,7 @@ class PackedStep:
         return write_places(self.writes, self.segments[-1].end)
 
     @cached_property
-    def groups(self) -> list[Alike]:
+    def groups(self) -> list[SegmentGroup]:
         """What attends in one call where no kernel serves the step."""
         return together(self.segments)
 

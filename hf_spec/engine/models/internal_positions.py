@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_spec.common.compat import CACHE_LENGTH_NAMES
-from hf_spec.engine.fast.forward_overrides import OwnForwards
+from hf_spec.engine.fast.forward_overrides import ForwardOverrides
 
 
 def tables_of(model: PreTrainedModel) -> list[nn.Module]:
@@ -54,7 +54,7 @@ class _Forward(threading.local):
 
 _forward = _Forward()
 # Of tables whose models are active.
-_forwards = OwnForwards()
+_forwards = ForwardOverrides()
 
 
 class _Lookup:

@@ -21,7 +21,7 @@ from transformers.cache_utils import LinearAttentionLayer
 from hf_spec.backend.device.placement import execution_device
 from hf_spec.backend.device.transfer import send
 from hf_spec.common.compat import cache_parameter
-from hf_spec.engine.forward.model_cache import made_once
+from hf_spec.engine.forward.model_cache import cached_per_model
 
 # Of R sequences: the convolution's (R, channels, width), and of all but bare convolutions the
 # recurrence's (R, ...).
@@ -100,7 +100,7 @@ def resumes(model: PreTrainedModel) -> bool:
 
 def mixer_resumes(model: PreTrainedModel, mixer: nn.Module) -> bool:
     """The same of one mixer."""
-    return made_once(model, ("resumes", type(mixer)), lambda: _heeds_state(model, mixer))
+    return cached_per_model(model, ("resumes", type(mixer)), lambda: _heeds_state(model, mixer))
 
 
 @torch.no_grad()

@@ -28,7 +28,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from hf_spec.engine.fast.forward_overrides import OwnForwards
+from hf_spec.engine.fast.forward_overrides import ForwardOverrides
 from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.engine.forward.packing import PackedInputs, RectangularInputs
 from hf_spec.engine.forward.row_batch import RowWork
@@ -55,7 +55,7 @@ class _Running(threading.local):
 
 _running = _Running()
 # Of mixers whose models are active.
-_forwards = OwnForwards()
+_forwards = ForwardOverrides()
 
 
 class _Forward:

@@ -25,9 +25,9 @@ from hf_spec.adapters.published import MODELS, recognise
 from hf_spec.backend.device.distributed_checks import tensor_parallel_size
 from hf_spec.common.errors import AssistantError, OptionError, UnsupportedError
 from hf_spec.drafting.config import StrategyConfig
-from hf_spec.drafting.cost_model.acceptance_stats import Source
+from hf_spec.drafting.cost_model.acceptance_stats import DraftSource
 from hf_spec.drafting.cost_model.cost_curves import Costs, check_timings
-from hf_spec.drafting.cost_model.cost_model_drafter import Bounds, MeasuredDrafter
+from hf_spec.drafting.cost_model.cost_model_drafter import Bounds, CostModelDrafter
 from hf_spec.methods.loading import read_once, strategy_of
 from hf_spec.methods.lookup.answer_store import LookupStore
 from hf_spec.methods.lookup.drafter import LookupConfig, find_store, lookup_sources
@@ -67,15 +67,15 @@ class AutoConfig(StrategyConfig):
             check_timings(self.timings)
 
 
-class AutoDrafter(MeasuredDrafter):
+class AutoDrafter(CostModelDrafter):
     """Lookups, and assistants whose costs are measured or given."""
 
     def __init__(
         self,
         config: AutoConfig,
         target: PreTrainedModel,
-        free: Sequence[Source],
-        assistants: Sequence[Source],
+        free: Sequence[DraftSource],
+        assistants: Sequence[DraftSource],
     ):
         costs = None if config.timings is None else Costs.of(config.timings)
         bounds = Bounds(config.max_draft_tokens, config.max_nodes)
@@ -103,7 +103,7 @@ def _make(config: AutoConfig, target: PreTrainedModel, assistant: object) -> Aut
     if len(stores) > 1:
         raise AssistantError(f"assistant= has {len(stores)} stores of answers; give one")
     store = find_store(config.across_answers, target, stores[0] if stores else None)
-    assistants: list[Source] = []
+    assistants: list[DraftSource] = []
     for given in given_assistants:
         if isinstance(given, LookupStore):
             continue
@@ -111,7 +111,7 @@ def _make(config: AutoConfig, target: PreTrainedModel, assistant: object) -> Aut
         earlier = sum(source.name.partition("-")[0] == strategy for source in assistants)
         name = f"{strategy}-{earlier + 1}" if earlier else strategy
         drafter = make_for_auto(strategy, target, given, config.batching)
-        assistants.append(Source(name, drafter, longest))
+        assistants.append(DraftSource(name, drafter, longest))
     if config.timings is not None:
         lacking = [s.name for s in assistants if s.name not in config.timings["draft"]]
         if missing := [name for name in lacking if not name.startswith("sdsat")]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from hf_spec.backend.device.transfer import send
 from hf_spec.drafting.one_pass_drafter import Proposals
 from hf_spec.engine.fast.cuda_graphs import StepGraphs
-from hf_spec.engine.fast.packed_linear import fast_cpu_linears, fast_products
+from hf_spec.engine.fast.packed_linear import install_packed_linears, use_packed_linears
 from hf_spec.engine.forward.attention_span import Segment
 from hf_spec.engine.forward.kernel_layout import write_places
 from hf_spec.engine.forward.kv_pool import KVPool
@@ -55,13 +55,13 @@ class BlockRunner:
     def active(self) -> Iterator[BlockRunner]:
         """Prepare the head for packed passes; it is as it was found when the block ends."""
         with ExitStack() as stack:
-            stack.enter_context(fast_cpu_linears(self.head, rounded=True))
+            stack.enter_context(install_packed_linears(self.head, rounded=True))
             head: Any = self.head
             self._graphs = StepGraphs(
                 head,
                 self.pool,
                 self.device,
-                keep_as=self.pool.num_slots if self._expected_length else None,
+                cache_key=self.pool.num_slots if self._expected_length else None,
                 length=self._expected_length,
             )
             stack.callback(self._graphs.close)
@@ -76,7 +76,7 @@ class BlockRunner:
         """Whether a row has any context."""
         return self._first[row] >= 0
 
-    @fast_products(rounded=True)
+    @use_packed_linears(rounded=True)
     def learn(self, spans: Mapping[int, tuple[int, int]], states: Sequence[Tensor]) -> None:
         """See `ProposalRunner`."""
         parts = zip(*(layer.split(LEARNED_AT_ONCE) for layer in states), strict=True)
@@ -87,7 +87,7 @@ class BlockRunner:
                 self._first[row] = first
             self._waiting.setdefault(row, []).append(mine)
 
-    @fast_products(rounded=True)
+    @use_packed_linears(rounded=True)
     def propose(self, roots: Mapping[int, int], depth: int) -> Proposals:
         """See `ProposalRunner`: one pass over a block for each row."""
         self._store([row for row in roots if row in self._waiting])
@@ -186,7 +186,7 @@ class BlockProposals(Proposals):
                 _, state = markov(markov.embed(roots.to(outputs.device)), outputs[:, 0], state)
             self._state = state
 
-    @fast_products(rounded=True)
+    @use_packed_linears(rounded=True)
     def after(self, tokens: Tensor, parents: Tensor) -> Tensor:
         """See `Proposals`."""
         rows, level = self._descend(parents)

@@ -34,7 +34,7 @@ from hf_spec.drafting.length_policy import (
     register_policy,
 )
 from hf_spec.engine.decode.drafter import Drafter
-from hf_spec.engine.forward.model_cache import made_once
+from hf_spec.engine.forward.model_cache import cached_per_model
 from hf_spec.methods.disco.classifier import METHOD, DiscoClassifier, draft_features
 from hf_spec.methods.draft_model.config import DraftConfig, wide_tree
 from hf_spec.methods.draft_model.drafter import DraftModelConfig
@@ -79,8 +79,8 @@ class MeasuredDiscoPolicy(MeasuredPolicy):
 
     def goes_on(self, newest: Sequence[DraftedToken]) -> list[bool]:
         """Whether each row's next token is worth its price; all before it have to be accepted."""
-        so_far = ([1.0, *self._reach[token.row]][-1] for token in newest)
-        pairs = zip(newest, so_far, strict=True)
+        draft_seconds = ([1.0, *self._reach[token.row]][-1] for token in newest)
+        pairs = zip(newest, draft_seconds, strict=True)
         return super().goes_on([replace(one, reach=reach * one.score) for one, reach in pairs])
 
 
@@ -190,7 +190,9 @@ def find_draft_model(adapter: SpecAdapter, target: PreTrainedModel) -> PreTraine
     if isinstance(named, dict) and set(named) == {"truncated"}:
         what = f"{adapter.folder or 'the adapter'}: draft"
         depth = whole_number(what, named, "truncated", 1, adapter.base.num_layers - 1)
-        draft = made_once(target, ("truncated", depth), lambda: truncated_draft(target, depth))
+        draft = cached_per_model(
+            target, ("truncated", depth), lambda: truncated_draft(target, depth)
+        )
         return resolve_draft_model(METHOD, draft, target)
     if isinstance(named, str):
         return resolve_draft_model(METHOD, beside(adapter, named), target)

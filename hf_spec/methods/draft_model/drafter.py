@@ -27,9 +27,9 @@ from hf_spec.drafting.level_drafter import (
     LevelDrafter,
     Owners,
 )
-from hf_spec.drafting.tree_growth import ran_of
+from hf_spec.drafting.tree_growth import expanded_subtree
 from hf_spec.engine.decode.generation_state import GenerationState
-from hf_spec.engine.forward.device_tokens import Given
+from hf_spec.engine.forward.device_tokens import DeviceTokens
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
 from hf_spec.engine.forward.output import ForwardOutput
 from hf_spec.engine.forward.runner import ModelRunner
@@ -147,13 +147,13 @@ class DraftModelDrafter(LevelDrafter):
         self._runner.keep(kept)
 
     @property
-    def runs_unwatched(self) -> bool:
+    def supports_device_growth(self) -> bool:
         """On a GPU, where the tokens of a level can go straight into the next one."""
         # Gaps in the storage would be among what the device says the nodes see.
         placed = self.shape.children == 1 or not self._runner.batching.pads_kv
-        return self.reads_own_tokens and placed and self._runner.takes_given
+        return self.reads_own_tokens and placed and self._runner.supports_device_tokens
 
-    def unwatched(self, state: GenerationState, growing: DeviceGrowth) -> Tensor:
+    def propose_on_device(self, state: GenerationState, growing: DeviceGrowth) -> Tensor:
         """(nodes, R) float32: the draft model's distribution after each node that runs next."""
         # Only the device knows the tokens; their places are all that is asked of the tree.
         count = len(growing.parents)
@@ -164,15 +164,15 @@ class DraftModelDrafter(LevelDrafter):
             if growing.tokens is None:
                 output = self._runner.forward(tree, state.tokens, nodes)
             else:
-                given = Given(growing.tokens, growing.sees).to(self._runner.device)
-                output = self._runner.forward_given(tree, state.tokens, nodes, given)
+                given = DeviceTokens(growing.tokens, growing.sees).to(self._runner.device)
+                output = self._runner.forward_device_tokens(tree, state.tokens, nodes, given)
         logits = output.logits.to(state.device, torch.float32)
         return self.processed_unread(growing.owners, logits)
 
     def probabilities(self, state: GenerationState, graphs: Graphs, owners: Owners) -> Tensor:
         """(nodes, R) float32: the draft model's distribution after each (row, node)."""
         # What ran alone is stored.
-        drafts = {row: ran_of(graph, self.ran[row]) for row, graph in graphs.items()}
+        drafts = {row: expanded_subtree(graph, self.ran[row]) for row, graph in graphs.items()}
         tree = DraftTree.from_drafts(drafts, state.num_rows)
         counts = Counter(row for row, _ in owners)
         nodes = [node for row in graphs for node in tree.nodes(row)[-counts[row] :]]

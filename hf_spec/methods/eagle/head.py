@@ -34,7 +34,7 @@ from hf_spec.engine.forward.vocabulary import PADDED_ROWS, num_embeddings
 from hf_spec.methods.eagle.spec import EagleSpec, layer_config, normal_names, read_spec
 from hf_spec.methods.feature_pairs.draft_head import FewTokensHead
 from hf_spec.methods.feature_pairs.rows import State
-from hf_spec.methods.feature_pairs.runner import Ahead
+from hf_spec.methods.feature_pairs.runner import MaskTokens
 from hf_spec.methods.published_weights import head_dtype, known_tokens
 
 logger = logging.getLogger(__name__)
@@ -133,11 +133,11 @@ class EagleHead(nn.Module):
             hidden = layer(hidden, **attention)
         return stack.norm(hidden) if self.spec.norm_output else hidden
 
-    def ahead(self, count: int) -> Ahead | None:
+    def ahead(self, count: int) -> MaskTokens | None:
         """What stands for so many tokens to come in one pass; None where steps draft them."""
         if self._mask is None or self.spec.mask_token is None:
             return None
-        return Ahead(self.spec.mask_token, self._mask.expand(count, -1))
+        return MaskTokens(self.spec.mask_token, self._mask.expand(count, -1))
 
     def _enter(self, mixed: Tensor) -> tuple[Tensor, Tensor]:
         """What the first layer attends over, and its residual."""

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from hf_spec.backend.device.transfer import fetch_all, send
 from hf_spec.drafting.config import AUTO, PolicyConfig
 from hf_spec.drafting.cost_model.acceptance_stats import NODES_PER_LEVEL
-from hf_spec.drafting.cost_model.cost_model_drafter import measured, resolve, weighs_nodes
+from hf_spec.drafting.cost_model.cost_model_drafter import measured, resolve, selects_nodes_by_cost
 from hf_spec.drafting.length_policy import MEASURED, DraftedToken, LengthPolicy, make_policy
 from hf_spec.drafting.rank_tree import RankTree, checked_tree
 from hf_spec.engine.decode.drafter import Drafter
@@ -46,7 +46,7 @@ COUNTERS = ("draft_nodes", "rounds")
 def _make(config: FalconConfig, target: PreTrainedModel, assistant: object) -> Drafter:
     check_packed(target)
     head = resolve_falcon_head(assistant, target)
-    weighs = weighs_nodes(config, target)
+    weighs = selects_nodes_by_cost(config, target)
     config = resolve(config, target)
     tree = choose_tree(config.tree, config.max_draft_tokens, head)
     if config.max_draft_tokens is None and config.length_policy != "disco":
@@ -94,9 +94,9 @@ class FalconConfig(PolicyConfig):
     max_nodes: int | str | None = AUTO
 
     @property
-    def weighs_nodes(self) -> bool:
+    def selects_nodes_by_cost(self) -> bool:
         """Not of trees that are given node by node."""
-        return super().weighs_nodes and self.tree == "auto"
+        return super().selects_nodes_by_cost and self.tree == "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -133,7 +133,7 @@ class FalconDrafter(Drafter):
     _pairs: PairRows
     _placed: list[list[Tensor]]
 
-    no_candidates = (
+    assisted_refusal_reason = (
         "a Falcon head needs the target's features, which assisted decoding does not hand on; use "
         "spec_strategy='falcon'"
     )

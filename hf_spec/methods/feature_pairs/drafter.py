@@ -20,19 +20,19 @@ from hf_spec.backend.device.transfer import send
 from hf_spec.drafting.device_growth import DeviceGrowth
 from hf_spec.drafting.length_policy import LengthPolicy
 from hf_spec.drafting.level_drafter import Graphs, LevelConfig, LevelDrafter, Owners
-from hf_spec.drafting.tree_growth import ran_of
+from hf_spec.drafting.tree_growth import expanded_subtree
 from hf_spec.engine.decode.generation_state import GenerationState
-from hf_spec.engine.forward.device_tokens import Given
+from hf_spec.engine.forward.device_tokens import DeviceTokens
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
 from hf_spec.engine.forward.output import ForwardOutput
 from hf_spec.methods.feature_pairs.rows import PairRows, StateReader
-from hf_spec.methods.feature_pairs.runner import Ahead, Blocks, HeadRunner, PairHead
+from hf_spec.methods.feature_pairs.runner import Blocks, HeadRunner, MaskTokens, PairHead
 
 
 class FeatureHead(PairHead, StateReader, Protocol):
     """A head that drafts token by token, or all of them in one pass."""
 
-    def ahead(self, count: int) -> Ahead | None:
+    def ahead(self, count: int) -> MaskTokens | None:
         """What stands for so many tokens to come in one pass; None where steps draft them."""
 
 
@@ -46,7 +46,7 @@ class PairDrafter(LevelDrafter):
     _outputs: Tensor
     _places: dict[tuple[int, int], int]
 
-    no_candidates = (
+    assisted_refusal_reason = (
         "this head needs the target's features, which assisted decoding does not hand on; use "
         "generate() with its spec_strategy"
     )
@@ -106,11 +106,11 @@ class PairDrafter(LevelDrafter):
         return self.processed(state, graphs, owners, logits)
 
     @property
-    def runs_unwatched(self) -> bool:
+    def supports_device_growth(self) -> bool:
         """On a GPU."""
         return self._pairs.device.type in transfer.ASYNCHRONOUS
 
-    def unwatched(self, state: GenerationState, growing: DeviceGrowth) -> Tensor:
+    def propose_on_device(self, state: GenerationState, growing: DeviceGrowth) -> Tensor:
         """(nodes, R) float32: what the head says of each node that runs next."""
         tokens = growing.tokens
         if tokens is None:
@@ -125,7 +125,7 @@ class PairDrafter(LevelDrafter):
             features = self._outputs[above]
             rows = [self._pairs.rows[row] for row in growing.rows]
             blocks = [_blocks(growing.parents, growing.width)] * len(rows)
-            given = Given(tokens, growing.sees).to(device)
+            given = DeviceTokens(tokens, growing.sees).to(device)
             outputs = self._outputs = self._runner.grow_each(rows, blocks, given, features)
         return self.processed_unread(growing.owners, self._read(outputs, state.device))
 
@@ -153,10 +153,11 @@ class PairDrafter(LevelDrafter):
         tokens = torch.tensor([graphs[row].tokens[node] for row, node in owners])
         counts = Counter(row for row, _ in owners)
         blocks = [
-            _blocks(ran_of(graph, self.ran[row])[1], counts[row]) for row, graph in graphs.items()
+            _blocks(expanded_subtree(graph, self.ran[row])[1], counts[row])
+            for row, graph in graphs.items()
         ]
         rows = [self._pairs.rows[row] for row in graphs]
-        self._outputs = self._runner.grow_each(rows, blocks, Given(tokens), features)
+        self._outputs = self._runner.grow_each(rows, blocks, DeviceTokens(tokens), features)
         self._places = {owner: index for index, owner in enumerate(owners)}
 
     def _read(self, outputs: Tensor, device: torch.device) -> Tensor:

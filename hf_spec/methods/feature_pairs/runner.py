@@ -27,9 +27,9 @@ from hf_spec.common.errors import UnsupportedError
 from hf_spec.engine.decode.sampling import distribution
 from hf_spec.engine.fast.compiled_layers import CompiledLayers
 from hf_spec.engine.fast.cuda_graphs import StepGraphs
-from hf_spec.engine.fast.packed_linear import fast_cpu_linears, fast_products
+from hf_spec.engine.fast.packed_linear import install_packed_linears, use_packed_linears
 from hf_spec.engine.forward.attention_span import Segment
-from hf_spec.engine.forward.device_tokens import Given
+from hf_spec.engine.forward.device_tokens import DeviceTokens
 from hf_spec.engine.forward.kv_pool import KVPool
 from hf_spec.engine.forward.tree_attention import PackedAttention, PackedStep, takes_packed
 from hf_spec.engine.models.query_scaling import TokenPlaces, scales_by_place
@@ -83,7 +83,7 @@ class PairHead(Protocol):
 
 
 @dataclass(frozen=True)
-class Ahead:
+class MaskTokens:
     """Pairs that stand for tokens to come, after the newest true one of every row.
 
     Attributes:
@@ -138,26 +138,26 @@ class HeadRunner:
             check_packed(self.head.attention)
             self._attention = PackedAttention(self.head.attention)
             head: Any = self.head
-            stack.enter_context(fast_cpu_linears(head, rounded=True))
+            stack.enter_context(install_packed_linears(head, rounded=True))
             layers = self.head.attention
             self._layers = stack.enter_context(CompiledLayers.of(layers).active(layers))
             self._graphs = StepGraphs(
                 layers,
                 self.pool,
                 layers.device,
-                keep_as=self.pool.num_slots if self._expected_length else None,
+                cache_key=self.pool.num_slots if self._expected_length else None,
                 length=self._expected_length,
                 owner=head,
             )
             stack.callback(self._graphs.close)
             yield self
 
-    @fast_products(rounded=True)
+    @use_packed_linears(rounded=True)
     def feed(
         self,
         rows: Sequence[PairRow],
         texts: Sequence[Sequence[int]],
-        ahead: Ahead | None = None,
+        ahead: MaskTokens | None = None,
     ) -> tuple[Tensor, State | None]:
         """Run the pairs that are new, and at least the newest k, of rows that have as many.
 
@@ -184,7 +184,7 @@ class HeadRunner:
         parts = outputs.split([end - first + extra for _, first, end in spans])
         return torch.stack([part[-size - extra :] for part in parts]), state
 
-    @fast_products(rounded=True)
+    @use_packed_linears(rounded=True)
     def grow(
         self,
         rows: Sequence[PairRow],
@@ -203,7 +203,7 @@ class HeadRunner:
         """
         if not self.head.shape.recurrent:
             mine = [blocks] * len(rows)
-            given = Given(tokens.flatten())
+            given = DeviceTokens(tokens.flatten())
             outputs = self.grow_each(rows, mine, given, features.flatten(0, 2))
         else:
             length = blocks.count * self._size
@@ -212,9 +212,13 @@ class HeadRunner:
             outputs = self.attend(mixed.flatten(0, 1), segments)
         return outputs.view(len(rows), blocks.count, self._size, -1), state
 
-    @fast_products(rounded=True)
+    @use_packed_linears(rounded=True)
     def grow_each(
-        self, rows: Sequence[PairRow], blocks: Sequence[Blocks], given: Given, features: Tensor
+        self,
+        rows: Sequence[PairRow],
+        blocks: Sequence[Blocks],
+        given: DeviceTokens,
+        features: Tensor,
     ) -> Tensor:
         """The same with blocks of each row its own, of a head that carries no state.
 
@@ -226,7 +230,7 @@ class HeadRunner:
             segments.append(self._block_segment(row, mine, start))
         return self._run(given, features, segments)
 
-    @fast_products(rounded=True)
+    @use_packed_linears(rounded=True)
     def attend(self, mixed: Tensor, segments: Sequence[Segment]) -> Tensor:
         """One packed pass over (T, H) mixed pairs -> (T, H) predicted features.
 
@@ -236,7 +240,7 @@ class HeadRunner:
         (positions,) = self._graphs.put([positions], step)
         return self._attend(mixed, positions, step)
 
-    @fast_products(rounded=True)
+    @use_packed_linears(rounded=True)
     def lists(self, outputs: Tensor, num_ranks: int) -> tuple[Tensor, Tensor, Tensor]:
         """The likeliest tokens of (M, H) predicted features: (M, ranks) int64, best first.
 
@@ -270,7 +274,7 @@ class HeadRunner:
         self._layers.end_step(step.written)
         return outputs[0]
 
-    def _run(self, given: Given, features: Tensor, segments: Sequence[Segment]) -> Tensor:
+    def _run(self, given: DeviceTokens, features: Tensor, segments: Sequence[Segment]) -> Tensor:
         """One packed pass over pairs that carry no state: (T,) and (T, H) -> (T, H)."""
         step, positions = self._begin(segments)
         step.sees = given.sees
@@ -286,7 +290,7 @@ class HeadRunner:
         self,
         spans: Sequence[Span],
         texts: Sequence[Sequence[int]],
-        ahead: Ahead | None = None,
+        ahead: MaskTokens | None = None,
     ) -> tuple[Tensor, State | None]:
         segments, start = [], 0
         extra = 0 if ahead is None else len(ahead.features)
@@ -305,7 +309,7 @@ class HeadRunner:
                 tokens += [ahead.token] * extra
                 features.append(ahead.features)
         joined = features[0] if len(features) == 1 else torch.cat(features)
-        return self._run(Given(torch.tensor(tokens)), joined, segments), None
+        return self._run(DeviceTokens(torch.tensor(tokens)), joined, segments), None
 
     def _mix(self, spans: Sequence[Span], texts: Sequence[Sequence[int]]) -> tuple[Tensor, State]:
         """(T, H) mixed pairs of the spans, and the states after them."""

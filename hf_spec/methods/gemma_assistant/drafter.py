@@ -65,7 +65,7 @@ class GemmaAssistantDrafter(LevelDrafter):
     _places: dict[tuple[int, int], int]
 
     hidden_layers = (-1,)
-    no_candidates = (
+    assisted_refusal_reason = (
         "an assistant needs the target's states, keys and values, which assisted decoding does not "
         f"hand on; use spec_strategy={STRATEGY!r}"
     )
@@ -118,11 +118,11 @@ class GemmaAssistantDrafter(LevelDrafter):
         return self.processed(state, graphs, owners, self._fitted(logits, state))
 
     @property
-    def runs_unwatched(self) -> bool:
+    def supports_device_growth(self) -> bool:
         """On a GPU."""
         return self._runner.device.type in transfer.ASYNCHRONOUS
 
-    def unwatched(self, state: GenerationState, growing: DeviceGrowth) -> Tensor:
+    def propose_on_device(self, state: GenerationState, growing: DeviceGrowth) -> Tensor:
         """(nodes, V) float32: what the assistant says of each node that runs next."""
         given = growing.tokens
         if given is None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_spec.backend.device.transfer import send
-from hf_spec.engine.fast.packed_linear import fast_cpu_linears, fast_products
+from hf_spec.engine.fast.packed_linear import install_packed_linears, use_packed_linears
 from hf_spec.engine.forward.attention_span import Segment
 from hf_spec.engine.forward.draft_tree import Verdict
 from hf_spec.engine.forward.output import ForwardOutput
@@ -41,7 +41,7 @@ class AssistantRunner:
     @contextmanager
     def active(self) -> Iterator[AssistantRunner]:
         """Prepare the assistant; it is as it was found when the block ends."""
-        with fast_cpu_linears(self.assistant, rounded=True):
+        with install_packed_linears(self.assistant, rounded=True):
             yield self
 
     def restart(self, row: int) -> None:
@@ -68,7 +68,7 @@ class AssistantRunner:
         """The assistant's."""
         return self.assistant.norm.weight.device
 
-    @fast_products(rounded=True)
+    @use_packed_linears(rounded=True)
     def run(self, rows: Sequence[int], tokens: Tensor, above: Tensor | None) -> Tensor:
         """(M, V) what the assistant says after nodes of these rows, which are in order.
 

@@ -22,12 +22,16 @@ from transformers import PreTrainedModel
 
 from hf_spec.common.errors import AssistantError, OptionError
 from hf_spec.drafting.config import StrategyConfig
-from hf_spec.drafting.cost_model.acceptance_stats import Source
-from hf_spec.drafting.cost_model.cost_model_drafter import Bounds, SelfTimedDrafter, can_measure
+from hf_spec.drafting.cost_model.acceptance_stats import DraftSource
+from hf_spec.drafting.cost_model.cost_model_drafter import (
+    AdaptiveLengthDrafter,
+    Bounds,
+    can_measure,
+)
 from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.forward.draft_tree import DraftTree
-from hf_spec.engine.forward.model_cache import made_once
+from hf_spec.engine.forward.model_cache import cached_per_model
 from hf_spec.engine.forward.vocabulary import num_embeddings
 from hf_spec.methods.lookup.answer_store import BETWEEN, LONGEST_MATCH, LookupStore, suggest
 from hf_spec.methods.lookup.answers_drafter import AnswersDrafter, KeepsAnswers
@@ -59,7 +63,7 @@ def _make(config: LookupConfig, target: PreTrainedModel, assistant: object) -> D
     store = find_store(config.across_answers, target, assistant)
     if config.leaves_sizes_open and can_measure(target):
         sources = lookup_sources(config, LONGEST, store)
-        return SelfTimedDrafter(sources, target, config.batching, Bounds(LONGEST, 2 * LONGEST))
+        return AdaptiveLengthDrafter(sources, target, config.batching, Bounds(LONGEST, 2 * LONGEST))
     return LookupDrafter(config) if store is None else BetterLookupDrafter(config, store)
 
 
@@ -72,7 +76,7 @@ def find_store(
     """
     size = num_embeddings(target)
     if given is None and across_answers:
-        given = made_once(target, ("answers", size), LookupStore)
+        given = cached_per_model(target, ("answers", size), LookupStore)
     if given is not None:
         given.serve(size)
     return given
@@ -213,7 +217,7 @@ class BetterLookupDrafter(KeepsAnswers, LookupDrafter):
 
 def lookup_sources(
     config: LookupConfig, longest: int, store: LookupStore | None = None
-) -> list[Source]:
+) -> list[DraftSource]:
     """One source per length of repeated run: the longer it is, the longer it goes on.
 
     And one for earlier answers, if there is a store of them.
@@ -230,10 +234,10 @@ def lookup_sources(
                 copy_length=longest,
                 max_draft_tokens=2 * longest,
             )
-            found.append(Source("lookup", LookupDrafter(part), longest, shares))
+            found.append(DraftSource("lookup", LookupDrafter(part), longest, shares))
     if store is not None:
         answers = AnswersDrafter(store, 2 * longest, longest, config.min_match_length)
-        found.append(Source("lookup", answers, longest, SURE))
+        found.append(DraftSource("lookup", answers, longest, SURE))
     return found
 
 

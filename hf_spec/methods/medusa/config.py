@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from hf_spec.common.errors import OptionError
 from hf_spec.drafting.cost_model.acceptance_stats import NODES_PER_LEVEL
-from hf_spec.drafting.cost_model.cost_model_drafter import measured, resolve, weighs_nodes
+from hf_spec.drafting.cost_model.cost_model_drafter import measured, resolve, selects_nodes_by_cost
 from hf_spec.drafting.length_policy import MEASURED, make_policy
 from hf_spec.drafting.one_pass_drafter import ProposalDrafter, ProposalHead, ProposalRunner
 from hf_spec.drafting.rank_tree import RankTree
@@ -78,7 +78,7 @@ def make_proposal_drafter(
             f"a draft of {deepest} tokens is deeper than the head proposes ({head.num_levels}); "
             f"pass max_draft_tokens={head.num_levels} or a flatter tree"
         )
-    weighs = weighs_nodes(config, target)
+    weighs = selects_nodes_by_cost(config, target)
     if config.tree is not None and not isinstance(config.max_nodes, int):
         config = replace(config, max_nodes=len(config.tree))
     config = resolve(config, target)

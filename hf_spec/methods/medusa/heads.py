@@ -32,7 +32,7 @@ from hf_spec.adapters.published import PublishedFamily, PublishedHead, register_
 from hf_spec.adapters.reading import whole_number
 from hf_spec.common.errors import AssistantError
 from hf_spec.drafting.one_pass_drafter import Lists, Proposals
-from hf_spec.engine.fast.packed_linear import fast_cpu_linears
+from hf_spec.engine.fast.packed_linear import install_packed_linears
 from hf_spec.methods.published_weights import OutputHead, fitted, linear, sizes_of
 
 STRATEGY = "heads"
@@ -184,7 +184,7 @@ class NewestFeatures:
     @contextmanager
     def active(self) -> Iterator[NewestFeatures]:
         """Let the head compute its products as fast as the target does."""
-        with fast_cpu_linears(self.head, rounded=True):
+        with install_packed_linears(self.head, rounded=True):
             yield self
 
     def restart(self, row: int) -> None:

@@ -151,7 +151,7 @@ class SdsatDrafter(Drafter):
             those that do both; "adaptive_nodes" counts the adaptive tokens run.
     """
 
-    no_candidates = (
+    assisted_refusal_reason = (
         "adaptive tokens are run by the target itself, which assisted decoding does not do; use "
         "spec_strategy='sdsat'"
     )

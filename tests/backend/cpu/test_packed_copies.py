@@ -20,7 +20,7 @@ from hf_spec.backend.cpu.packed_copies import (
 )
 from hf_spec.backend.cpu.packed_products import served
 from hf_spec.common.errors import OptionError
-from hf_spec.engine.fast.packed_linear import fast_cpu_linears
+from hf_spec.engine.fast.packed_linear import install_packed_linears
 from tests.tied_linears import WIDTH, Tied, assert_same, nothing_packed, run, run_fast
 
 
@@ -110,13 +110,13 @@ def test_every_shape_is_timed_once(model: Tied) -> None:
 
 def test_copies_are_counted_while_another_thread_packs() -> None:
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(30)))
-    with fast_cpu_linears(model):
+    with install_packed_linears(model):
         packed = cpu_packing_bytes()
     switch_interval = sys.getswitchinterval()
 
     def pack() -> None:
         for _ in range(40):
-            with fast_cpu_linears(model):
+            with install_packed_linears(model):
                 pass
 
     thread = threading.Thread(target=pack)

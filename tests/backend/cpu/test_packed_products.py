@@ -26,7 +26,7 @@ from hf_spec.backend.cpu.packed_products import (
     padded_product,
     served_rows,
 )
-from hf_spec.engine.fast.packed_linear import fast_cpu_linears, fast_products
+from hf_spec.engine.fast.packed_linear import install_packed_linears, use_packed_linears
 from tests.compiler import needs_compiler
 
 WIDTH = 256
@@ -69,7 +69,7 @@ def broken(form: Form, fault: str) -> Form:
 
 
 def fast(linear: nn.Linear, states: Tensor) -> Tensor:
-    with torch.no_grad(), fast_cpu_linears(linear), fast_products():
+    with torch.no_grad(), install_packed_linears(linear), use_packed_linears():
         return linear(states)
 
 

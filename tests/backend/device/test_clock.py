@@ -15,7 +15,7 @@ from hf_spec.backend.device import transfer
 from hf_spec.backend.device.clock import DeviceClock, HostClock, Stopwatch, clock_of
 from hf_spec.drafting.cost_model import cost_model_drafter as measured
 from hf_spec.drafting.cost_model.cost_curves import RoundTimes
-from hf_spec.drafting.cost_model.cost_model_drafter import SelfTimedDrafter
+from hf_spec.drafting.cost_model.cost_model_drafter import AdaptiveLengthDrafter
 from hf_spec.drafting.length_policy import LengthPolicy
 from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.loop import finish_step, speculative_step
@@ -132,7 +132,7 @@ def test_a_measured_draft_is_charged_for_what_it_queued(monkeypatch: pytest.Monk
         inner = Hasty(config, on_gpu(tiny_models.draft_model("llama")), LengthPolicy(2))
         model = on_gpu(tiny_models.build("llama"))
         drafter = measured.measured(inner, inner.policy, model, config, 1)
-        assert isinstance(drafter, SelfTimedDrafter)
+        assert isinstance(drafter, AdaptiveLengthDrafter)
         target = ModelRunner(model, 1)
         state = begun(gpu, 12)
         with target.active(), drafter.active(state):

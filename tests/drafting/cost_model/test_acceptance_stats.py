@@ -11,10 +11,10 @@ import torch
 from hf_spec.drafting.cost_model.acceptance_stats import (
     EXPECTATION_WEIGHT,
     LEVEL_EXPECTATION,
-    Fared,
+    AcceptanceStats,
+    DecayedRates,
+    DraftSource,
     MergedTree,
-    Shares,
-    Source,
 )
 from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.decode.generation_state import GenerationState
@@ -57,7 +57,7 @@ def state_of(rows: int = 1) -> GenerationState:
     return GenerationState.create(ids, torch.ones_like(ids), StopRules([], rows))
 
 
-def asked(source: Source, depth: int = 3, rows: int = 1) -> Source:
+def asked(source: DraftSource, depth: int = 3, rows: int = 1) -> DraftSource:
     source.start(rows)
     source.ask(state_of(rows), dict.fromkeys(range(rows), depth))
     return source
@@ -72,7 +72,7 @@ def said(*tokens: int) -> Verdict:
 
 class TestShares:
     def test_from_the_expectation_to_the_trials(self) -> None:
-        shares = Shares(lambda kind: {"a": 0.2, "b": 0.9}[kind], 4.0)
+        shares = DecayedRates(lambda kind: {"a": 0.2, "b": 0.9}[kind], 4.0)
         assert (shares.share("a"), shares.share("b")) == (0.2, 0.9)
         shares.count("a", True)
         assert shares.share("a") == pytest.approx((4 * 0.2 + 1) / 5)
@@ -82,14 +82,14 @@ class TestShares:
         assert shares.share("b") == 0.9
 
     def test_what_is_new_counts_more(self) -> None:
-        early, late = Shares(lambda _: 0.5, 4.0), Shares(lambda _: 0.5, 4.0)
+        early, late = DecayedRates(lambda _: 0.5, 4.0), DecayedRates(lambda _: 0.5, 4.0)
         for step in range(20):
             early.count(0, step < 10)
             late.count(0, step >= 10)
         assert early.share(0) < 0.5 < late.share(0)
 
     def test_fading_goes_back_to_the_expectation(self) -> None:
-        shares = Shares(lambda _: 0.6, 3.0)
+        shares = DecayedRates(lambda _: 0.6, 3.0)
         for _ in range(40):
             shares.count(1, False)
         low = shares.share(1)
@@ -101,16 +101,16 @@ class TestShares:
 
 class TestSource:
     def test_values_by_depth_and_rank(self) -> None:
-        source = asked(Source("s", Fixed(), 3, expected=(0.6, 0.8)))
+        source = asked(DraftSource("s", Fixed(), 3, expected=(0.6, 0.8)))
         assert source.values(0) == pytest.approx([1, 0.6, 0.15, 0.48, 0.12, 0.384])
 
     def test_values_by_the_drafters_own_probability(self) -> None:
-        source = asked(Source("s", Fixed([1.0, 0.93, 0.07, 0.5, 0.49, 1.0]), 3))
+        source = asked(DraftSource("s", Fixed([1.0, 0.93, 0.07, 0.5, 0.49, 1.0]), 3))
         expected = [1, 0.95, 0.05, 0.95 * 0.55, 0.95 * 0.45, 0.95 * 0.55 * 0.95]
         assert source.values(0) == pytest.approx(expected)
 
     def test_nothing_is_looked_at_that_is_too_unlikely(self) -> None:
-        source = asked(Source("s", Fixed(), 3, expected=(0.5, 0.015)))
+        source = asked(DraftSource("s", Fixed(), 3, expected=(0.5, 0.015)))
         assert source.values(0) == pytest.approx([1, 0.5, 0.125, 0.0075, 0.5 * 0.00375, 0])
         tree = MergedTree(ROOT)
         tree.take(source, 0)
@@ -118,12 +118,12 @@ class TestSource:
 
     @pytest.mark.parametrize(("further", "depth"), [(0.001, 1), (0.2, 3), (0.9, 9)])
     def test_useful_depth(self, further: float, depth: int) -> None:
-        source = asked(Source("s", Fixed(), 9, expected=(0.5, further)))
+        source = asked(DraftSource("s", Fixed(), 9, expected=(0.5, further)))
         assert source.useful_depth(0) == depth
 
     def test_limits_reach_the_drafter_and_its_own_depth_is_one(self) -> None:
         state, drafter = state_of(2), Fixed()
-        source = Source("s", drafter, 3)
+        source = DraftSource("s", drafter, 3)
         source.start(2)
         source.ask(state, {0: 9, 1: 0})
         assert drafter.limits == {0: 3, 1: 0}
@@ -132,7 +132,7 @@ class TestSource:
         assert source.size(1, 7) == 7
 
     def test_it_learns_from_tokens_it_did_not_send(self) -> None:
-        source = asked(Source("s", Fixed(), 3))
+        source = asked(DraftSource("s", Fixed(), 3))
         before = source.values(0)
         source.observe(said(10, 12, 99), NOTHING)
         after = source.values(0)
@@ -144,7 +144,7 @@ class TestSource:
         assert after[3] / after[1] < before[3] / before[1]
 
     def test_levels(self) -> None:
-        source = asked(Source("s", Fixed(), 3))
+        source = asked(DraftSource("s", Fixed(), 3))
         assert [source.level(0, depth) for depth in (1, 2, 3)] == [LEVEL_EXPECTATION] * 3
         source.observe(said(10, 11, 99), NOTHING)
         assert source.level(0, 1) == source.level(0, 2) > LEVEL_EXPECTATION > source.level(0, 3)
@@ -152,15 +152,15 @@ class TestSource:
         assert source.level(0, 1) < source.level(0, 2)
 
     def test_a_level_that_was_asked_for_and_is_not_there_is_a_miss(self) -> None:
-        source = asked(Source("s", Fixed(), 3))
+        source = asked(DraftSource("s", Fixed(), 3))
         source.observe(said(20, 1), NOTHING)
         assert source.level(0, 2) < LEVEL_EXPECTATION
-        shallow = asked(Source("s", Fixed(), 3), depth=1)
+        shallow = asked(DraftSource("s", Fixed(), 3), depth=1)
         shallow.observe(said(20, 1), NOTHING)
         assert shallow.level(0, 2) == LEVEL_EXPECTATION
 
     def test_not_asked_is_slowly_forgotten(self) -> None:
-        state, source = state_of(), Source("s", Fixed(), 3)
+        state, source = state_of(), DraftSource("s", Fixed(), 3)
         source.start(1)
         source.ask(state, {0: 3})
         source.observe(said(99), NOTHING)
@@ -171,7 +171,7 @@ class TestSource:
         assert bad < source.level(0, 1) < LEVEL_EXPECTATION
 
     def test_the_drafter_hears_of_its_own_tree(self) -> None:
-        source = asked(Source("s", Fixed(), 3))
+        source = asked(DraftSource("s", Fixed(), 3))
         for tokens, path in (((10, 12, 7), [1, 4]), ((8, 9), []), ((10, 11), [1])):
             source.observe(said(*tokens), NOTHING)
             outcome = source.drafter.outcomes[-1]  # type: ignore[attr-defined]
@@ -180,13 +180,13 @@ class TestSource:
             assert outcome.accepted == [path]
 
     def test_a_drafter_that_reads_hidden_states_hears_of_the_tree_that_was_run(self) -> None:
-        source = asked(Source("s", Fixed(hidden=True), 3))
+        source = asked(DraftSource("s", Fixed(hidden=True), 3))
         verdict = said(10, 12, 7)
         source.observe(verdict, NOTHING)
         assert source.drafter.outcomes == [verdict]  # type: ignore[attr-defined]
 
     def test_rows_learn_apart_and_generations_begin_again(self) -> None:
-        source = asked(Source("s", Fixed(), 3), rows=2)
+        source = asked(DraftSource("s", Fixed(), 3), rows=2)
         tree = DraftTree.from_rows([([ROOT, 10], [-1, 0]), ([ROOT], [-1])])
         source.observe(Verdict(tree, [[1], []], [11, 99]), NOTHING)
         assert source.values(0)[1] > 0.5 > source.values(1)[1]
@@ -203,8 +203,8 @@ class TestSource:
 
 class TestMemory:
     def test_a_generation_begins_with_what_the_others_came_to(self) -> None:
-        memory = Fared.expected((0.5, 0.7))
-        source = Source("s", Fixed(), 3)
+        memory = AcceptanceStats.expected((0.5, 0.7))
+        source = DraftSource("s", Fixed(), 3)
         for _ in range(20):
             source.start(1, memory)
             source.ask(state_of(), {0: 3})
@@ -219,9 +219,9 @@ class TestMemory:
         assert source.level(1, 1) == pytest.approx(before)
 
     def test_who_is_never_asked_is_tried_again(self) -> None:
-        memory = Fared.expected((0.5, 0.7))
+        memory = AcceptanceStats.expected((0.5, 0.7))
         memory.levels.count(1, False)
-        source = Source("s", Fixed(), 3)
+        source = DraftSource("s", Fixed(), 3)
         source.start(1, memory)
         bad = memory.levels.share(1)
         for _ in range(2000):
@@ -234,7 +234,7 @@ class TestMergedTree:
     def merged(self, *values: tuple[float, float]) -> MergedTree:
         tree = MergedTree(ROOT)
         for first, further in values:
-            tree.take(asked(Source("s", Fixed(), 3, (first, further))), 0)
+            tree.take(asked(DraftSource("s", Fixed(), 3, (first, further))), 0)
         return tree
 
     def test_the_same_node_stands_once_with_its_best_value(self) -> None:
@@ -247,8 +247,8 @@ class TestMergedTree:
 
     def test_masses(self) -> None:
         tree = self.merged((0.9, 0.8))
-        assert tree.masses() == pytest.approx([1.0, 0.9, 0.576])
-        assert MergedTree(ROOT).masses() == []
+        assert tree.reach_by_depth() == pytest.approx([1.0, 0.9, 0.576])
+        assert MergedTree(ROOT).reach_by_depth() == []
 
     def test_kept_nodes(self) -> None:
         tree = self.merged((0.6, 0.8))
@@ -256,7 +256,7 @@ class TestMergedTree:
         assert tree.keep([5, 3, 1]) == ([ROOT, 10, 11, 13], [-1, 0, 1, 2])
 
     def test_the_row_of_a_batch(self) -> None:
-        source = asked(Source("s", Fixed(), 3), rows=2)
+        source = asked(DraftSource("s", Fixed(), 3), rows=2)
         tree = MergedTree(ROOT)
         tree.take(source, 1)
         assert tree.tokens == TOKENS
@@ -265,7 +265,7 @@ class TestMergedTree:
 def test_what_a_source_keeps_of_a_sampled_state_is_nothing() -> None:
     state: Any = state_of()
     state.do_sample = True
-    source = asked(Source("s", Fixed(), 3))
+    source = asked(DraftSource("s", Fixed(), 3))
     before = torch.get_rng_state()
     source.observe(said(10), NOTHING)
     assert torch.equal(torch.get_rng_state(), before)

@@ -17,7 +17,7 @@ from hf_spec.common.errors import OptionError, UnsupportedError
 from hf_spec.drafting.cost_model import cost_curves as round_costs
 from hf_spec.drafting.cost_model import cost_model_drafter as measured
 from hf_spec.drafting.cost_model.cost_curves import RoundTimes
-from hf_spec.drafting.cost_model.cost_model_drafter import SelfTimedDrafter, resolve
+from hf_spec.drafting.cost_model.cost_model_drafter import AdaptiveLengthDrafter, resolve
 from hf_spec.drafting.cost_model.loss_budget import FIRST, SHARE
 from hf_spec.engine.forward.runner import ModelRunner
 from hf_spec.methods.registry import make_drafter, parse_strategy
@@ -287,7 +287,7 @@ class TestNodes:
         costs(0.05, 0.05)
         config = type(parse_strategy(name))(length_policy="static")
         drafter = make_drafter(config, build("llama"), assistant(name))
-        assert isinstance(drafter, SelfTimedDrafter)
+        assert isinstance(drafter, AdaptiveLengthDrafter)
         plain = build("llama").generate(
             **prompts("llama", kind), max_new_tokens=NEW_TOKENS, do_sample=False
         )
@@ -296,7 +296,7 @@ class TestNodes:
     def test_drafts_at_random_are_sent_as_they_are(self) -> None:
         config = TreeConfig(max_draft_tokens=3, sample_drafts=True)
         drafter = make_drafter(config, build("llama"), draft_model("llama"))
-        assert not isinstance(drafter, SelfTimedDrafter)
+        assert not isinstance(drafter, AdaptiveLengthDrafter)
 
     def test_nothing_else_is_a_word(self) -> None:
         with pytest.raises(OptionError, match="whole number of at least 1, or 'auto'"):
@@ -324,12 +324,12 @@ class TestGiven:
     )
     def test_numbers_that_are_given_are_what_is_drafted(self, config: Any) -> None:
         drafter = make_drafter(config, build("llama"), assistant(config.strategy))
-        assert not isinstance(drafter, SelfTimedDrafter)
+        assert not isinstance(drafter, AdaptiveLengthDrafter)
 
     @pytest.mark.parametrize("name", NAMES)
     def test_without_numbers_times_decide(self, name: str) -> None:
         drafter = make_drafter(parse_strategy(name), build("llama"), assistant(name))
-        assert isinstance(drafter, SelfTimedDrafter)
+        assert isinstance(drafter, AdaptiveLengthDrafter)
 
     def test_a_fixed_length_is_kept_however_dear(self, costs: Any) -> None:
         costs(9.0, 9.0)
@@ -360,7 +360,7 @@ class TestGiven:
         monkeypatch.setattr(measured, "tensor_parallel_size", lambda _: 2)
         for name in NAMES:
             drafter = make_drafter(parse_strategy(name), build("llama"), assistant(name))
-            assert not isinstance(drafter, SelfTimedDrafter)
+            assert not isinstance(drafter, AdaptiveLengthDrafter)
         with pytest.raises(UnsupportedError, match="differ among the processes"):
             resolve(DraftConfig(length_policy="measured"), build("llama"))
 
@@ -387,9 +387,9 @@ def test_the_draft_that_runs_the_prompt_is_not_timed(
     """A head has its prompt a round later than the target; that time would end all drafts."""
     run: list[int] = []
     timed: list[int] = []
-    observe = SelfTimedDrafter.observe
+    observe = AdaptiveLengthDrafter.observe
 
-    def watch(self: SelfTimedDrafter, verdict: Any, output: Any) -> None:
+    def watch(self: AdaptiveLengthDrafter, verdict: Any, output: Any) -> None:
         run.append(self._rounds.drafts[strategy].forwards)
         observe(self, verdict, output)
 
@@ -399,7 +399,7 @@ def test_the_draft_that_runs_the_prompt_is_not_timed(
     monkeypatch.setattr(measured, "known_times", lambda *_: RoundTimes())
     monkeypatch.setattr(round_costs, "FORWARD_PRICE", 0.01)
     monkeypatch.setattr(round_costs, "NODE_PRICE", 1e-4)
-    monkeypatch.setattr(SelfTimedDrafter, "observe", watch)
+    monkeypatch.setattr(AdaptiveLengthDrafter, "observe", watch)
     monkeypatch.setattr(RoundTimes, "learn", learn)
     assistant = random_head("llama") if strategy == "falcon" else draft_model("llama")
     build("llama").generate(

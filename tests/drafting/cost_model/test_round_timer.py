@@ -9,7 +9,7 @@ import pytest
 
 from hf_spec.backend.device.clock import Clock
 from hf_spec.drafting.cost_model.cost_curves import Costs, RoundTimes
-from hf_spec.drafting.cost_model.loss_budget import Allowance
+from hf_spec.drafting.cost_model.loss_budget import LossBudget
 from hf_spec.drafting.cost_model.round_timer import RoundClock
 
 
@@ -28,7 +28,7 @@ class Lagging(Clock):
         return end - start
 
 
-class Settled(Allowance):
+class Settled(LossBudget):
     def __init__(self) -> None:
         super().__init__()
         self.settled: list[tuple[float, float, float]] = []
@@ -45,7 +45,7 @@ def learned(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-def rounds(clock: Clock, allowance: Allowance, times: RoundTimes | None) -> RoundClock:
+def rounds(clock: Clock, allowance: LossBudget, times: RoundTimes | None) -> RoundClock:
     costs = Costs(lambda nodes: 2.0 * nodes, {"draft": lambda depth: 5.0 * depth})
     return RoundClock(clock, costs, times, allowance)
 
@@ -57,11 +57,11 @@ def one_round(timed: RoundClock, clock: Lagging) -> float:
     with timed.drafting("draft", drafter, 2):
         clock.now += 3
         drafter.forwards += 2
-    so_far = timed.so_far()
+    draft_seconds = timed.draft_seconds()
     timed.sent(6, 1.0)
     clock.now += 4
     timed.judged(2, 5)
-    return so_far
+    return draft_seconds
 
 
 def test_a_round_is_learned_from_when_its_time_is_known(learned: list[Any]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from torch import nn
 
-from hf_spec.engine.fast.forward_overrides import OwnForwards
+from hf_spec.engine.fast.forward_overrides import ForwardOverrides
 
 
 def ours() -> str:
@@ -19,7 +19,7 @@ def all_of(modules: list[nn.Module]) -> dict[nn.Module, Callable[[], str]]:
 
 
 def test_the_last_user_gives_the_forward_back() -> None:
-    module, forwards = nn.Linear(2, 2), OwnForwards()
+    module, forwards = nn.Linear(2, 2), ForwardOverrides()
     before = dict(vars(module))
     asked: list[list[nn.Module]] = []
 
@@ -38,13 +38,13 @@ def test_the_last_user_gives_the_forward_back() -> None:
 
 def test_modules_may_be_left_as_they_are() -> None:
     taken, left = nn.Linear(2, 2), nn.Linear(2, 2)
-    with OwnForwards().lent([taken, left], lambda modules: all_of(modules[:1])):
+    with ForwardOverrides().lent([taken, left], lambda modules: all_of(modules[:1])):
         assert taken.forward() == "ours"
         assert "forward" not in vars(left)
 
 
 def test_what_cannot_be_made_leaves_all_as_it_was() -> None:
-    shared, other, forwards = nn.Linear(2, 2), nn.Linear(2, 2), OwnForwards()
+    shared, other, forwards = nn.Linear(2, 2), nn.Linear(2, 2), ForwardOverrides()
 
     def fail(modules: list[nn.Module]) -> dict[nn.Module, Callable[[], str]]:
         raise MemoryError
@@ -57,7 +57,7 @@ def test_what_cannot_be_made_leaves_all_as_it_was() -> None:
 
 
 def test_a_forward_of_the_module_itself_comes_back() -> None:
-    module, forwards = nn.Linear(2, 2), OwnForwards()
+    module, forwards = nn.Linear(2, 2), ForwardOverrides()
     module.forward = lambda: "theirs"
     with forwards.lent([module], all_of):
         assert module.forward() == "ours"
@@ -65,7 +65,7 @@ def test_a_forward_of_the_module_itself_comes_back() -> None:
 
 
 def test_it_is_known_whose_forward_a_module_has() -> None:
-    taken, other, forwards = nn.Linear(2, 2), nn.Linear(2, 2), OwnForwards()
+    taken, other, forwards = nn.Linear(2, 2), nn.Linear(2, 2), ForwardOverrides()
     other.forward = lambda: "theirs"
     with forwards.lent([taken, other], lambda modules: all_of([taken])):
         assert forwards.has(taken)
@@ -76,7 +76,7 @@ def test_it_is_known_whose_forward_a_module_has() -> None:
 
 
 def test_what_somebody_else_put_there_meanwhile_stays() -> None:
-    module, forwards = nn.Linear(2, 2), OwnForwards()
+    module, forwards = nn.Linear(2, 2), ForwardOverrides()
     with forwards.lent([module], all_of):
         module.forward = lambda: "theirs"
     assert module.forward() == "theirs"

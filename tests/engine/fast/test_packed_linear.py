@@ -25,9 +25,9 @@ from hf_spec.backend.cpu.packed_products import EVERY_ROW, NO_LIMIT, Rows, form_
 from hf_spec.engine.fast import packed_linear as cpu_linear
 from hf_spec.engine.fast.packed_linear import (
     PackedLinears,
-    fast_cpu_linears,
-    fast_products,
+    install_packed_linears,
     served_weight,
+    use_packed_linears,
 )
 from tests import tiny_models
 from tests.compiler import needs_compiler
@@ -174,7 +174,7 @@ def test_values_are_those_of_linear(dtype: torch.dtype, bias: bool, mode: str) -
     torch.manual_seed(0)
     set_cpu_packing(mode)
     linear = nn.Linear(WIDTH, 320, bias=bias).to(dtype)
-    with torch.no_grad(), fast_cpu_linears(linear), fast_products():
+    with torch.no_grad(), install_packed_linears(linear), use_packed_linears():
         for rows in ROWS:
             for x in (torch.randn(1, rows, WIDTH), torch.randn(rows, WIDTH)):
                 expected = F.linear(x.to(dtype), linear.weight, linear.bias)
@@ -198,7 +198,7 @@ def test_input_may_have_any_strides_and_dimensions(mode: str) -> None:
         torch.randn(3, WIDTH)[:, None].expand(3, 4, WIDTH),
         torch.randn(4, WIDTH + 1)[:, 1:],
     ]
-    with torch.no_grad(), fast_cpu_linears(linear), fast_products():
+    with torch.no_grad(), install_packed_linears(linear), use_packed_linears():
         for x in inputs:
             torch.testing.assert_close(linear(x), F.linear(x, linear.weight, linear.bias))
 
@@ -214,10 +214,10 @@ def test_every_linear_is_packed_and_the_head_too(
 
 def test_modules_are_as_found_after_the_block_and_after_an_exception(model: Tied) -> None:
     before = [dict(module.__dict__) for module in model.modules()]
-    with fast_cpu_linears(model), fast_products():
+    with install_packed_linears(model), use_packed_linears():
         assert patched(model) == ["up", "down", "head"]
     assert [dict(module.__dict__) for module in model.modules()] == before
-    with pytest.raises(KeyboardInterrupt), fast_cpu_linears(model):
+    with pytest.raises(KeyboardInterrupt), install_packed_linears(model):
         raise KeyboardInterrupt
     assert [dict(module.__dict__) for module in model.modules()] == before
     assert torch.equal(run(model), run(model))
@@ -225,7 +225,7 @@ def test_modules_are_as_found_after_the_block_and_after_an_exception(model: Tied
 
 def test_an_abandoned_generator_restores(model: Tied) -> None:
     def stream() -> Iterator[int]:
-        with fast_cpu_linears(model), fast_products():
+        with install_packed_linears(model), use_packed_linears():
             yield 1
             yield 2
 
@@ -242,7 +242,7 @@ def test_a_failure_while_packing_restores(model: Tied, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(cpu_linear, "_transposed_forward", fail)
     set_cpu_packing("off")
-    with pytest.raises(MemoryError), fast_cpu_linears(model):
+    with pytest.raises(MemoryError), install_packed_linears(model):
         pass
     assert not patched(model)
 
@@ -250,7 +250,7 @@ def test_a_failure_while_packing_restores(model: Tied, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("first_to_leave", [0, 1])
 def test_blocks_may_overlap_on_shared_modules(model: Tied, first_to_leave: int) -> None:
     draft = nn.Sequential(model.up, model.down)
-    blocks = [fast_cpu_linears(model), fast_cpu_linears(draft)]
+    blocks = [install_packed_linears(model), install_packed_linears(draft)]
     for block in blocks:
         block.__enter__()
     shared_forward = model.up.forward
@@ -282,7 +282,7 @@ def test_a_forward_set_by_others_is_left_alone(model: Tied) -> None:
         return torch.zeros(*x.shape[:-1], 512)
 
     model.up.forward = theirs  # type: ignore[method-assign]
-    with fast_cpu_linears(model), fast_products():
+    with install_packed_linears(model), use_packed_linears():
         assert model.up.forward is theirs
         assert patched(model) == ["up", "down", "head"]
     assert patched(model) == ["up"]
@@ -292,7 +292,7 @@ def test_a_forward_set_meanwhile_survives(model: Tied) -> None:
     def theirs(x: Tensor) -> Tensor:
         return x
 
-    with fast_cpu_linears(model), fast_products():
+    with install_packed_linears(model), use_packed_linears():
         model.up.forward = theirs  # type: ignore[method-assign]
     assert model.up.__dict__["forward"] is theirs
 
@@ -331,20 +331,20 @@ def parametrized() -> nn.Module:
 )
 def test_unsuitable_modules_are_left_alone(make: object) -> None:
     module = make()  # type: ignore[operator]
-    with fast_cpu_linears(module), fast_products():
+    with install_packed_linears(module), use_packed_linears():
         assert not patched(module)
     assert cpu_packing_bytes() == 0
 
 
 def test_gradients_flow_inside_the_block(model: Tied) -> None:
-    with fast_cpu_linears(model), fast_products():
+    with install_packed_linears(model), use_packed_linears():
         model(torch.arange(8)[None]).sum().backward()
     assert model.up.weight.grad is not None
     assert model.head.weight.grad is not None
 
 
 def test_autocast_is_left_alone(model: Tied) -> None:
-    with torch.autocast("cpu", torch.bfloat16), fast_cpu_linears(model):
+    with torch.autocast("cpu", torch.bfloat16), install_packed_linears(model):
         assert not patched(model)
 
 
@@ -355,7 +355,7 @@ def test_autocast_that_begins_inside_is_left_alone(model: Tied, mode: str) -> No
     ids, half = torch.arange(8)[None], torch.autocast("cpu", torch.bfloat16)
     with torch.no_grad(), half:
         expected = model(ids)
-    with fast_cpu_linears(model), fast_products(), torch.no_grad(), half:
+    with install_packed_linears(model), use_packed_linears(), torch.no_grad(), half:
         found = model(ids)
     assert found.dtype == expected.dtype == torch.bfloat16
     assert torch.equal(found, expected)
@@ -370,7 +370,7 @@ def test_weights_made_in_inference_mode() -> None:
 
 
 def test_errors_of_a_wrong_input_stay(model: Tied) -> None:
-    with fast_cpu_linears(model), fast_products(), torch.no_grad():
+    with install_packed_linears(model), use_packed_linears(), torch.no_grad():
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
             model.up(torch.randn(8, WIDTH // 2))
         with pytest.raises(RuntimeError, match="dtype"):
@@ -395,7 +395,7 @@ def test_other_rows_are_left_to_linear() -> None:
     poisoned = pack(torch.full_like(linear.weight, 1e6))
     copies = Copies((), poisoned, rows=Rows(3, 64))
     forward = cpu_linear._PackedForward(linear, copies)
-    with torch.no_grad(), fast_products():
+    with torch.no_grad(), use_packed_linears():
         for rows in (1, 2, 65):
             x = torch.randn(rows, WIDTH)
             assert torch.equal(forward(x), F.linear(x, linear.weight, linear.bias))
@@ -408,7 +408,7 @@ def test_other_rows_are_left_to_linear() -> None:
 def test_few_rows_are_padded(shape: tuple[int, ...], has_bias: bool) -> None:
     linear = nn.Linear(WIDTH, 320, bias=has_bias)
     x = torch.randn(*shape, WIDTH)
-    with torch.no_grad(), fast_products():
+    with torch.no_grad(), use_packed_linears():
         copies = Copies((), pack(linear.weight), rows=Rows(1, NO_LIMIT, padded=4))
         forward = cpu_linear._PackedForward(linear, copies)
         found = forward(x)
@@ -427,7 +427,7 @@ def test_what_a_kernel_reads_for_a_product() -> None:
     assert served_weight(small, 5) is small.weight
     assert served_weight(small.weight, 5) is small.weight
     assert served_weight(large, 5) is None
-    with fast_cpu_linears(nn.ModuleList([large, small])):
+    with install_packed_linears(nn.ModuleList([large, small])):
         forward = large.__dict__["forward"]
         forward._copies.rows = Rows(3, 64)
         packed = served_weight(large, 5)
@@ -455,7 +455,7 @@ def test_a_transformers_model_keeps_its_logits(packed_calls: list[nn.Linear]) ->
         ids = torch.randint(0, 320, (2, rows))
         with torch.no_grad():
             expected = model(ids).logits
-            with fast_cpu_linears(model), fast_products():
+            with install_packed_linears(model), use_packed_linears():
                 assert_same(model(ids).logits, expected)
     # 128 x 256 is too small to pack for k and v; it is not for the other five and the head.
     assert len(packed_calls) == 3 * (2 * 5 + 1)
@@ -472,7 +472,7 @@ class TestRounded:
 
     @torch.no_grad()
     def drafted(self, model: nn.Module, rows: int = 8) -> Tensor:
-        with fast_cpu_linears(model, rounded=True), fast_products(rounded=True):
+        with install_packed_linears(model, rounded=True), use_packed_linears(rounded=True):
             return run(model, rows)
 
     def rounded(self, model: Tied) -> Tensor:
@@ -497,10 +497,10 @@ class TestRounded:
         expected, drafted = run(model), self.drafted(model)
         clear_cpu_packing()
         for first, second in ((True, False), (False, True)):
-            with fast_cpu_linears(model, first), fast_cpu_linears(model, second):
-                with torch.no_grad(), fast_products(rounded=True):
+            with install_packed_linears(model, first), install_packed_linears(model, second):
+                with torch.no_grad(), use_packed_linears(rounded=True):
                     assert torch.equal(run(model), drafted)
-                    with fast_products():
+                    with use_packed_linears():
                         assert_same(run(model), expected)
                     assert torch.equal(run(model), drafted)
                 assert torch.equal(run(model), expected)
@@ -526,7 +526,7 @@ class TestRounded:
         assert (after - self.rounded(model)).norm() < 0.01 * after.norm()
 
     def test_more_rows_than_pay_are_exact_where_that_can_be(self, model: Tied) -> None:
-        with fast_cpu_linears(model):
+        with install_packed_linears(model):
             assert_same(self.drafted(model, 65), run(model, 65))
             assert not torch.equal(self.drafted(model, 64), run(model, 64))
         clear_cpu_packing()
@@ -580,14 +580,14 @@ def test_a_session_inside_another_sees_every_change(
 
     def run_once(linears: PackedLinears) -> Tensor:
         linears.refresh()
-        with fast_products():
+        with use_packed_linears():
             return model.up(x)
 
-    with fast_cpu_linears(model) as outer:
+    with install_packed_linears(model) as outer:
         for change in (change_in_place, change_through_data) * 2:
             before = run_once(outer)
             change(model)
-            with fast_cpu_linears(model) as inner:
+            with install_packed_linears(model) as inner:
                 changed = run_once(inner)
                 assert_same(changed, F.linear(x, model.up.weight, model.up.bias))
                 assert not torch.allclose(changed, before)
@@ -604,7 +604,7 @@ def replace_weight(model: Tied) -> None:
 @pytest.mark.parametrize("change", [change_in_place, replace_weight])
 def test_a_change_is_seen_before_the_next_pass(change: Callable[[Tied], None], model: Tied) -> None:
     x = torch.randn(8, WIDTH)
-    with fast_cpu_linears(model) as linears, fast_products():
+    with install_packed_linears(model) as linears, use_packed_linears():
         linears.refresh()
         change(model)
         linears.refresh()

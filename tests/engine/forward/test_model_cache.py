@@ -7,7 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from hf_spec.engine.forward.model_cache import made_once
+from hf_spec.engine.forward.model_cache import cached_per_model
 from tests.tiny_models import build
 
 
@@ -20,9 +20,9 @@ def test_a_thing_is_made_once_per_model_and_key() -> None:
         return made[-1]
 
     key = "test_per_model"
-    assert [made_once(m, (key, k), make) for m, k in [(first, 1), (first, 1)]] == [0, 0]
-    assert made_once(first, (key, 2), make) == 1
-    assert made_once(second, (key, 1), make) == 2
+    assert [cached_per_model(m, (key, k), make) for m, k in [(first, 1), (first, 1)]] == [0, 0]
+    assert cached_per_model(first, (key, 2), make) == 1
+    assert cached_per_model(second, (key, 1), make) == 2
     assert len(made) == 3
 
 
@@ -37,7 +37,7 @@ def test_threads_that_ask_at_once_get_the_same() -> None:
 
     def ask() -> object:
         begun.wait()
-        return made_once(model, "asked by threads", make)
+        return cached_per_model(model, "asked by threads", make)
 
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda _: ask(), range(4)))
@@ -47,5 +47,5 @@ def test_threads_that_ask_at_once_get_the_same() -> None:
 
 def test_making_one_value_may_need_another() -> None:
     model = build("llama")
-    inner = partial(made_once, model, "inner value", lambda: 3)
-    assert made_once(model, "outer value", lambda: inner() + 1) == 4
+    inner = partial(cached_per_model, model, "inner value", lambda: 3)
+    assert cached_per_model(model, "outer value", lambda: inner() + 1) == 4

@@ -14,7 +14,7 @@ from torch import Tensor
 import hf_spec
 from hf_spec import AssistantError, AutoConfig, OptionError
 from hf_spec.adapters.folder import BaseModel, SpecAdapter, save_adapter
-from hf_spec.drafting.cost_model.acceptance_stats import Source
+from hf_spec.drafting.cost_model.acceptance_stats import DraftSource
 from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.engine.forward.runner import ModelRunner
 from hf_spec.methods.auto.drafter import AutoDrafter
@@ -216,9 +216,9 @@ class TestSilence:
     ) -> None:
         """In every third round a drafter proposes what it does when it is asked in all of them."""
         proposals: dict[tuple[str, int], tuple[list[int], list[int], list[float]]] = {}
-        ask = Source.ask
+        ask = DraftSource.ask
 
-        def silent(self: Source, state: Any, limits: Any) -> None:
+        def silent(self: DraftSource, state: Any, limits: Any) -> None:
             turn = len(state.tokens[0])
             if self.name == "lookup":
                 ask(self, state, dict.fromkeys(limits, 0))
@@ -231,7 +231,7 @@ class TestSilence:
                 assert probs is not None
                 proposals[speaking, turn] = tree.tokens, tree.parent, probs
 
-        monkeypatch.setattr(Source, "ask", silent)
+        monkeypatch.setattr(DraftSource, "ask", silent)
         # Nothing is sent, so both generations go the same way, token by token.
         for speaking in ("always", "sometimes"):  # noqa: B007 - read above
             # With blocks of more than one pair, or layers, what is fed together matters a little.

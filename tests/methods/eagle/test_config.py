@@ -14,7 +14,7 @@ import torch
 import hf_spec
 from hf_spec import AssistantError, EagleConfig, OptionError
 from hf_spec.adapters.published import read_published
-from hf_spec.drafting.cost_model.cost_model_drafter import SelfTimedDrafter
+from hf_spec.drafting.cost_model.cost_model_drafter import AdaptiveLengthDrafter
 from hf_spec.engine.forward.last_layer import BEFORE_NORM
 from hf_spec.methods.feature_pairs.drafter import PairDrafter
 from hf_spec.methods.loading import resolve_published
@@ -92,7 +92,7 @@ class TestLengths:
 
     def test_measured_where_no_size_is_given(self) -> None:
         folder, model = sample("eagle3").folder, build("llama")
-        assert isinstance(make_drafter(EagleConfig(), model, folder), SelfTimedDrafter)
+        assert isinstance(make_drafter(EagleConfig(), model, folder), AdaptiveLengthDrafter)
         drafter = make_drafter(EagleConfig(max_draft_tokens=3, max_nodes=None), model, folder)
         assert isinstance(drafter, PairDrafter)
         assert (drafter.max_depth, drafter.shape.max_nodes, drafter.shape.children) == (3, 24, 8)

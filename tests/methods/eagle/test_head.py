@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_spec import AssistantError
 from hf_spec.adapters.published import PublishedHead, read_published
-from hf_spec.engine.forward.device_tokens import Given
+from hf_spec.engine.forward.device_tokens import DeviceTokens
 from hf_spec.engine.forward.last_layer import BEFORE_NORM, LastLayer
 from hf_spec.methods.eagle.head import EagleHead
 from hf_spec.methods.eagle.head import build as build_head
@@ -69,7 +69,9 @@ def two_steps(head: EagleHead, name: str = "llama") -> tuple[list[int], list[Ten
             found.append(head.head.known(output)[0])
             tokens.append(int(head.head.tokens(found[-1].argmax())))
             block = Blocks(0, 1, 0, torch.tensor([0]), None)
-            output = runner.grow_each([row], [block], Given(torch.tensor(tokens[-1:])), output)
+            output = runner.grow_each(
+                [row], [block], DeviceTokens(torch.tensor(tokens[-1:])), output
+            )
     return tokens, found
 
 

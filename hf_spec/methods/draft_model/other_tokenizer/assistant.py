@@ -17,7 +17,7 @@ from hf_spec.common.errors import AssistantError, HubError, OptionError, Unsuppo
 from hf_spec.common.hub import load_named
 from hf_spec.drafting.config import StrategyConfig
 from hf_spec.drafting.length_policy import LengthPolicy
-from hf_spec.engine.forward.model_cache import made_once
+from hf_spec.engine.forward.model_cache import cached_per_model
 from hf_spec.engine.forward.vocabulary import num_embeddings
 from hf_spec.methods.draft_model.drafter import DraftModelConfig, DraftModelDrafter
 from hf_spec.methods.draft_model.other_tokenizer.drafter import make_translated
@@ -98,7 +98,7 @@ def find_draft(strategy: str, assistant: Any, target: PreTrainedModel) -> Draft:
         return Draft(model)
     names = str(target.config.name_or_path), os.fspath(assistant)
     key = ("tokenizers", *names)
-    tokenizers = made_once(target, key, lambda: [_tokenizer(name) for name in names])
+    tokenizers = cached_per_model(target, key, lambda: [_tokenizer(name) for name in names])
     return _paired(model, target, *tokenizers)
 
 
@@ -112,7 +112,7 @@ def _paired(
         )
 
     sizes = len(tokenizer), len(assistant_tokenizer), num_embeddings(model)
-    pair = made_once(target, ("tokens", tokenizer, assistant_tokenizer, *sizes), make)
+    pair = cached_per_model(target, ("tokens", tokenizer, assistant_tokenizer, *sizes), make)
     return Draft(model, None if pair.same else pair)
 
 
