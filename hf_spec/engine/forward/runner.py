@@ -197,7 +197,7 @@ class ModelRunner(RowStorage):
 
     @property
     def supports_device_tokens(self) -> bool:
-        """Whether `forward_device_tokens` serves: on a GPU, for packed steps of a token per node."""
+        """Return True if `forward_device_tokens` is supported: packed steps on a GPU."""
         device_draws = self.device.type in transfer.ASYNCHRONOUS and takes_packed(self.model)
         apart = self._mixers is not None or self._virtual_tokens is not None
         return device_draws and not apart and not self.batching.pads_inputs
