@@ -67,7 +67,7 @@ class PublishedHead:
         tensors: on the CPU, as they are stored.
         folder: where the files are.
         name: folder or Hub id as the user gave it.
-        reading: what the user says of it against its config, (name, value) pairs of its family.
+        overrides: (name, value) pairs of its family that replace entries of the config.
     """
 
     family: str
@@ -75,7 +75,7 @@ class PublishedHead:
     tensors: dict[str, Tensor]
     folder: Path
     name: str
-    reading: tuple[tuple[str, Any], ...] = ()
+    overrides: tuple[tuple[str, Any], ...] = ()
 
     @property
     def record(self) -> PublishedFamily:

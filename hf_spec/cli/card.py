@@ -36,7 +36,7 @@ def card(
 
         hf-spec card my-head --results results.json --license apache-2.0
     """
-    import hf_spec.methods.adapter_methods  # noqa: F401 - the methods become known
+    import hf_spec.methods.builtin  # noqa: F401 - registers the adapter methods
     from hf_spec.adapters.card import write_card
     from hf_spec.adapters.folder import load_adapter
 

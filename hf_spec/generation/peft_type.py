@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from hf_spec.adapters.few_bits import packed, unpacked
 from hf_spec.adapters.folder import LAYER_NAME, PEFT_TYPE, SpecAdapter, load_adapter
 from hf_spec.common.errors import AssistantError, SpecError
-from hf_spec.methods.loading import build
+from hf_spec.methods.loading import cached_adapter
 
 
 @dataclass
@@ -124,7 +124,7 @@ class SpecTuner(BaseTuner):
         config = self.peft_config[adapter_name]
         try:
             adapter = _usable(config)
-            build(adapter, model)
+            cached_adapter(adapter, model)
         except SpecError:
             # The same dictionary as the model's, if another adapter has been there before.
             del self.peft_config[adapter_name]

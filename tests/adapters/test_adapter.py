@@ -32,7 +32,7 @@ from hf_spec.adapters.adapter import (
 from hf_spec.adapters.card import save_with_card
 from hf_spec.adapters.folder import load_adapter
 from hf_spec.common.installing import how_to_install
-from hf_spec.methods.loading import adapter_module, build, find_assistant
+from hf_spec.methods.loading import adapter_module, cached_adapter, find_assistant
 from tests import tiny_models
 from tests.adapters.samples import fresh_model, sample
 
@@ -92,10 +92,10 @@ class TestMethods:
         assert card.data.tags == ["speculative-decoding", "throwaway"]
         loaded = load_adapter(tmp_path / "mine", "throwaway")
         assert loaded.strategy == "lookup"
-        built = build(loaded, model)
+        built = cached_adapter(loaded, model)
         assert isinstance(built, throwaway.Biases)
         assert torch.equal(built.values, values)
-        assert build(loaded, model) is built
+        assert cached_adapter(loaded, model) is built
         by_name = adapter_module(tmp_path / "mine", "throwaway", model)
         assert torch.equal(by_name.values, values)
         model.load_adapter(str(tmp_path / "mine"))
@@ -105,7 +105,7 @@ class TestMethods:
     def test_what_its_maker_stumbles_over_is_damage(self, throwaway: ModuleType) -> None:
         lacking = SpecAdapter("throwaway", BaseModel.of(fresh_model()), {}, {})
         with pytest.raises(AssistantError, match="throwaway adapter '' is damaged: 'biases'"):
-            build(lacking, fresh_model())
+            cached_adapter(lacking, fresh_model())
 
 
 def test_only_a_saved_adapter_has_a_folder_of_its_own(tmp_path: Path) -> None:

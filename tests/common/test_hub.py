@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoTokenizer
 from hf_spec.adapters.folder import load_adapter
 from hf_spec.common.errors import AssistantError, HubError, OptionError
 from hf_spec.common.hub import check_name, load_named, reach_hub
-from hf_spec.methods.loading import resolve_draft_model
+from hf_spec.methods.draft_model.loading import resolve_draft_model
 from tests.adapters.local_hub import LocalHub, Repository, closed_port
 from tests.adapters.test_hub import hub  # noqa: F401 - the fixture
 from tests.tiny_models import build

@@ -72,7 +72,7 @@ def test_who_lacks_an_assistant_hears_where_to_get_one(strategy: str, way_out: s
 @pytest.mark.parametrize("strategy", ["draft", "falcon", "eagle", "auto"])
 @pytest.mark.parametrize("name", ["", " "])
 def test_an_empty_name_is_no_folder(strategy: str, name: str) -> None:
-    with pytest.raises(AssistantError, match=f"assistant='{name}' names nothing"):
+    with pytest.raises(AssistantError, match=f"assistant='{name}' is an empty name"):
         build_drafter(parse_strategy(strategy), tiny_models.build("llama"), name, {})
 
 

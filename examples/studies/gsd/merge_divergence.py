@@ -33,8 +33,8 @@ from hf_spec.engine.forward.runner import ModelRunner
 from hf_spec.evaluation.bench.tables import Table
 from hf_spec.generation.one_call import generate_with
 from hf_spec.methods.draft_model.drafter import DraftModelDrafter
+from hf_spec.methods.draft_model.loading import resolve_draft_model
 from hf_spec.methods.draft_model.truncated import truncated_draft
-from hf_spec.methods.loading import resolve_draft_model
 
 MERGE_LENGTHS = (0, 1, 2, 3)
 CONTROL = "random pair"

@@ -27,7 +27,7 @@ from hf_spec.common.files import write_json
 from hf_spec.common.machine import environment
 from hf_spec.common.prompts import Prompt, load_prompts
 from hf_spec.evaluation.bench.tables import Table
-from hf_spec.methods.loading import resolve_draft_model
+from hf_spec.methods.draft_model.loading import resolve_draft_model
 
 # The paper's for its small targets and its large one, then what lets a small draft model branch.
 THRESHOLDS = ((0.4, 0.1), (0.2, 0.3), (0.1, 0.2), (0.05, 0.1), (0.02, 0.05))

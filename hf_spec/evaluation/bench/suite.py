@@ -29,12 +29,9 @@ from hf_spec.evaluation.bench.runner import Plan, Record, time_contenders
 from hf_spec.evaluation.bench.settings import Suite
 from hf_spec.evaluation.bench.step_cost import measure_step_cost
 from hf_spec.evaluation.bench.summary import summary
+from hf_spec.methods.draft_model.loading import read_draft_model, resolve_draft_model
 from hf_spec.methods.draft_model.trained import METHOD as DRAFT
-from hf_spec.methods.loading import (
-    find_assistant,
-    read_draft_model,
-    resolve_draft_model,
-)
+from hf_spec.methods.loading import find_assistant
 from hf_spec.training.responses import end_tokens
 
 # Tokens before the root where the cost of a forward is measured.

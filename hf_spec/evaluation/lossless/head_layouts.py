@@ -100,7 +100,7 @@ def check_readings(
     states = _all_states(target, texts)
 
     def measured(changes: Changes) -> Agreement:
-        head = build_published(replace(published, reading=changes), target)
+        head = build_published(replace(published, overrides=changes), target)
         return _measured(family, head, changes, texts, states)
 
     best = measured(())

@@ -29,7 +29,7 @@ from hf_spec.methods.registry import register
 
 def _make(config: BlockConfig, target: PreTrainedModel, assistant: object) -> Drafter:
     kinds = (DFLASH, DSPARK)
-    head: BlockHead = resolve_published(config.strategy, assistant, target, kinds, config.reading)
+    head: BlockHead = resolve_published(config.strategy, assistant, target, kinds, config.overrides)
     if config.length_policy == HEAD and head.confidence is None:
         raise AssistantError(
             f"length_policy={HEAD!r}: this head has no confidence head; choose 'confidence'"
@@ -84,7 +84,7 @@ class BlockConfig(ProposalConfig):
             raise OptionError(f"aux_layers={layers!r:.60} must be a list of indices such as [2, 4]")
 
     @property
-    def reading(self) -> tuple[tuple[str, Any], ...]:
+    def overrides(self) -> tuple[tuple[str, Any], ...]:
         """What is said of the head against its config."""
         layers = None if self.aux_layers is None else tuple(self.aux_layers)
         given = {

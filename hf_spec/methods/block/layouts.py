@@ -158,7 +158,7 @@ def _shape(head: PublishedHead, config: Qwen3Config, target: PreTrainedModel) ->
     what = f"the config of {head.name!r}"
     text: Any = target.config.get_text_config()
     named = {key: _look(head.config, key) for key in ("block_size", "mask_token_id")}
-    from_anchor = dict(head.reading).get("from_anchor", _look(head.config, "sample_from_anchor"))
+    from_anchor = dict(head.overrides).get("from_anchor", _look(head.config, "sample_from_anchor"))
     if from_anchor is None:
         # A checkpoint of DeepSpec may be called DFlash; its class says what its outputs mean.
         from_anchor = head.family == DSPARK
@@ -172,7 +172,7 @@ def _shape(head: PublishedHead, config: Qwen3Config, target: PreTrainedModel) ->
         scales[name] = usual if value is None else value
         if not isinstance(scales[name], (int, float)) or not math.isfinite(scales[name]):
             raise AssistantError(f"{what} has {name}={value!r}, which is no number")
-    scale = dict(head.reading).get("embedding_scale", scales["input_embedding_scale"])
+    scale = dict(head.overrides).get("embedding_scale", scales["input_embedding_scale"])
     embeddings: Any = target.get_input_embeddings()
     return BlockShape(
         whole_number(what, named, "block_size", 2, MAX_BLOCK),
@@ -188,7 +188,7 @@ def _shape(head: PublishedHead, config: Qwen3Config, target: PreTrainedModel) ->
 
 def _hidden_layers(head: PublishedHead, text: Any) -> tuple[int, ...]:
     """The indices of hidden states that the user or the config names."""
-    ids: Any = dict(head.reading).get("aux_layers")
+    ids: Any = dict(head.overrides).get("aux_layers")
     shift = 0
     if ids is None:
         ids = _look(head.config, "aux_hidden_state_layer_ids")

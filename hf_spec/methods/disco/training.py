@@ -37,8 +37,8 @@ from hf_spec.engine.forward.vocabulary import num_embeddings
 from hf_spec.methods.disco.classifier import METHOD, DiscoClassifier, draft_features
 from hf_spec.methods.disco.drafter import find_draft_model
 from hf_spec.methods.disco.settings import DiscoTrainSettings
+from hf_spec.methods.draft_model.loading import resolve_draft_model
 from hf_spec.methods.draft_model.truncated import named_layers
-from hf_spec.methods.loading import resolve_draft_model
 from hf_spec.training.answers import answer_batches, answer_logits, stored
 from hf_spec.training.held_back import split_by_seed
 from hf_spec.training.responses import Response

@@ -32,7 +32,7 @@ READING = ("aux_layers", "rope_theta", "embedding", "norm_before_residual", "nor
 
 
 def _make(config: EagleConfig, target: PreTrainedModel, assistant: object) -> Drafter:
-    head: EagleHead = resolve_published(STRATEGY, assistant, target, FAMILIES, config.reading)
+    head: EagleHead = resolve_published(STRATEGY, assistant, target, FAMILIES, config.overrides)
     return with_policy(config, target, partial(PairDrafter, head=head), config.shape.children)
 
 
@@ -85,7 +85,7 @@ class EagleConfig(BeamConfig):
             raise OptionError(f"aux_layers={layers!r} must be a list of indices, [2, 16, 29]")
 
     @property
-    def reading(self) -> tuple[tuple[str, Any], ...]:
+    def overrides(self) -> tuple[tuple[str, Any], ...]:
         """What is said of the head against its config."""
         given = {name: getattr(self, name) for name in READING}
         if self.aux_layers is not None:

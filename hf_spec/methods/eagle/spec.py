@@ -93,7 +93,7 @@ def read_spec(head: PublishedHead, tensors: Mapping[str, Tensor], text: Any) -> 
         AssistantError: if it is damaged or for a target of other sizes.
     """
     what = f"the {head.family} head {head.name!r}"
-    reading, config = Reading(**dict(head.reading)), head.config
+    reading, config = Reading(**dict(head.overrides)), head.config
     layer = config.get("transformer_layer_config", config)
     if not isinstance(layer, Mapping):
         raise AssistantError(f"{what} is damaged: transformer_layer_config={layer!r:.60}")

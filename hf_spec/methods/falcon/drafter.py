@@ -33,11 +33,11 @@ from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict, likeliest
 from hf_spec.engine.forward.output import ForwardOutput
 from hf_spec.methods.falcon.head import METHOD, FalconHead
+from hf_spec.methods.falcon.loading import resolve_falcon_head
 from hf_spec.methods.falcon.passes import DraftPass, DraftPlan, draft_plan
 from hf_spec.methods.falcon.tree_choice import choose_tree, max_sent
 from hf_spec.methods.feature_pairs.rows import PairRows, State
 from hf_spec.methods.feature_pairs.runner import HeadRunner, check_packed
-from hf_spec.methods.loading import resolve_falcon_head
 from hf_spec.methods.registry import register
 
 COUNTERS = ("draft_nodes", "rounds")

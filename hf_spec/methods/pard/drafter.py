@@ -36,7 +36,7 @@ from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
 from hf_spec.engine.forward.output import ForwardOutput
 from hf_spec.engine.forward.vocabulary import num_embeddings
 from hf_spec.methods.draft_model.drafter import DraftModelConfig, DraftModelDrafter
-from hf_spec.methods.loading import resolve_draft_model
+from hf_spec.methods.draft_model.loading import resolve_draft_model
 from hf_spec.methods.registry import register
 
 FAMILY = STRATEGY = "pard"

@@ -60,7 +60,7 @@ def eagle(kind: str, *aux: int) -> Callable[[], Any]:
         head = read_published(sample(kind).folder)
         assert head is not None
         reading = (("aux_layers", aux),) if aux else ()
-        return build_eagle(replace(head, reading=reading), tiny_models.build("llama"))
+        return build_eagle(replace(head, overrides=reading), tiny_models.build("llama"))
 
     return make
 

@@ -53,10 +53,10 @@ class TestAssistants:
         ("assistant", "match"),
         [
             (None, r"needs assistant=<model, folder or Hub id>.*truncated_draft"),
-            (5, "assistant of type int is no draft model"),
-            (T.LlamaConfig(**SMALL), "assistant of type LlamaConfig is no draft model"),
-            (T.LlamaForCausalLM, "is no draft model"),
-            (torch.nn.Linear(2, 2), "assistant of type Linear is no draft model"),
+            (5, "assistant of type int is not a draft model"),
+            (T.LlamaConfig(**SMALL), "assistant of type LlamaConfig is not a draft model"),
+            (T.LlamaForCausalLM, "is not a draft model"),
+            (torch.nn.Linear(2, 2), "assistant of type Linear is not a draft model"),
             ("/no/such/folder", "assistant='/no/such/folder' cannot be loaded"),
         ],
     )

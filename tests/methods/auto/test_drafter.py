@@ -308,7 +308,7 @@ class TestAssistants:
             (tmp_path, "method 'medusa'; known methods: disco, draft, falcon, sdsat"),
             (other, "method 'medusa'"),
             ([sdsat_adapter("llama")] * 2, "several SDSAT adapters"),
-            (3, "no draft model"),
+            (3, "not a draft model"),
             ([draft_model("llama"), None], "needs a draft model"),
             (str(tmp_path / "nowhere"), "cannot be loaded"),
         ]

@@ -154,7 +154,7 @@ def test_a_missing_list_of_layers_is_the_users_to_give() -> None:
     head = changed(dflash(), dflash_config=inner)
     with pytest.raises(AssistantError, match=r"pass BlockConfig\(aux_layers="):
         build_block_head(head, MODEL)
-    told = replace(head, reading=(("aux_layers", (0, 3)),))
+    told = replace(head, overrides=(("aux_layers", (0, 3)),))
     assert build_block_head(told, MODEL).hidden_layers == (0, 3)
 
 

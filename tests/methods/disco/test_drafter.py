@@ -27,8 +27,8 @@ from hf_spec.methods.disco import drafter as disco
 from hf_spec.methods.disco.classifier import DiscoClassifier, draft_features
 from hf_spec.methods.disco.drafter import DiscoPolicy
 from hf_spec.methods.draft_model.drafter import DraftModelDrafter
+from hf_spec.methods.draft_model.loading import resolve_draft_model
 from hf_spec.methods.draft_model.other_tokenizer import assistant as translated
-from hf_spec.methods.loading import resolve_draft_model
 from tests.methods.draft_model.test_drafter import start
 from tests.model_watch import count_forwards
 from tests.tiny_models import (

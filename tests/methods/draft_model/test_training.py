@@ -12,12 +12,12 @@ from transformers import PreTrainedModel
 
 from hf_spec import OptionError, UnsupportedError
 from hf_spec.adapters.folder import load_adapter
+from hf_spec.methods.draft_model.loading import resolve_draft_model
 from hf_spec.methods.draft_model.training import (
     DraftTrainSettings,
     acceptance,
     train_draft,
 )
-from hf_spec.methods.loading import resolve_draft_model
 from hf_spec.training.answers import Example
 from hf_spec.training.held_back import split_by_hash
 from hf_spec.training.trainer import METRICS, TrainSettings

@@ -178,7 +178,7 @@ class TestAssistants:
 
     @pytest.mark.parametrize("strategy", ["draft", "tree"])
     def test_a_head_is_no_draft_model(self, strategy: str) -> None:
-        with pytest.raises(AssistantError, match="no draft model: use spec_strategy='eagle'"):
+        with pytest.raises(AssistantError, match="not a draft model: use spec_strategy='eagle'"):
             generate(strategy, sample("eagle3").folder, input_ids=repetitive_prompt())
 
     def test_damaged(self) -> None:

@@ -201,12 +201,12 @@ class TestEmbedding:
         expected = two_steps(build_head(head, build("llama")))[1]
         tensors["embed_tokens.weight"] = torch.randn(VOCAB, WIDTH)
         torch.testing.assert_close(two_steps(build_head(head, build("llama")))[1], expected)
-        own = build_head(replace(head, reading=(("embedding", "own"),)), build("llama"))
+        own = build_head(replace(head, overrides=(("embedding", "own"),)), build("llama"))
         equals_reference(own, plain_torch(tensors))
 
     def test_scaled(self) -> None:
         head, tensors = changed()
-        scaled = build_head(replace(head, reading=(("embedding", "scaled"),)), build("llama"))
+        scaled = build_head(replace(head, overrides=(("embedding", "scaled"),)), build("llama"))
         table: Any = build("llama").get_input_embeddings()
         reference = plain_torch(tensors, table.weight * WIDTH**0.5)
         equals_reference(scaled, reference)

@@ -62,7 +62,7 @@ def test_a_single_normed_state() -> None:
 
 def test_what_the_user_says_comes_first(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        said = spec(inner([1, 17, 32]), reading=(("aux_layers", (1, 17, 32)),))
+        said = spec(inner([1, 17, 32]), overrides=(("aux_layers", (1, 17, 32)),))
         assert said.hidden_layers == (1, 17, 32)
         assert not caplog.records
         spec({})
@@ -89,7 +89,7 @@ ROPES: list[tuple[dict[str, Any], float]] = [
 @pytest.mark.parametrize(("config", "theta"), ROPES)
 def test_the_rotary_base_is_its_own(config: dict[str, Any], theta: float) -> None:
     assert spec(config).rope["rope_theta"] == theta
-    assert spec(config, reading=(("rope_theta", 5.0),)).rope["rope_theta"] == 5.0
+    assert spec(config, overrides=(("rope_theta", 5.0),)).rope["rope_theta"] == 5.0
     layer = heads.speculators_config()
     layer["transformer_layer_config"].pop("rope_theta")
     layer["transformer_layer_config"].update(config)

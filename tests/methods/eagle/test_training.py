@@ -209,7 +209,7 @@ class TestGoingOn:
         made = new_head(model, texts, SETTINGS, tmp_path)
         others = [
             (replace(made, family="peagle"), "family 'peagle', not 'eagle3'"),
-            (replace(made, reading=(("aux_layers", (2, 1, 1)),)), r"layers \(2, 1, 1\)"),
+            (replace(made, overrides=(("aux_layers", (2, 1, 1)),)), r"layers \(2, 1, 1\)"),
         ]
         for start, reason in others:
             with pytest.raises(OptionError, match=reason):

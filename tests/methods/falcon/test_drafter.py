@@ -457,8 +457,8 @@ class TestRefusals:
 
     def test_assistants(self, tmp_path: Path) -> None:
         self.refuse("needs assistant", assistant=None)
-        self.refuse("type Linear is no Falcon head", assistant=torch.nn.Linear(2, 2))
-        self.refuse("type LlamaForCausalLM is no Falcon head", assistant=build("llama"))
+        self.refuse("type Linear is not a Falcon head", assistant=torch.nn.Linear(2, 2))
+        self.refuse("type LlamaForCausalLM is not a Falcon head", assistant=build("llama"))
         self.refuse("there is no folder /no/such/head", assistant="/no/such/head")
         self.refuse("has no adapter_config", assistant=tmp_path)
         training = copy.deepcopy(random_head("llama")).train()

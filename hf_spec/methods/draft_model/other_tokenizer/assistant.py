@@ -20,10 +20,14 @@ from hf_spec.drafting.length_policy import LengthPolicy
 from hf_spec.engine.forward.model_cache import cached_per_model
 from hf_spec.engine.forward.vocabulary import num_embeddings
 from hf_spec.methods.draft_model.drafter import DraftModelConfig, DraftModelDrafter
+from hf_spec.methods.draft_model.loading import (
+    has_targets_size,
+    read_draft_model,
+    resolve_draft_model,
+)
 from hf_spec.methods.draft_model.other_tokenizer.drafter import make_translated
 from hf_spec.methods.draft_model.other_tokenizer.text_tokens import TextTokens
 from hf_spec.methods.draft_model.other_tokenizer.token_map import TokenPair
-from hf_spec.methods.loading import has_targets_size, read_draft_model, resolve_draft_model
 
 
 @dataclass(frozen=True)
