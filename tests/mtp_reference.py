@@ -21,8 +21,8 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
-from hf_spec.methods.mtp.head import MtpHead, own_head
-from hf_spec.methods.mtp.layouts import find_module, own_names
+from hf_spec.methods.mtp.head import MtpHead, head_of_target_files
+from hf_spec.methods.mtp.layouts import canonical_names, find_module
 from tests import tiny_models
 from tests.tiny_models import LLAMA_LIKE, VOCAB
 
@@ -95,7 +95,7 @@ class Sample:
 
 @cache
 def _head(folder: str, layout: str) -> MtpHead:
-    return own_head(sample(Path(folder).name.partition("-")[0], layout).model)
+    return head_of_target_files(sample(Path(folder).name.partition("-")[0], layout).model)
 
 
 def module_for(
@@ -157,7 +157,7 @@ def head_for(model: PreTrainedModel, stored: dict[str, Tensor] | None = None) ->
     stored = stored or module_for(model, "qwen")[2]
     found = find_module(stored, model.config.get_text_config().num_hidden_layers)
     assert found is not None
-    names = own_names(stored, *found)
+    names = canonical_names(stored, *found)
     tensors = {own: stored[key] for key, own in names.items()}
     return MtpHead("a random head", found[0], tensors, model)
 

@@ -19,7 +19,7 @@ from hf_spec.common.errors import AssistantError, OptionError
 from hf_spec.common.files import check_new_folder
 from hf_spec.common.hub import load_named
 from hf_spec.methods.eagle.layouts import LAYOUTS, Verifier
-from hf_spec.methods.eagle.spec import EagleSpec, normal_names, read_spec
+from hf_spec.methods.eagle.spec import EagleSpec, canonical_names, read_spec
 
 # Tokens of a draft where a head does not say for how many it was trained.
 STEPS = 3
@@ -50,7 +50,7 @@ def export_head(
     if model is None and named is None:
         raise OptionError(f"{head.name} does not name its target; say which one it is: --model")
     verifier = _verifier(model or str(named), named)
-    tensors = normal_names(head.tensors)
+    tensors = canonical_names(head.tensors)
     spec = read_spec(head, tensors, verifier.text)
     steps = _steps(head.config)
     config, tensors = LAYOUTS[engine](spec, tensors, verifier, steps)

@@ -1,8 +1,9 @@
-"""The weights of published heads: checked against what they must be, and put beside a target."""
+"""Published heads: checks of their tensors, output heads, and options that override configs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,22 +12,42 @@ from transformers import PreTrainedModel
 from hf_spec.adapters.published import PublishedHead
 from hf_spec.adapters.reading import check_tensors
 from hf_spec.backend.device.placement import execution_device
-from hf_spec.common.errors import AssistantError
+from hf_spec.common.errors import AssistantError, OptionError
 from hf_spec.engine.forward.vocabulary import PADDED_ROWS, num_embeddings
 from hf_spec.methods.feature_pairs.draft_head import FewTokensHead
 
 
 def head_dtype(target: PreTrainedModel) -> torch.dtype:
-    """What a head of `target` computes in: the target's dtype, but never float16.
+    """Return the dtype of the heads of `target`: its own, or bfloat16 instead of float16.
 
-    The activations of heads were never meant for it; they overflow.
+    Activations of published heads overflow in float16.
     """
     return torch.bfloat16 if target.dtype == torch.float16 else target.dtype
 
 
 def sizes_of(target: PreTrainedModel) -> tuple[int, int]:
-    """Hidden size and number of tokens of a target."""
+    """Return hidden size and vocabulary size of a target."""
     return target.config.get_text_config().hidden_size, num_embeddings(target)
+
+
+def check_aux_layers(layers: object) -> None:
+    """Raise `OptionError` unless the option `aux_layers` is None or a list of indices."""
+    whole = isinstance(layers, (list, tuple)) and all(type(index) is int for index in layers)
+    if layers is not None and not (whole and layers):
+        raise OptionError(f"aux_layers={layers!r:.60} must be a list of indices such as [2, 16]")
+
+
+def config_overrides(config: Any, names: Sequence[str]) -> tuple[tuple[str, Any], ...]:
+    """Return (name, value) of those options of a strategy's config that are not None.
+
+    They override the config of a published head, see `PublishedHead`.
+    """
+    values = {name: getattr(config, name) for name in names}
+    return tuple(
+        (name, tuple(value) if isinstance(value, list) else value)
+        for name, value in values.items()
+        if value is not None
+    )
 
 
 def fitted(
@@ -35,10 +56,10 @@ def fitted(
     expected: Mapping[str, Sequence[int]],
     target: PreTrainedModel,
 ) -> dict[str, Tensor]:
-    """The tensors beside the target's own head, if they are of the `expected` names and shapes.
+    """Return the tensors in the head's dtype on the device of the target's output head.
 
     Raises:
-        AssistantError: names the first that is missing, too many, or of another shape.
+        AssistantError: if names or shapes differ from `expected`; names the first difference.
     """
     size, vocab = sizes_of(target)
     source = f"a target of hidden size {size} and {vocab} tokens"
@@ -50,10 +71,14 @@ def fitted(
 def known_tokens(
     what: str, offsets: Tensor | None, num_known: int, full_size: int
 ) -> Tensor | None:
-    """(R,) int64 tokens that R outputs of a head stand for; None for all of V, in their order.
+    """Return the (R,) int64 token ids of a head's R outputs; None for all V in order.
 
-    `offsets`, the tensor "d2t", has for each how far its token is from its place. Without it the
-    first tokens are meant, up to rows that pad one of the two vocabularies.
+    Args:
+        what: names the head in messages.
+        offsets: (R,), the tensor "d2t": token id minus output index. None selects the first
+            tokens, up to rows that pad one of the two vocabularies.
+        num_known: R.
+        full_size: V.
 
     Raises:
         AssistantError: if outputs lack an offset, or offsets lead out of V or to a token twice.
@@ -61,7 +86,8 @@ def known_tokens(
     if offsets is None:
         if abs(num_known - full_size) > PADDED_ROWS:
             raise AssistantError(
-                f"{what} knows {num_known} of {full_size} tokens and lacks d2t, which says which"
+                f"{what} has outputs for {num_known} of {full_size} tokens, but no tensor 'd2t' "
+                "that maps them to token ids"
             )
         return None if num_known >= full_size else torch.arange(num_known)
     if offsets.shape != (num_known,) or offsets.is_floating_point():
@@ -72,8 +98,8 @@ def known_tokens(
     tokens = offsets.long() + torch.arange(num_known)
     if int(tokens.min()) < 0 or int(tokens.max()) >= full_size:
         raise AssistantError(
-            f"{what} is for another target: d2t leads to token {int(tokens.max())}, and there are "
-            f"{full_size}"
+            f"{what} is for another target: d2t leads to token {int(tokens.max())}, but the target "
+            f"has {full_size}"
         )
     if len(tokens.unique()) < num_known:
         raise AssistantError(f"{what} is damaged: d2t leads to some tokens twice")
@@ -81,12 +107,12 @@ def known_tokens(
 
 
 class OutputHead(FewTokensHead):
-    """What reads tokens off the outputs of a published head: its own projection, or the target's.
+    """Output projection of a published head: its own weights, or the target's.
 
     Args:
         target: the model that the head is for.
-        weight: (R, width) of its own; None for the target's.
-        vocabulary: (R,) int64 the tokens that it knows; None for all.
+        weight: (R, width), the head's own; None for the target's.
+        vocabulary: (R,) int64 token ids of the outputs; None for all tokens.
     """
 
     def __init__(
@@ -105,12 +131,36 @@ class OutputHead(FewTokensHead):
         self.vocabulary = None if vocabulary is None else vocabulary.to(weight.device)
 
     def known(self, hidden: Tensor) -> Tensor:
-        """(..., width) -> (..., R), the logits of the vocabulary alone."""
+        """(..., width) -> (..., R) logits of the tokens in `vocabulary`."""
         return super().known(hidden.to(self.dtype))
 
 
+class NormedHead(FewTokensHead):
+    """A norm and an output projection, both shared modules, over R of the target's V tokens.
+
+    Args:
+        norm: applied to the features first.
+        scores: linear layer with R outputs.
+        vocabulary: (R,) int64 token ids of the outputs; None for all tokens.
+        full_size: V.
+    """
+
+    def __init__(self, norm: Any, scores: Any, vocabulary: Tensor | None, full_size: int):
+        nn.Module.__init__(self)
+        self.norm = norm
+        self.scores = scores
+        self.full_size = full_size
+        self.size = scores.weight.shape[0]
+        self.register_buffer("vocabulary", vocabulary, persistent=False)
+
+    def known(self, hidden: Tensor) -> Tensor:
+        """(..., h) -> (..., R) logits of the tokens in `vocabulary`."""
+        normed = self.norm(hidden)
+        return self.scores(normed.to(self.scores.weight.dtype))
+
+
 def linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
-    """A layer of these weights, which are not copied."""
+    """Return a linear layer that uses these weights without copying them."""
     with torch.device("meta"):
         layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
     layer.weight = nn.Parameter(weight, requires_grad=False)

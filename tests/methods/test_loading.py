@@ -64,7 +64,7 @@ class TestOwnLayers:
 # One per class of built heads.
 HEADS = {
     "EagleHead": lambda: read_published(published("eagle3").folder),
-    "FirstEagleHead": lambda: read_published(published("eagle").folder),
+    "Eagle1Head": lambda: read_published(published("eagle").folder),
     "BlockHead": deepspec,
     "MedusaHeads": medusa,
     "MlpSpeculator": speculator,

@@ -39,8 +39,8 @@ def test_d2t_may_be_absent_where_all_tokens_are_known() -> None:
 @pytest.mark.parametrize(
     ("offsets", "known", "match"),
     [
-        (None, VOCAB + 2000, "knows 2097 of 97 tokens and lacks d2t"),
-        (torch.tensor([4, 7, 8, 96]), 4, "leads to token 99, and there are 97"),
+        (None, VOCAB + 2000, "outputs for 2097 of 97 tokens"),
+        (torch.tensor([4, 7, 8, 96]), 4, "leads to token 99, but the target has 97"),
         (torch.tensor([-1, 0, 0, 0]), 4, "for another target"),
         (torch.tensor([1, 0, 0, 0]), 4, "leads to some tokens twice"),
         (torch.tensor([1.0, 0, 0, 0]), 4, "torch.float32, not 4 whole numbers"),

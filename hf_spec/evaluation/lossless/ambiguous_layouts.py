@@ -14,7 +14,7 @@ from hf_spec.engine.forward.output import default_aux_layers
 from hf_spec.methods.block.head import BlockHead
 from hf_spec.methods.block.layouts import DFLASH, DSPARK
 from hf_spec.methods.block.runner import BlockRunner
-from hf_spec.methods.eagle.head import FAMILIES, EagleHead, FirstEagleHead
+from hf_spec.methods.eagle.head import FAMILIES, Eagle1Head, EagleHead
 from hf_spec.methods.eagle.spec import THETA
 from hf_spec.methods.falcon.rank_stats import ranks_along
 
@@ -50,7 +50,7 @@ class EagleReadings:
         text: Any = target.config.get_text_config()
         spec, depth = own.spec, text.num_hidden_layers
         # Earlier heads read the last state, and have no such norm.
-        later = not isinstance(own, FirstEagleHead)
+        later = not isinstance(own, Eagle1Head)
         if later:
             layers = tuple(depth if i == BEFORE_NORM else i for i in spec.hidden_layers)
             usual = default_aux_layers(depth)

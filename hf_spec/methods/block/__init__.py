@@ -1,1 +1,25 @@
-"""block."""
+"""DFlash and DSpark: published heads that draft a whole block of tokens in one pass.
+
+DFlash (Chen et al. 2026, arXiv 2602.06036); DSpark from deepseek-ai's DeepSpec (2026).
+
+One round:
+
+1. Each committed token gives one context vector, projected from several hidden states of the
+   target; every layer stores its keys and values.
+2. The block is the last committed token followed by mask tokens, at consecutive positions.
+3. One pass: each position of the block attends to the context and to the block.
+4. Its outputs give the draft distributions. DSpark adds a Markov bias left to right, and a
+   confidence per position.
+5. The target verifies; keys and values of the block are dropped.
+
+==========================================================  ======================================
+context, block and layers (DFlash)                          `head`
+Markov and confidence heads (DSpark)                        `markov`
+keys and values per row, the pass                           `runner`
+how published files are read                                `layouts`
+levels of a chain or tree                                   `hf_spec.drafting.one_pass_drafter`
+==========================================================  ======================================
+
+Ours: batches, trees, and length policies. A chain, which the heads were trained for, is the
+default. A sampled chain is verified by residual rejection, a tree by node draw.
+"""

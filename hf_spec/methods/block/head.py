@@ -1,11 +1,16 @@
-"""Heads that draft a whole block in one pass: DFlash and DSpark.
+"""Network of DFlash and DSpark heads: attention layers over a block and over the target's context.
 
-The block is the last token and then masks. Its layers read two kinds of keys and values: those of
-the block itself, in which every place sees every other one, and those of the *context*, one vector
-per committed token, mixed from the target's hidden states of several layers. The context is the
-same for every layer, which makes keys and values of it without a norm of its own; they stay, and
-those of the block are dropped (Chen et al. 2026, arXiv 2602.06036). DSpark, from deepseek-ai's
-DeepSpec, adds the heads of `hf_spec.methods.block.markov`.
+For committed position i and block position j, with E the target's embedding (Chen et al. 2026,
+arXiv 2602.06036)::
+
+    c_i = hidden_norm(fc([hidden states of several target layers at i])), the same for all layers
+    x_j = E[last token] for j = 0, E[mask] after it
+    each layer: queries from x; keys and values from [c; input_layernorm(x)]
+    logits_j = output(norm(x_j))
+
+The block attends to itself in both directions, unless a layer is causal. Keys and values of the
+context are stored once; those of the block are dropped. DSpark adds the heads of
+`hf_spec.methods.block.markov`.
 """
 
 from __future__ import annotations
@@ -26,16 +31,15 @@ from hf_spec.methods.block.markov import CONFIDENCE, ConfidenceHead, MarkovHead
 from hf_spec.methods.block.markov import PREFIX as MARKOV
 from hf_spec.methods.published_weights import OutputHead
 
-# What `assistant=` is for where no strategy is named.
 STRATEGY = "block"
 
-# Cosines and sines of (T, D) positions.
+# Cosines and sines, (T, D) each.
 Rotation = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What a layer lets the places of a block see: how far back, and whether not ahead."""
+    """Attention of a layer: sliding window (None: unlimited), and causal inside the block."""
 
     window: int | None
     causal: bool
@@ -43,17 +47,17 @@ class LayerKind:
 
 @dataclass(frozen=True)
 class BlockShape:
-    """What a block head is, beside its weights.
+    """Configuration of a block head.
 
     Attributes:
-        block_size: b, places of a block.
-        from_anchor: whether its first output drafts, too, and each one the token after its place.
-        mask_token_id: stands at all places but the first.
-        hidden_layers: indices of the target's hidden states that make the context.
+        block_size: b, positions of a block.
+        from_anchor: each output drafts the token after its position, so the first drafts, too.
+        mask_token_id: token at all positions but the first.
+        hidden_layers: indices into the target's `hidden_states` that make the context.
         kinds: one per layer.
-        embedding_scale: factor of the target's embedding.
-        output_scale, softcap: what becomes of logits, a factor and then squashing by tanh; 0 for
-            none.
+        embedding_scale: factor on the target's embedding.
+        output_scale: factor on the logits.
+        softcap: tanh soft cap of the logits after that; 0 for none.
     """
 
     block_size: int
@@ -67,19 +71,19 @@ class BlockShape:
 
     @property
     def num_levels(self) -> int:
-        """Tokens that a block drafts."""
+        """Number of tokens that a block drafts."""
         return self.block_size if self.from_anchor else self.block_size - 1
 
 
 class BlockHead(nn.Module):
-    """A block head beside its target, from tensors of the names that all layouts share.
+    """DFlash or DSpark head, built from tensors under the names that all layouts share.
 
     Attributes:
-        base: the target that it is for.
+        base: identifies the target.
         shape: see `BlockShape`.
-        embedding: of the block's tokens: its own, or the target's.
-        output: reads tokens off the outputs.
-        markov, confidence: of DSpark, where it has them.
+        embedding: of the block's tokens: the head's, or the target's.
+        output: output projection.
+        markov, confidence: DSpark's heads; None without.
     """
 
     strategy = STRATEGY
@@ -117,12 +121,12 @@ class BlockHead(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What it computes in."""
+        """Dtype of the weights and activations."""
         return self.fc.weight.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """Device of the weights."""
         return self.fc.weight.device
 
     @property
@@ -131,22 +135,22 @@ class BlockHead(nn.Module):
         return id(self)
 
     def num_forwards(self, depth: int) -> int:
-        """One pass, however many of its places are drafted."""
+        """Return 1: one pass drafts any number of levels."""
         return 1
 
     def context(self, states: Sequence[Tensor]) -> Tensor:
-        """(T, H) states of each of the target's layers `hidden_layers` -> (T, width)."""
+        """(T, H) hidden states, one tensor per `hidden_layers` -> (T, width) context vectors."""
         joined = torch.cat([part.to(self.device, self.dtype) for part in states], dim=-1)
         return self.hidden_norm(self.fc(joined))
 
     def rotation(self, positions: Tensor) -> Rotation:
-        """Of (T,) int64 positions."""
+        """Return the rotation of (T,) int64 positions."""
         like = self.fc.weight[:1]
         cos, sin = self.rotary(like, positions[None])
         return cos[0], sin[0]
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """(T,) int64 -> (T, width), raw rows of the embedding, scaled."""
+        """(T,) int64 -> (T, width) scaled rows of the embedding table."""
         weight: Any = self.embedding.weight
         rows = F.embedding(tokens.to(weight.device), weight)
         return rows.to(self.device, self.dtype) * self.shape.embedding_scale
@@ -154,21 +158,21 @@ class BlockHead(nn.Module):
     def forward(
         self, hidden: Tensor, rotation: Rotation, steps: Mapping[LayerKind, PackedStep]
     ) -> Tensor:
-        """(T, width) embedded places of packed blocks -> (T, width) outputs, one step a kind."""
+        """(T, width) embeddings of packed blocks -> (T, width) outputs; one step per layer kind."""
         for layer, kind in zip(self.layers, self.shape.kinds, strict=True):
             hidden = layer(hidden, rotation, steps[kind])
         return self.norm(hidden)
 
     def logits(self, outputs: Tensor) -> Tensor:
-        """(..., width) -> (..., R) logits of the tokens that the head knows."""
-        found = self.output.known(outputs) * self.shape.output_scale
+        """(..., width) -> (..., R) logits over the draft vocabulary."""
+        logits = self.output.known(outputs) * self.shape.output_scale
         if self.shape.softcap:
-            found = torch.tanh(found / self.shape.softcap) * self.shape.softcap
-        return found
+            logits = torch.tanh(logits / self.shape.softcap) * self.shape.softcap
+        return logits
 
 
 class BlockLayer(nn.Module):
-    """A layer of Qwen3's kind whose keys and values also come from the context."""
+    """Qwen3 decoder layer whose keys and values also come from the context."""
 
     def __init__(self, config: Qwen3Config, index: int, kind: LayerKind):
         super().__init__()
@@ -240,7 +244,7 @@ class _Mlp(nn.Module):
 
 
 def _rotated(states: Tensor, rotation: Rotation) -> Tensor:
-    """(H, T, D) turned by the positions of its T, halves against halves."""
+    """Apply rotary embeddings to (H, T, D); pairs are (d, d + D / 2)."""
     cos, sin = rotation
     first, second = states.chunk(2, dim=-1)
     return states * cos + torch.cat([-second, first], dim=-1) * sin

@@ -1,15 +1,15 @@
-"""Reading DFlash and DSpark heads as they are published, in four layouts.
+"""Layouts of published DFlash and DSpark heads: z-lab, SpecForge, DeepSpec, vLLM's speculators.
 
-Layouts that are alike and mean something else:
+Two conventions differ under equal names:
 
-=====================  ===========================================================================
-what an output drafts  in DFlash the token at its own place, so the first of b outputs drafts
-                       nothing; in DSpark the token after its place, so b are drafted
-layer ids              z-lab, SpecForge and DeepSpec count the outputs of layers from 0 (-1 is the
-                       embedding); vLLM's "speculators" count hidden states
-=====================  ===========================================================================
+==================  ==============================================================================
+outputs             DFlash: an output drafts the token at its own position, so b - 1 of b outputs
+                    draft. DSpark: it drafts the token after its position, so all b draft.
+layer ids           z-lab, SpecForge and DeepSpec count layer outputs from 0 (-1 is the embedding);
+                    speculators use indices into `hidden_states`.
+==================  ==============================================================================
 
-Sizes and counts follow from the tensors, which configs are often wrong about.
+Sizes and counts come from the tensors, since configs are often wrong about them.
 """
 
 from __future__ import annotations
@@ -35,9 +35,11 @@ from hf_spec.methods.published_weights import OutputHead, fitted, known_tokens, 
 
 DFLASH, DSPARK = "dflash", "dspark"
 
-# Larger than any block that was published, by a factor of sixteen.
+# Published blocks have up to 16 positions.
 MAX_BLOCK = 256
-# What the layers are told of their config.
+# Options of `BlockConfig` that override a head's config.
+OVERRIDES = ("aux_layers", "from_anchor", "embedding_scale")
+# Keys of the head's config that its layers need.
 LAYER_KEYS = (
     "rms_norm_eps",
     "hidden_act",
@@ -52,67 +54,73 @@ LAYER_KEYS = (
 
 
 def build_block_head(head: PublishedHead, target: PreTrainedModel) -> BlockHead:
-    """A DFlash or DSpark head in z-lab's, SpecForge's, DeepSpec's or the speculators layout."""
-    given = {key.removeprefix("logit_head."): tensor for key, tensor in head.tensors.items()}
+    """Return the head of published files.
+
+    Raises:
+        AssistantError: if it is damaged, or for another target.
+    """
+    stored = {key.removeprefix("logit_head."): tensor for key, tensor in head.tensors.items()}
     size, vocab = sizes_of(target)
-    config = _layer_config(head, given)
-    num_known, vocabulary = _known(head, given, vocab)
-    expected = _expected(config, given, size, vocab)
-    expected |= expected_tensors(given, config.hidden_size, num_known, vocab)
-    tensors = fitted(
-        head, {k: t for k, t in given.items() if k not in ("d2t", "t2d")}, expected, target
-    )
+    config = _layer_config(head, stored)
+    num_known, vocabulary = _draft_vocabulary(head, stored, vocab)
+    expected = _expected_tensors(config, stored, size, vocab)
+    expected |= expected_tensors(stored, config.hidden_size, num_known, vocab)
+    weights = {key: tensor for key, tensor in stored.items() if key not in ("d2t", "t2d")}
+    tensors = fitted(head, weights, expected, target)
     embedding: Any = target.get_input_embeddings()
     if "embed_tokens.weight" in tensors:
         embedding = nn.Embedding.from_pretrained(tensors["embed_tokens.weight"])
     for name in ("embed_tokens.weight", "lm_head.weight"):
         if name not in tensors and config.hidden_size != size:
             raise AssistantError(
-                f"{head.name!r} is {config.hidden_size} wide and has no {name!r}, and the target's "
-                f"is {size} wide"
+                f"{head.name!r} has width {config.hidden_size} and has no {name!r}, but the "
+                f"target's has width {size}; use a head published for this target"
             )
     output = OutputHead(target, tensors.get("lm_head.weight"), vocabulary)
     base, shape = BaseModel.of(target), _shape(head, config, target)
     return BlockHead(base, shape, config, tensors, embedding, output)
 
 
-def _known(head: PublishedHead, given: dict[str, Tensor], vocab: int) -> tuple[int, Tensor | None]:
-    """R and the tokens that these outputs stand for; cuts off rows that pad the vocabulary."""
-    offsets = given.get("d2t")
-    own = given.get("lm_head.weight", offsets)
-    num_known = vocab if own is None else len(own)
+def _draft_vocabulary(
+    head: PublishedHead, stored: dict[str, Tensor], vocab: int
+) -> tuple[int, Tensor | None]:
+    """Return R and the token ids of the R outputs; cut padding rows off `stored`."""
+    offsets = stored.get("d2t")
+    rows = stored.get("lm_head.weight", offsets)
+    num_known = vocab if rows is None else len(rows)
     if offsets is None and vocab < num_known <= vocab + PADDED_ROWS:
         for name in ("lm_head.weight", f"{MARKOV}markov_w2.weight"):
-            if name in given:
-                given[name] = given[name][:vocab]
+            if name in stored:
+                stored[name] = stored[name][:vocab]
         num_known = vocab
     return num_known, known_tokens(repr(head.name), offsets, num_known, vocab)
 
 
-def _look(config: Mapping[str, Any], name: str) -> Any:
-    """An option, wherever the layouts have it."""
+def _option(config: Mapping[str, Any], name: str) -> Any:
+    """Return a config value from the level where one of the layouts stores it."""
     for level in (config.get("dflash_config"), config, config.get("transformer_layer_config")):
         if isinstance(level, Mapping) and level.get(name) is not None:
             return level[name]
     return None
 
 
-def _layer_config(head: PublishedHead, given: Mapping[str, Tensor]) -> Qwen3Config:
-    """What the layers are built from: the sizes of their tensors, the rest of the config."""
-    layers = {int(found[1]) for key in given if (found := re.match(r"layers\.(\d{1,3})\.", key))}
-    if layers != set(range(len(layers))) or not layers or "fc.weight" not in given:
+def _layer_config(head: PublishedHead, stored: Mapping[str, Tensor]) -> Qwen3Config:
+    """Return the config of the layers: sizes from their tensors, the rest from the config."""
+    matches = (re.match(r"layers\.(\d{1,3})\.", key) for key in stored)
+    layers = {int(match[1]) for match in matches if match}
+    if layers != set(range(len(layers))) or not layers or "fc.weight" not in stored:
         raise AssistantError(
-            f"{head.name!r} is no head of the family {head.family!r}: it lacks 'fc.weight' or "
+            f"{head.name!r} is not a head of the family {head.family!r}: it lacks 'fc.weight' or "
             f"'layers.0' to 'layers.{max(layers, default=0)}'"
         )
     first = "layers.0.self_attn."
     needed = [first + f"{name}.weight" for name in ("q_norm", "q_proj", "k_proj")]
     needed.append("layers.0.mlp.gate_proj.weight")
-    if missing := [name for name in needed if name not in given]:
+    if missing := [name for name in needed if name not in stored]:
         raise AssistantError(f"{head.name!r} lacks the tensor {missing[0]!r}")
-    head_dim, queries, keys, inner = (given[name].shape[0] for name in needed)
-    options = {key: value for key in LAYER_KEYS if (value := _look(head.config, key)) is not None}
-    kinds = _look(head.config, "layer_types")
+    head_dim, queries, keys, inner = (stored[name].shape[0] for name in needed)
+    options = {key: value for key in LAYER_KEYS if (value := _option(head.config, key)) is not None}
+    kinds = _option(head.config, "layer_types")
     if kinds is not None:
         if len(kinds) < len(layers):
             raise AssistantError(
@@ -121,25 +129,25 @@ def _layer_config(head: PublishedHead, given: Mapping[str, Tensor]) -> Qwen3Conf
             )
         options["layer_types"] = list(kinds)[: len(layers)]
     return Qwen3Config(
-        hidden_size=given["fc.weight"].shape[0],
+        hidden_size=stored["fc.weight"].shape[0],
         intermediate_size=inner,
         num_hidden_layers=len(layers),
         num_attention_heads=queries // head_dim,
         num_key_value_heads=keys // head_dim,
         head_dim=head_dim,
-        attention_bias=first + "q_proj.bias" in given,
+        attention_bias=first + "q_proj.bias" in stored,
         **options,
     )
 
 
-def _expected(
-    config: Qwen3Config, given: Mapping[str, Tensor], size: int, vocab: int
+def _expected_tensors(
+    config: Qwen3Config, stored: Mapping[str, Tensor], size: int, vocab: int
 ) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors of the block itself."""
+    """Return the shapes that the tensors of the backbone must have."""
     with torch.device("meta"):
         layer = BlockLayer(config, 0, LayerKind(None, False)).state_dict()
     width = config.hidden_size
-    num_states = max(given["fc.weight"].shape[-1] // size, 1)
+    num_states = max(stored["fc.weight"].shape[-1] // size, 1)
     expected: dict[str, tuple[int, ...]] = {
         "fc.weight": (width, num_states * size),
         "hidden_norm.weight": (width,),
@@ -147,37 +155,38 @@ def _expected(
     }
     for index in range(config.num_hidden_layers):
         expected |= {f"layers.{index}.{name}": tuple(t.shape) for name, t in layer.items()}
-    if "embed_tokens.weight" in given:
+    if "embed_tokens.weight" in stored:
         expected["embed_tokens.weight"] = (vocab, width)
-    if (own := given.get("lm_head.weight")) is not None:
-        expected["lm_head.weight"] = (own.shape[0], width)
+    if (output := stored.get("lm_head.weight")) is not None:
+        expected["lm_head.weight"] = (output.shape[0], width)
     return expected
 
 
 def _shape(head: PublishedHead, config: Qwen3Config, target: PreTrainedModel) -> BlockShape:
     what = f"the config of {head.name!r}"
+    overrides = dict(head.overrides)
     text: Any = target.config.get_text_config()
-    named = {key: _look(head.config, key) for key in ("block_size", "mask_token_id")}
-    from_anchor = dict(head.overrides).get("from_anchor", _look(head.config, "sample_from_anchor"))
+    sizes = {key: _option(head.config, key) for key in ("block_size", "mask_token_id")}
+    from_anchor = overrides.get("from_anchor", _option(head.config, "sample_from_anchor"))
     if from_anchor is None:
-        # A checkpoint of DeepSpec may be called DFlash; its class says what its outputs mean.
+        # DeepSpec names some DSpark checkpoints dflash; their class decides.
         from_anchor = head.family == DSPARK
     scales = {
         "input_embedding_scale": 1.0,
         "output_multiplier": 1.0,
         "final_logit_softcapping": 0.0,
     }
-    for name, usual in scales.items():
-        value = _look(head.config, name)
-        scales[name] = usual if value is None else value
+    for name, default in scales.items():
+        value = _option(head.config, name)
+        scales[name] = default if value is None else value
         if not isinstance(scales[name], (int, float)) or not math.isfinite(scales[name]):
-            raise AssistantError(f"{what} has {name}={value!r}, which is no number")
-    scale = dict(head.overrides).get("embedding_scale", scales["input_embedding_scale"])
+            raise AssistantError(f"{what} has {name}={value!r}, which is not a finite number")
+    scale = overrides.get("embedding_scale", scales["input_embedding_scale"])
     embeddings: Any = target.get_input_embeddings()
     return BlockShape(
-        whole_number(what, named, "block_size", 2, MAX_BLOCK),
+        whole_number(what, sizes, "block_size", 2, MAX_BLOCK),
         bool(from_anchor),
-        whole_number(what, named, "mask_token_id", 0, embeddings.weight.shape[0] - 1),
+        whole_number(what, sizes, "mask_token_id", 0, embeddings.weight.shape[0] - 1),
         _hidden_layers(head, text),
         tuple(_kind(head, config, index) for index in range(config.num_hidden_layers)),
         float(scale),
@@ -187,37 +196,40 @@ def _shape(head: PublishedHead, config: Qwen3Config, target: PreTrainedModel) ->
 
 
 def _hidden_layers(head: PublishedHead, text: Any) -> tuple[int, ...]:
-    """The indices of hidden states that the user or the config names."""
+    """Return the indices into `hidden_states` from the overrides or the config."""
     ids: Any = dict(head.overrides).get("aux_layers")
     shift = 0
     if ids is None:
-        ids = _look(head.config, "aux_hidden_state_layer_ids")
+        ids = _option(head.config, "aux_hidden_state_layer_ids")
     if ids is None:
-        ids, shift = _look(head.config, "target_layer_ids"), 1
+        ids, shift = _option(head.config, "target_layer_ids"), 1
     if ids is None:
         raise AssistantError(
-            f"the config of {head.name!r} has no target_layer_ids, which say what the head reads "
-            "of the target; pass BlockConfig(aux_layers=[...]), the indices of the hidden states "
-            "that it was trained on"
+            f"the config of {head.name!r} has no target_layer_ids, so it is unknown which hidden "
+            "states the head reads; pass BlockConfig(aux_layers=[...]) with the indices that it "
+            "was trained on"
         )
     if not isinstance(ids, (list, tuple)) or not all(type(i) is int for i in ids):
-        raise AssistantError(f"{head.name!r} reads the layers {ids!r:.60}, which are no numbers")
+        raise AssistantError(
+            f"{head.name!r} reads the layers {ids!r:.60}, which is not a list of whole numbers"
+        )
     layers = tuple(i + shift for i in ids)
     count = head.tensors["fc.weight"].shape[1] // text.hidden_size
     if len(layers) != count or not all(0 <= i <= text.num_hidden_layers for i in layers):
         raise AssistantError(
-            f"{head.name!r} is to read the hidden states {list(layers)}; it reads {count} of "
-            f"{text.hidden_size} dimensions each, from 0 to {text.num_hidden_layers}"
+            f"{head.name!r} is configured for the hidden states {list(layers)}, but its weights "
+            f"read {count} of width {text.hidden_size}, from 0 to {text.num_hidden_layers}; pass "
+            f"BlockConfig(aux_layers=[...]) with {count} indices"
         )
     return layers
 
 
 def _kind(head: PublishedHead, config: Qwen3Config, index: int) -> LayerKind:
-    """Full layers see the whole block; sliding ones look back only, unless the config differs."""
+    """Return the attention of a layer: sliding layers are causal unless the config differs."""
     slides = (config.layer_types or [])[index] == "sliding_attention"
-    causal = _look(head.config, "is_causal")
+    causal = _option(head.config, "is_causal")
     if causal is None:
-        causal = slides and not _look(head.config, "sliding_window_non_causal")
+        causal = slides and not _option(head.config, "sliding_window_non_causal")
     return LayerKind(config.sliding_window if slides else None, bool(causal))
 
 

@@ -1,10 +1,13 @@
-"""What DSpark adds to a block: each token depends on the one before, and how sure the head is.
+"""DSpark's Markov and confidence heads, which make a block's drafts depend on each other.
 
-The outputs of a block are computed at once, so none knows what another one drafts. A *Markov head*
-adds to the logits of each place what the token before it makes likelier, left to right, through a
-product of low rank: w2 @ w1[token]. Three kinds: "vanilla" is just that; "gated" weighs w1[token]
-by what the place's output says; "rnn" carries a state along the block. A *confidence head* says of
-each place how likely the target is to accept what is drafted there.
+The outputs y_j of a block are computed in one pass, so none depends on the tokens drafted at the
+others. With t the token before position j, w1 (V, r) and w2 (R, r)::
+
+    vanilla   logits_j += w2 w1[t]
+    gated     logits_j += w2 (sigmoid(gate_proj([y_j; w1[t]])) * w1[t])
+    rnn       z, candidate, out = joint_proj([s; w1[t]; y_j]),  g = sigmoid(z)
+              s = g * s + (1 - g) * tanh(candidate),  logits_j += w2 tanh(out)
+    confidence_j = sigmoid(proj([y_j; w1[t]])), the probability that the target accepts position j
 """
 
 from __future__ import annotations
@@ -22,39 +25,39 @@ CONFIDENCE = "confidence_head.proj."
 
 
 class MarkovHead(nn.Module):
-    """Biases of logits by the token before, from tensors "markov_w1.weight" and so on.
+    """Low-rank bias of the logits from the token before.
 
     Attributes:
-        rank: width r of the product.
+        rank: r.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]):
         super().__init__()
-        given = {k.removeprefix(PREFIX): t for k, t in tensors.items() if k.startswith(PREFIX)}
-        self.w1 = nn.Parameter(given["markov_w1.weight"], requires_grad=False)
-        self.w2 = linear(given["markov_w2.weight"])
+        weights = {k.removeprefix(PREFIX): t for k, t in tensors.items() if k.startswith(PREFIX)}
+        self.w1 = nn.Parameter(weights["markov_w1.weight"], requires_grad=False)
+        self.w2 = linear(weights["markov_w2.weight"])
         self.rank = self.w1.shape[1]
         self.gate, self.joint = (
-            linear(given[f"{name}.weight"], given[f"{name}.bias"])
-            if f"{name}.weight" in given
+            linear(weights[f"{name}.weight"], weights[f"{name}.bias"])
+            if f"{name}.weight" in weights
             else None
             for name in ("gate_proj", "joint_proj")
         )
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """(M,) int64 token ids -> (M, r)."""
+        """(M,) int64 token ids -> (M, r) rows of w1."""
         return F.embedding(tokens, self.w1)
 
     def forward(self, before: Tensor, outputs: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """The bias at M places.
+        """Return the bias of the logits at M positions.
 
         Args:
-            before: (M, r) the embedded tokens before them.
-            outputs: (M, width) of the block there.
-            state: (M, r) that the places before left; zeros at first, and of no use to other kinds.
+            before: (M, r) from `embed`, of the tokens before.
+            outputs: (M, width) outputs of the block.
+            state: (M, r) after the positions before, zeros at first; only the "rnn" kind uses it.
 
         Returns:
-            (M, R) what is added to the logits, and the state after them.
+            (M, R) bias, and the (M, r) state after these positions.
         """
         if self.gate is not None:
             before = self.gate(torch.cat([outputs, before], dim=-1)).sigmoid() * before
@@ -68,10 +71,10 @@ class MarkovHead(nn.Module):
 
 
 class ConfidenceHead(nn.Module):
-    """The chance that the target accepts what is drafted at a place.
+    """Predicts the probability that the target accepts the token drafted at a position.
 
-    Its weight is (1, width), or (1, width + r) where it also reads the token before, as the Markov
-    head embeds it.
+    Its weight is (1, width), or (1, width + r) if it also reads `MarkovHead.embed` of the token
+    before.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], width: int):
@@ -80,33 +83,33 @@ class ConfidenceHead(nn.Module):
         self.reads_token = self.proj.in_features > width
 
     def forward(self, outputs: Tensor, before: Tensor | None) -> Tensor:
-        """(M, width) outputs of the block and maybe (M, r) embedded tokens -> (M,) float32."""
+        """(M, width) outputs, and (M, r) of the tokens before if read -> (M,) float32."""
         if self.reads_token:
-            assert before is not None, "checked when the head was built"
+            assert before is not None, "expected_tensors allows this only with a Markov head"
             outputs = torch.cat([outputs, before], dim=-1)
         return self.proj(outputs)[:, 0].float().sigmoid()
 
 
 def expected_tensors(
-    given: Mapping[str, Tensor], width: int, num_known: int, vocab_size: int
+    tensors: Mapping[str, Tensor], width: int, num_known: int, vocab_size: int
 ) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors of these heads, if there are any, for R `num_known` outputs.
+    """Return the shapes that the tensors of these heads must have, for R = `num_known`.
 
-    Which kind there is, its rank, and what the confidence head reads follow from the tensors given.
+    The kind, its rank, and whether the confidence head reads tokens follow from `tensors`.
     """
     expected: dict[str, tuple[int, ...]] = {}
     rank = 0
-    if any(key.startswith(PREFIX) for key in given):
-        w1 = given.get(PREFIX + "markov_w1.weight")
+    if any(key.startswith(PREFIX) for key in tensors):
+        w1 = tensors.get(PREFIX + "markov_w1.weight")
         rank = 0 if w1 is None else w1.shape[-1]
         expected = {"markov_w1.weight": (vocab_size, rank), "markov_w2.weight": (num_known, rank)}
-        if f"{PREFIX}gate_proj.weight" in given:
+        if f"{PREFIX}gate_proj.weight" in tensors:
             expected |= {"gate_proj.weight": (rank, width + rank), "gate_proj.bias": (rank,)}
-        if f"{PREFIX}joint_proj.weight" in given:
+        if f"{PREFIX}joint_proj.weight" in tensors:
             joined = 2 * rank + width
             expected |= {"joint_proj.weight": (3 * rank, joined), "joint_proj.bias": (3 * rank,)}
         expected = {PREFIX + name: shape for name, shape in expected.items()}
-    if (weight := given.get(CONFIDENCE + "weight")) is not None:
-        read = width + rank if rank and weight.shape[-1] > width else width
-        expected |= {CONFIDENCE + "weight": (1, read), CONFIDENCE + "bias": (1,)}
+    if (weight := tensors.get(CONFIDENCE + "weight")) is not None:
+        inputs = width + rank if rank and weight.shape[-1] > width else width
+        expected |= {CONFIDENCE + "weight": (1, inputs), CONFIDENCE + "bias": (1,)}
     return expected

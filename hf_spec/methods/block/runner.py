@@ -1,8 +1,7 @@
-"""Runs a block head on the rows of a batch, with the keys and values of each row's context.
+"""Runs a block head on the rows of a batch, with a key/value slot per row.
 
-Of a committed token every layer needs a key and a value once. They are stored in a slot per row, in
-order of position; a block stands after them and is overwritten by what the next round commits. All
-rows run in one packed pass.
+Each layer stores one key and value per committed token, in order of position. A block is stored
+after them and overwritten by the next round. All rows run in one packed pass.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ from hf_spec.engine.forward.kv_pool import KVPool
 from hf_spec.engine.forward.tree_attention import PackedStep
 from hf_spec.methods.block.head import BlockHead, LayerKind
 
-# Tokens of a prompt; bounds what is joined of several layers.
-LEARNED_AT_ONCE = 4096
+# Tokens per projection of hidden states to context vectors; bounds memory on long prompts.
+CONTEXT_CHUNK = 4096
 
 
 class BlockRunner:
-    """A head, what it knows of `num_rows` sequences, and its passes.
+    """Block head with the context of `num_rows` sequences; implements `ProposalRunner`.
 
     Args:
         head: the head.
-        num_rows: sequences that it drafts for.
+        num_rows: number of sequences.
         expected_length: see `ModelRunner`.
     """
 
@@ -44,8 +43,8 @@ class BlockRunner:
         self.forwards = 0
         self.device = head.device
         self._expected_length = expected_length
-        # Per row: the position of its first context vector, -1 without any; how many have keys and
-        # values; and those that have none yet.
+        # Per row: position of the first context vector (-1: none), number of vectors with stored
+        # keys and values, and vectors without.
         self._first = [-1] * num_rows
         self._stored = [0] * num_rows
         self._waiting: dict[int, list[Tensor]] = {}
@@ -53,7 +52,7 @@ class BlockRunner:
 
     @contextmanager
     def active(self) -> Iterator[BlockRunner]:
-        """Prepare the head for packed passes; it is as it was found when the block ends."""
+        """Prepare the head for packed passes; undo that at the end."""
         with ExitStack() as stack:
             stack.enter_context(install_packed_linears(self.head, rounded=True))
             head: Any = self.head
@@ -73,29 +72,29 @@ class BlockRunner:
         self._waiting.pop(row, None)
 
     def knows(self, row: int) -> bool:
-        """Whether a row has any context."""
+        """Return True if the row has context."""
         return self._first[row] >= 0
 
     @use_packed_linears(rounded=True)
     def learn(self, spans: Mapping[int, tuple[int, int]], states: Sequence[Tensor]) -> None:
         """See `ProposalRunner`."""
-        parts = zip(*(layer.split(LEARNED_AT_ONCE) for layer in states), strict=True)
+        parts = zip(*(layer.split(CONTEXT_CHUNK) for layer in states), strict=True)
         context = torch.cat([self.head.context(part) for part in parts])
         counts = [count for _, count in spans.values()]
-        for (row, (first, _)), mine in zip(spans.items(), context.split(counts), strict=True):
+        for (row, (first, _)), part in zip(spans.items(), context.split(counts), strict=True):
             if not self.knows(row):
                 self._first[row] = first
-            self._waiting.setdefault(row, []).append(mine)
+            self._waiting.setdefault(row, []).append(part)
 
     @use_packed_linears(rounded=True)
     def propose(self, roots: Mapping[int, int], depth: int) -> Proposals:
-        """See `ProposalRunner`: one pass over a block for each row."""
-        self._store([row for row in roots if row in self._waiting])
+        """See `ProposalRunner`; runs one block per row in one pass."""
+        self._store_context([row for row in roots if row in self._waiting])
         outputs = self._run(roots).view(len(roots), self.head.shape.block_size, -1)
         return BlockProposals(self.head, outputs, torch.tensor(list(roots.values())), depth)
 
-    def _store(self, rows: Sequence[int]) -> None:
-        """Keys and values of the context that is new, in every layer."""
+    def _store_context(self, rows: Sequence[int]) -> None:
+        """Compute and store keys and values of the new context, in every layer."""
         if not rows:
             return
         context = torch.cat([part for row in rows for part in self._waiting[row]])
@@ -103,10 +102,10 @@ class BlockRunner:
         for row in rows:
             begin = self._stored[row]
             self._stored[row] += sum(map(len, self._waiting.pop(row)))
-            places = slice(begin, self._stored[row])
-            end = start + places.stop - begin
-            writes.append((row, start, end, places))
-            positions.append(torch.arange(begin, places.stop) + self._first[row])
+            slots = slice(begin, self._stored[row])
+            end = start + slots.stop - begin
+            writes.append((row, start, end, slots))
+            positions.append(torch.arange(begin, slots.stop) + self._first[row])
             start = end
         self.pool.reserve(max(self._stored))
         hosted = [torch.cat(positions), write_places(writes, start)]
@@ -119,7 +118,7 @@ class BlockRunner:
             kv_write(key.transpose(0, 1), value.transpose(0, 1), keys, values, where)
 
     def _run(self, roots: Mapping[int, int]) -> Tensor:
-        """(A * b, width) outputs of the blocks after the rows' last tokens."""
+        """Return the (A * b, width) outputs of the blocks that start at the rows' last tokens."""
         self.forwards += 1
         size = self.head.shape.block_size
         self.pool.reserve(max(self._stored[row] for row in roots) + size)
@@ -131,12 +130,12 @@ class BlockRunner:
         tensors = [tokens, positions]
         if len(steps) == 1:
             (outputs,) = self._graphs.run(
-                lambda given, step: [self._compute(given, dict.fromkeys(steps, step))],
+                lambda inputs, step: [self._compute(inputs, dict.fromkeys(steps, step))],
                 tensors,
                 first,
             )
             return outputs[: len(tokens)]
-        # A graph holds one layout.
+        # A CUDA graph supports one step only.
         return self._compute(send(tensors, self.device), steps)
 
     def _compute(self, tensors: Sequence[Tensor], steps: Mapping[LayerKind, PackedStep]) -> Tensor:
@@ -145,25 +144,25 @@ class BlockRunner:
         return self.head(hidden, self.head.rotation(positions), steps)
 
     def _step(self, rows: Sequence[int], kind: LayerKind) -> PackedStep:
-        """What the places of each row's block see in the layers of a kind, and where they stand."""
+        """Return the step of the rows' blocks in layers of a kind: masks, positions, slots."""
         size = self.head.shape.block_size
         segments, writes = [], []
         for index, row in enumerate(rows):
-            known, start = self._stored[row], index * size
-            position = torch.arange(known, known + size) + self._first[row]
+            stored, start = self._stored[row], index * size
+            position = torch.arange(stored, stored + size) + self._first[row]
             seen = torch.ones(size, size, dtype=torch.bool).tril() if kind.causal else None
-            writes.append((row, start, start + size, slice(known, known + size)))
+            writes.append((row, start, start + size, slice(stored, stored + size)))
             segments.append(
                 Segment(
                     slot=row,
                     start=start,
                     end=start + size,
-                    num_keys=known + size,
+                    num_keys=stored + size,
                     position=position,
-                    last_position=self._first[row] + known + size - 1,
+                    last_position=self._first[row] + stored + size - 1,
                     tail_position=position,
                     seen=seen,
-                    prefix=known,
+                    prefix=stored,
                     first_position=self._first[row],
                 )
             )
@@ -171,7 +170,7 @@ class BlockRunner:
 
 
 class BlockProposals(Proposals):
-    """What (A, b, width) outputs say, place by place, with a Markov head or without."""
+    """Draft distributions from (A, b, width) outputs, with or without a Markov head."""
 
     def __init__(self, head: BlockHead, outputs: Tensor, roots: Tensor, depth: int):
         first = 0 if head.shape.from_anchor else 1
@@ -182,7 +181,7 @@ class BlockProposals(Proposals):
         if (markov := head.markov) is not None:
             state = outputs.new_zeros(len(outputs), markov.rank)
             if first:
-                # It was trained to read the place of the last token, which drafts nothing.
+                # The Markov head was trained to read position 0 even where it drafts nothing.
                 _, state = markov(markov.embed(roots.to(outputs.device)), outputs[:, 0], state)
             self._state = state
 
@@ -193,7 +192,7 @@ class BlockProposals(Proposals):
         outputs, logits = self._outputs[rows, level], self._logits[rows, level]
         before: Tensor | None = None
         if self._state is not None:
-            assert self._head.markov is not None, "which has the state"
+            assert self._head.markov is not None, "the state is its"
             before = self._head.markov.embed(tokens)
             bias, self._state = self._head.markov(before, outputs, self._state[parents])
             logits = logits + bias

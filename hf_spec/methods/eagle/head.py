@@ -1,22 +1,27 @@
-"""Published EAGLE heads: one layer that predicts the target's next feature from the last one.
+"""EAGLE heads: one layer that predicts the next feature from a pair of a token and a feature.
 
-A pair i is the token t_{i+1} with a feature of position i. EAGLE-3 (Li et al. 2025, arXiv
-2503.01840, section 3.1) makes the feature from states of a low, a middle and a high layer of the
-target, and its layer attends over embedding and feature side by side; a drafted token brings the
-head's own output in place of a feature. EAGLE-1 and 2 (Li et al. 2024, arXiv 2401.15077 and
-2406.16858) take the target's last state, joined with the embedding before an ordinary layer, and
-the target's own head. EAGLE-3.1 adds norms before and after; P-EAGLE drafts all tokens in one
-pass, with a learned feature and a mask token for those to come.
+Pair i is the token t_{i+1} with the feature g_i of position i; drafted tokens use the output of
+their parent as the feature. E is the embedding, h the width of the head.
 
-The layers are transformers' own, with projections of another width; they run in the target's
-dtype, but bfloat16 for float16, in which the features of some targets overflow.
+EAGLE-3 (Li et al. 2025, arXiv 2503.01840, section 3.1)::
+
+    g_i = fc([low; middle; high hidden state of the target at position i])
+    x   = [input_layernorm(E[t_{i+1}]); hidden_norm(g_i)]
+    a   = g_i + attention(x)
+    y_i = a + mlp(post_attention_layernorm(a))
+    logits = lm_head(norm(y_i)), over R of V tokens
+
+EAGLE-1 and 2 (Li et al. 2024, arXiv 2401.15077 and 2406.16858): f_i is the target's last hidden
+state, y_i = layer(fc([E[t_{i+1}]; f_i])), and the target's own head gives the logits.
+
+EAGLE-3.1 adds norms before and after. P-EAGLE drafts all tokens in one pass: later tokens are pairs
+of a mask token and a learned feature.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,11 +36,10 @@ from hf_spec.adapters.reading import check_tensors
 from hf_spec.backend.device.placement import weight_rows
 from hf_spec.common.errors import AssistantError
 from hf_spec.engine.forward.vocabulary import PADDED_ROWS, num_embeddings
-from hf_spec.methods.eagle.spec import EagleSpec, layer_config, normal_names, read_spec
-from hf_spec.methods.feature_pairs.draft_head import FewTokensHead
+from hf_spec.methods.eagle.spec import EagleSpec, canonical_names, layer_config, read_spec
 from hf_spec.methods.feature_pairs.rows import State
-from hf_spec.methods.feature_pairs.runner import MaskTokens
-from hf_spec.methods.published_weights import head_dtype, known_tokens
+from hf_spec.methods.feature_pairs.runner import MaskTokens, SinglePairShape
+from hf_spec.methods.published_weights import NormedHead, head_dtype, known_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -43,41 +47,15 @@ STRATEGY = "eagle"
 FAMILIES = ("eagle3", "peagle", "eagle")
 
 
-@dataclass(frozen=True)
-class EagleShape:
-    """Blocks of one pair, and no state that is carried; see `pair_runner.PairShape`."""
-
-    num_layers: int
-    block_size: int = 1
-    recurrent: bool = False
-
-
-class OwnHead(FewTokensHead):
-    """A trained norm and head over R tokens of the target's V, `vocabulary` (None for all)."""
-
-    def __init__(self, norm: Any, scores: Any, vocabulary: Tensor | None, full_size: int):
-        nn.Module.__init__(self)
-        self.norm = norm
-        self.scores = scores
-        self.full_size = full_size
-        self.size = scores.weight.shape[0]
-        self.register_buffer("vocabulary", vocabulary, persistent=False)
-
-    def known(self, hidden: Tensor) -> Tensor:
-        """(..., h) -> (..., R), the logits of the vocabulary alone."""
-        normed = self.norm(hidden)
-        return self.scores(normed.to(self.scores.weight.dtype))
-
-
 class EagleHead(nn.Module):
-    """An EAGLE-3 head of `spec` with its own `tensors`, for `target`, which is not changed.
+    """An EAGLE-3 head built from `spec` and `tensors` for `target`, which is not changed.
 
     Attributes:
-        base: the target that it is for.
-        spec: what it is.
-        hidden_layers: indices of the target's states that make a feature.
-        attention: its layers, as a model of transformers.
-        head: reads tokens off features.
+        base: identifies the target.
+        spec: sizes, switches and layers.
+        hidden_layers: indices into the target's `hidden_states` that make a feature.
+        attention: the layers, as a model of transformers.
+        head: output head on features.
     """
 
     strategy = STRATEGY
@@ -86,25 +64,26 @@ class EagleHead(nn.Module):
         super().__init__()
         self.base = BaseModel.of(target)
         self.spec = spec
-        self.shape = EagleShape(spec.num_layers)
+        self.shape = SinglePairShape(spec.num_layers)
         self.hidden_size = spec.hidden_size
         self.hidden_layers = spec.hidden_layers
         dtype = head_dtype(target)
         tensors = dict(tensors)
-        own = {name: tensors.pop(name, None) for name in ("d2t", "embed_tokens.weight")}
+        offsets = tensors.pop("d2t", None)
+        table = tensors.pop("embed_tokens.weight", None)
         mask = tensors.pop("mask_hidden", None)
-        self.attention: Any = _stack(spec, tensors)
-        self._widen(self.attention, tensors)
-        _load(spec.what, self.attention, tensors, target.device, dtype)
-        self._table = self._embedding(own["embed_tokens.weight"], target, dtype)
+        self.attention: Any = _layer_stack(spec, tensors)
+        self._adapt_layers(self.attention, tensors)
+        _load_weights(spec.what, self.attention, tensors, target.device, dtype)
+        self._table = self._embedding(table, target, dtype)
         self._scale = spec.hidden_size**0.5 if spec.embedding == "scaled" else 1.0
-        self.head = self._reader(own["d2t"], target)
-        # Modules of the target, which may be among its own, stay as they are.
+        self.head = self._output_head(offsets, target)
+        # Not on `self`, which may hold modules of the target.
         self.attention.requires_grad_(False).eval()
         self._mask = self._mask_feature(mask, target.device, dtype)
 
     def fuse(self, states: Sequence[Tensor]) -> Tensor:
-        """Features (T, h) of the target's states (T, H) of `hidden_layers`."""
+        """Return the (T, h) features of (T, H) hidden states, one tensor per `hidden_layers`."""
         stack = self.attention
         parts = [state.to(stack.fc.weight.device, stack.fc.weight.dtype) for state in states]
         if hasattr(stack, "fc_norm"):
@@ -117,12 +96,12 @@ class EagleHead(nn.Module):
     def mix(
         self, tokens: Tensor, features: Tensor, state: State | None = None
     ) -> tuple[Tensor, None]:
-        """(S, L) int64 t_{i+1} and (S, L, h) features -> (S, L, 2h), embedding and feature."""
+        """(S, L) int64 t_{i+1} and (S, L, h) features -> (S, L, 2h) [embedding; feature]."""
         embedded = F.embedding(tokens, self._table) * self._scale
         return torch.cat([embedded.to(features.dtype), features], dim=-1), None
 
     def attend(self, mixed: Tensor, **attention: Any) -> Tensor:
-        """(B, T, 2h) from `mix` -> (B, T, h); `attention` is what the layers take."""
+        """(B, T, 2h) from `mix` -> (B, T, h); `attention` are keyword arguments of the layers."""
         stack = self.attention
         first, *others = stack.layers
         entered, residual = self._enter(mixed)
@@ -133,22 +112,22 @@ class EagleHead(nn.Module):
             hidden = layer(hidden, **attention)
         return stack.norm(hidden) if self.spec.norm_output else hidden
 
-    def ahead(self, count: int) -> MaskTokens | None:
-        """What stands for so many tokens to come in one pass; None where steps draft them."""
+    def mask_tokens(self, count: int) -> MaskTokens | None:
+        """Return `count` mask pairs for one pass (P-EAGLE); None to draft step by step."""
         if self._mask is None or self.spec.mask_token is None:
             return None
         return MaskTokens(self.spec.mask_token, self._mask.expand(count, -1))
 
     def _enter(self, mixed: Tensor) -> tuple[Tensor, Tensor]:
-        """What the first layer attends over, and its residual."""
+        """Return the inputs of the first attention and the residual added to its output."""
         first = self.attention.layers[0]
         embedded, feature = mixed.chunk(2, dim=-1)
         normed = first.hidden_norm(feature)
         residual = normed if self.spec.norm_before_residual else feature
         return torch.cat([first.input_layernorm(embedded), normed], dim=-1), residual
 
-    def _widen(self, stack: Any, tensors: dict[str, Tensor]) -> None:
-        """Give the model of one ordinary layer what is EAGLE-3's; by the names of its tensors."""
+    def _adapt_layers(self, stack: Any, tensors: dict[str, Tensor]) -> None:
+        """Widen the first layer's projections; add the modules that `tensors` names."""
         size, first, norm = self.hidden_size, stack.layers[0], type(stack.norm)
         eps = stack.config.rms_norm_eps
         with torch.device("meta"):
@@ -167,42 +146,44 @@ class EagleHead(nn.Module):
             if "lm_head.weight" in tensors:
                 stack.lm_head = nn.Linear(size, len(tensors["lm_head.weight"]), bias=False)
 
-    def _reader(self, offsets: Tensor | None, target: PreTrainedModel) -> FewTokensHead:
+    def _output_head(self, offsets: Tensor | None, target: PreTrainedModel) -> NormedHead:
         stack, full_size = self.attention, num_embeddings(target)
-        # The feature is normed already where that is handed on.
+        # With `norm_output` the feature is normed already.
         norm = nn.Identity() if self.spec.norm_output else stack.norm
-        own = getattr(stack, "lm_head", None)
-        scores: Any = _head_of(self.spec, target) if own is None else own
+        trained = getattr(stack, "lm_head", None)
+        scores: Any = _target_head(self.spec, target) if trained is None else trained
         num_known = scores.weight.shape[0]
         vocabulary = known_tokens(self.spec.what, offsets, num_known, full_size)
-        if own is not None and num_known > full_size:
+        if trained is not None and num_known > full_size:
             # Rows that pad the published vocabulary.
             scores.weight = nn.Parameter(scores.weight[:full_size], requires_grad=False)
         if vocabulary is not None:
             vocabulary = vocabulary.to(scores.weight.device)
-        return OwnHead(norm, scores, vocabulary, full_size)
+        return NormedHead(norm, scores, vocabulary, full_size)
 
-    def _embedding(self, own: Tensor | None, target: PreTrainedModel, dtype: torch.dtype) -> Tensor:
-        """(V, h) the rows that tokens are given."""
+    def _embedding(
+        self, shipped: Tensor | None, target: PreTrainedModel, dtype: torch.dtype
+    ) -> Tensor:
+        """Return the (V, h) embedding: the target's, or the `shipped` one padded to V rows."""
         if self.spec.embedding != "own":
             table = weight_rows(target.get_input_embeddings())
             if table.shape[1] != self.hidden_size:
                 raise AssistantError(
-                    f"{self.spec.what} reads embeddings of {self.hidden_size} numbers, and the "
-                    f"target's have {table.shape[1]}"
+                    f"{self.spec.what} needs embeddings of width {self.hidden_size}, but the "
+                    f"target's have width {table.shape[1]}"
                 )
             return table
-        assert own is not None, "the spec says that there is one"
+        assert shipped is not None, "checked by read_spec"
         size = (num_embeddings(target), self.hidden_size)
-        if not own.is_floating_point():
-            raise AssistantError(f"{self.spec.what} is damaged: its embedding is of {own.dtype}")
-        if own.ndim != 2 or own.shape[1] != size[1] or abs(own.shape[0] - size[0]) > PADDED_ROWS:
+        if not shipped.is_floating_point():
+            raise AssistantError(f"{self.spec.what} is damaged: its embedding is {shipped.dtype}")
+        shape = tuple(shipped.shape)
+        if len(shape) != 2 or shape[1] != size[1] or abs(shape[0] - size[0]) > PADDED_ROWS:
             raise AssistantError(
-                f"{self.spec.what} is for another target: its embedding is {tuple(own.shape)}, "
-                f"and {size} is needed"
+                f"{self.spec.what} is for another target: its embedding is {shape}, and {size} is "
+                "needed"
             )
-        missing = max(0, size[0] - len(own))
-        return F.pad(own, (0, 0, 0, missing)).to(target.device, dtype)
+        return F.pad(shipped, (0, 0, 0, max(0, size[0] - shape[0]))).to(target.device, dtype)
 
     def _mask_feature(
         self, mask: Tensor | None, device: torch.device, dtype: torch.dtype
@@ -213,7 +194,7 @@ class EagleHead(nn.Module):
         if mask is None or mask.numel() != width or self.spec.mask_token >= len(self._table):
             raise AssistantError(
                 f"{self.spec.what} is damaged: mask_hidden is "
-                f"{None if mask is None else tuple(mask.shape)}, not of {width} numbers, or "
+                f"{None if mask is None else tuple(mask.shape)}, not of size {width}, or "
                 f"token {self.spec.mask_token} has no embedding"
             )
         with torch.no_grad():
@@ -221,11 +202,11 @@ class EagleHead(nn.Module):
             return self.fuse(parts)
 
 
-class FirstEagleHead(EagleHead):
-    """An EAGLE-1 or 2 head: the target's last state, joined before an ordinary layer."""
+class Eagle1Head(EagleHead):
+    """An EAGLE-1 or 2 head: embedding and last hidden state are joined before an ordinary layer."""
 
     def fuse(self, states: Sequence[Tensor]) -> Tensor:
-        """Features (T, h): the target's last state as it is."""
+        """Return the (T, h) features: the target's last hidden states."""
         weight = self.attention.fc.weight
         return states[0].to(weight.device, weight.dtype)
 
@@ -239,7 +220,8 @@ class FirstEagleHead(EagleHead):
     def _enter(self, mixed: Tensor) -> tuple[Tensor, Tensor]:
         return mixed, mixed
 
-    def _widen(self, stack: Any, tensors: dict[str, Tensor]) -> None:
+    def _adapt_layers(self, stack: Any, tensors: dict[str, Tensor]) -> None:
+        # EAGLE-1 drops the norm before the attention and the final norm.
         stack.layers[0].input_layernorm = nn.Identity()
         stack.norm = nn.Identity()
         with torch.device("meta"):
@@ -247,30 +229,32 @@ class FirstEagleHead(EagleHead):
 
 
 def build(head: PublishedHead, target: PreTrainedModel) -> EagleHead:
-    """The head that published files describe, in evaluation mode, on the target's device.
+    """Return the head of published files, in evaluation mode, on the target's device.
 
     Raises:
         AssistantError: if it is damaged, or for a target of other sizes.
     """
-    tensors = normal_names(head.tensors)
+    tensors = canonical_names(head.tensors)
     spec = read_spec(head, tensors, target.config.get_text_config())
-    _compare_names(spec.what, head, target)
-    kind = FirstEagleHead if head.family == "eagle" else EagleHead
+    _warn_of_other_target(spec.what, head, target)
+    kind = Eagle1Head if head.family == "eagle" else EagleHead
     return kind(spec, tensors, target)
 
 
-def _compare_names(what: str, head: PublishedHead, target: PreTrainedModel) -> None:
-    """Warn where a head names another target: one of equal sizes shows in bad drafts alone."""
+def _warn_of_other_target(what: str, head: PublishedHead, target: PreTrainedModel) -> None:
+    """Warn if the head names another target; with equal sizes only acceptance would suffer."""
     inner = head.config.get("speculators_config")
     verifier = inner.get("verifier") if isinstance(inner, dict) else None
     named = verifier.get("name_or_path") if isinstance(verifier, dict) else None
-    own = base_name(target)
-    if isinstance(named, str) and named != own and is_hub_id(named) and is_hub_id(own):
-        logger.warning("%s was trained for %s; drafts for %s may be bad", what, named, own)
+    used = base_name(target)
+    if isinstance(named, str) and named != used and is_hub_id(named) and is_hub_id(used):
+        logger.warning(
+            "%s was trained for %s; few drafts for %s may be accepted", what, named, used
+        )
 
 
-def _stack(spec: EagleSpec, tensors: dict[str, Tensor]) -> Any:
-    """A model of ordinary layers of the head's sizes, without weights or an embedding."""
+def _layer_stack(spec: EagleSpec, tensors: dict[str, Tensor]) -> Any:
+    """Return a model of ordinary layers of the head's sizes, without weights or embedding."""
     sizes: dict[str, Any] = {
         **layer_config(spec, tensors),
         "rope_parameters": spec.rope,
@@ -287,27 +271,27 @@ def _stack(spec: EagleSpec, tensors: dict[str, Tensor]) -> Any:
     return stack
 
 
-def _load(
+def _load_weights(
     what: str, stack: Any, tensors: dict[str, Tensor], device: torch.device, dtype: torch.dtype
 ) -> None:
     shapes = {name: weight.shape for name, weight in stack.named_parameters()}
     for name, shape in shapes.items():
-        # Some layers have biases for queries, keys and values alone.
+        # Qwen2-type layers have biases for queries, keys and values only.
         if name.endswith("o_proj.bias") and name not in tensors:
             tensors[name] = torch.zeros(shape)
     check_tensors(what, tensors, shapes)
     weights = {name: tensor.to(device, dtype) for name, tensor in tensors.items()}
     stack.load_state_dict(weights, assign=True)
-    # Its frequencies are computed, not stored.
+    # Rotary frequencies are computed, not stored.
     stack.rotary_emb = type(stack.rotary_emb)(stack.config).to(device)
 
 
-def _head_of(spec: EagleSpec, target: PreTrainedModel) -> Any:
-    """The target's own head, for heads without one."""
+def _target_head(spec: EagleSpec, target: PreTrainedModel) -> Any:
+    """Return the target's output head, for EAGLE heads without their own."""
     scores: Any = target.get_output_embeddings()
     if scores.weight.shape[1] != spec.hidden_size:
         raise AssistantError(
-            f"{spec.what} is damaged: it has no lm_head, and the target's reads states of size "
+            f"{spec.what} is damaged: it has no lm_head, and the target's needs inputs of width "
             f"{scores.weight.shape[1]}, not {spec.hidden_size}"
         )
     return scores

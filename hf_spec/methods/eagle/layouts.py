@@ -1,10 +1,9 @@
-"""The layouts in which other engines read EAGLE-3 heads: vLLM's of speculators, and SGLang's.
+"""EAGLE-3 files for other engines: vLLM's speculators layout and SGLang's.
 
-vLLM puts the layer's config into `transformer_layer_config` beside the verifier, and counts target
+vLLM stores the layer's config in `transformer_layer_config` beside the verifier, and counts aux
 layers as indices into `hidden_states`. SGLang reads SafeAILab's layout as SpecForge writes it: one
-flat Llama config, the first layer under the name of `midlayer`, and target layers in
-`eagle_config`. Weights are the same in both; an embedding is left out where it is the target's,
-which both engines then share.
+flat Llama config, the first layer named `midlayer`, aux layers in `eagle_config`. Both use the same
+weights. An embedding equal to the target's is left out, since both engines share the target's.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ from hf_spec.methods.published_weights import known_tokens
 
 logger = logging.getLogger(__name__)
 
-# Config and tensors of a head's files.
+# Config and tensors of a head.
 Layout = tuple[dict[str, Any], dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
 class Verifier:
-    """The target that a head is for.
+    """The target of a head.
 
     Attributes:
-        name: its Hub id or folder.
-        architectures: its classes, as its config names them.
-        text: the config of its text model.
+        name: Hub id or folder.
+        architectures: class names in its config.
+        text: config of its text model.
     """
 
     name: str
@@ -47,26 +46,30 @@ class Verifier:
 def for_vllm(
     spec: EagleSpec, tensors: Mapping[str, Tensor], verifier: Verifier, steps: int
 ) -> Layout:
-    """The files of a head for vLLM, which is to draft `steps` tokens a round.
+    """Return config and tensors of a head for vLLM.
 
-    `tensors` are those of the head by the names of `normal_names`.
+    Args:
+        spec: of the head.
+        tensors: of the head, renamed by `canonical_names`.
+        verifier: the target.
+        steps: tokens that vLLM drafts per round.
 
     Raises:
-        AssistantError: if vLLM has no such network, or tokens of the head are not the target's.
+        AssistantError: if vLLM does not support the network, or "d2t" does not fit the target.
     """
-    _check(spec, tensors, "vLLM", {})
-    known = _with_tokens(spec, tensors, verifier)
+    _check_supported(spec, tensors, "vLLM", {})
+    exported = _exported_tensors(spec, tensors, verifier)
     kind = "eagle3" if spec.mask_token is None else "peagle"
     config: dict[str, Any] = {
         "architectures": ["Eagle3Speculator" if kind == "eagle3" else "PEagleSpeculator"],
         "speculators_model_type": kind,
-        "draft_vocab_size": _num_known(known, verifier),
+        "draft_vocab_size": _draft_vocab_size(exported, verifier),
         "eagle_aux_hidden_state_layer_ids": _indices(spec, verifier),
-        # Said in any case: where it is missing, vLLM takes it for true and speculators for false.
+        # Always written: without it vLLM assumes true and speculators false.
         "norm_before_residual": spec.norm_before_residual,
-        **_norms(spec, known),
+        **_norm_switches(spec, exported),
         "target_hidden_size": verifier.text.hidden_size,
-        "transformer_layer_config": _layer(spec, known, verifier),
+        "transformer_layer_config": _layer(spec, exported, verifier),
         "speculators_config": {
             "algorithm": kind,
             "default_proposal_method": "greedy",
@@ -79,21 +82,21 @@ def for_vllm(
     }
     if spec.mask_token is not None:
         config["mask_token_id"] = spec.mask_token
-    return config, known
+    return config, exported
 
 
 def for_sglang(
     spec: EagleSpec, tensors: Mapping[str, Tensor], verifier: Verifier, steps: int
 ) -> Layout:
-    """The files of a head for SGLang, which is told by its command how many tokens to draft.
+    """Return config and tensors of a head for SGLang.
 
-    `tensors` are those of the head by the names of `normal_names`.
+    Args as in `for_vllm`; `steps` is unused, since SGLang's command line sets the draft length.
 
     Raises:
-        AssistantError: if SGLang has no such network, or tokens of the head are not the target's.
+        AssistantError: if SGLang does not support the network, or "d2t" does not fit the target.
     """
     indices = _indices(spec, verifier)
-    usual = indices == list(default_aux_layers(verifier.text.num_hidden_layers))
+    default = indices == list(default_aux_layers(verifier.text.num_hidden_layers))
     obstacles = {
         "drafts in one pass (P-EAGLE)": spec.mask_token is not None,
         "several layers": spec.num_layers > 1,
@@ -103,87 +106,88 @@ def for_sglang(
         "an embedding of another width than the target's": (
             spec.hidden_size != verifier.text.hidden_size
         ),
-        # Outputs from 0 for most of its models, indices for some, unless the first number is 1.
-        f"target layers that it counts in two ways, {indices}": not usual and indices[0] != 2,
+        # SGLang counts layer outputs from 0 for most models, and indices for some, unless the
+        # first number is 1.
+        f"target layers that it counts in two ways, {indices}": not default and indices[0] != 2,
     }
-    _check(spec, tensors, "SGLang", obstacles)
-    known = _with_tokens(spec, tensors, verifier)
-    if known.pop("embed_tokens.weight", None) is not None:
+    _check_supported(spec, tensors, "SGLang", obstacles)
+    exported = _exported_tensors(spec, tensors, verifier)
+    if exported.pop("embed_tokens.weight", None) is not None:
         logger.warning(
-            "%s has an embedding of its own, in place of which SGLang takes the target's; it is "
-            "left out, and if it was trained, drafts will be worse",
+            "%s has its own embedding, but SGLang uses the target's; it is left out, and if it was "
+            "trained, acceptance will be lower",
             spec.what,
         )
-    own_head = "lm_head.weight" in known
+    has_head = "lm_head.weight" in exported
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLMEagle3"],
-        **_layer(spec, known, verifier),
-        # Without a head of its own it gets the target's where this is null.
-        "draft_vocab_size": _num_known(known, verifier) if own_head else None,
+        **_layer(spec, exported, verifier),
+        # Null makes SGLang use the target's output head.
+        "draft_vocab_size": _draft_vocab_size(exported, verifier) if has_head else None,
         "target_hidden_size": verifier.text.hidden_size,
-        **_norms(spec, known),
+        **_norm_switches(spec, exported),
     }
-    if not usual:
+    if not default:
         config["eagle_config"] = {
             "eagle_aux_hidden_state_layer_ids": [index - 1 for index in indices],
             "use_aux_hidden_state": True,
         }
-    return config, {name.replace("layers.0.", "midlayer."): t for name, t in known.items()}
+    return config, {name.replace("layers.0.", "midlayer."): t for name, t in exported.items()}
 
 
-# By the name that a user gives.
+# By the name on the command line.
 LAYOUTS: dict[str, Callable[[EagleSpec, Mapping[str, Tensor], Verifier, int], Layout]] = {
     "vllm": for_vllm,
     "sglang": for_sglang,
 }
 
 
-def _check(
+def _check_supported(
     spec: EagleSpec, tensors: Mapping[str, Tensor], engine: str, obstacles: Mapping[str, bool]
 ) -> None:
-    """Refuse a head with something that an engine does not read, and would not miss."""
+    """Raise `AssistantError` for features that an engine would silently ignore."""
     common = {
         "a single, normed state of the target": min(spec.hidden_layers) < 0,
         "a bias before its layer": "fc.bias" in tensors,
         "an embedding scaled by the reader": spec.embedding == "scaled",
     }
-    found = [what for what, is_there in {**common, **obstacles}.items() if is_there]
-    if found:
+    unsupported = [what for what, present in {**common, **obstacles}.items() if present]
+    if unsupported:
         other = "" if any(common.values()) else "; vLLM may: --for vllm"
         raise AssistantError(
-            f"{spec.what} has what {engine} does not read: {', '.join(found)}{other}"
+            f"{spec.what} has what {engine} does not read: {', '.join(unsupported)}{other}"
         )
 
 
-def _with_tokens(
+def _exported_tensors(
     spec: EagleSpec, tensors: Mapping[str, Tensor], verifier: Verifier
 ) -> dict[str, Tensor]:
-    """The tensors with the mask of known tokens, those left out that engines would not read."""
+    """Return the tensors that engines read, with the mask "t2d" of the draft vocabulary."""
     vocab = verifier.text.vocab_size
-    known = dict(tensors)
+    exported = dict(tensors)
     if spec.embedding == "target":
-        known.pop("embed_tokens.weight", None)
-    if "lm_head.weight" in known:
-        ids = known_tokens(spec.what, known.get("d2t"), len(known["lm_head.weight"]), vocab)
-        # Rows that pad the published vocabulary stand for no token.
-        known["lm_head.weight"] = known["lm_head.weight"][:vocab]
-        if "d2t" in known and ids is not None:
-            known["t2d"] = torch.zeros(vocab, dtype=torch.bool)
-            known["t2d"][ids] = True
+        exported.pop("embed_tokens.weight", None)
+    if "lm_head.weight" in exported:
+        ids = known_tokens(spec.what, exported.get("d2t"), len(exported["lm_head.weight"]), vocab)
+        # Rows that pad the published vocabulary have no token.
+        exported["lm_head.weight"] = exported["lm_head.weight"][:vocab]
+        if "d2t" in exported and ids is not None:
+            exported["t2d"] = torch.zeros(vocab, dtype=torch.bool)
+            exported["t2d"][ids] = True
     output = "layers.0.self_attn.o_proj"
-    if f"{output}.bias" not in known and any(name.endswith("q_proj.bias") for name in known):
-        # Configs have one word for all four biases.
-        known[f"{output}.bias"] = torch.zeros(len(known[f"{output}.weight"]))
-    return known
+    if f"{output}.bias" not in exported and any(name.endswith("q_proj.bias") for name in exported):
+        # Configs have one switch for all four biases.
+        exported[f"{output}.bias"] = torch.zeros(len(exported[f"{output}.weight"]))
+    return exported
 
 
-def _num_known(tensors: Mapping[str, Tensor], verifier: Verifier) -> int:
+def _draft_vocab_size(tensors: Mapping[str, Tensor], verifier: Verifier) -> int:
     scores = tensors.get("lm_head.weight")
     return int(verifier.text.vocab_size) if scores is None else len(scores)
 
 
-def _norms(spec: EagleSpec, tensors: Mapping[str, Tensor]) -> dict[str, bool]:
-    """The switches of norms that not every head has."""
+def _norm_switches(spec: EagleSpec, tensors: Mapping[str, Tensor]) -> dict[str, bool]:
+    """Return the config switches of the optional norms that this head has."""
     switches = {
         "norm_before_fc": "input_norm.weight" in tensors,
         "fc_norm": "fc_norm.0.weight" in tensors,
@@ -193,20 +197,20 @@ def _norms(spec: EagleSpec, tensors: Mapping[str, Tensor]) -> dict[str, bool]:
 
 
 def _indices(spec: EagleSpec, verifier: Verifier) -> list[int]:
-    """Indices into `hidden_states`; engines take the last one before the norm."""
+    """Return the aux layers as indices into `hidden_states`; engines read L before the norm."""
     last = verifier.text.num_hidden_layers
     return [last if index == BEFORE_NORM else index for index in spec.hidden_layers]
 
 
 def _layer(spec: EagleSpec, tensors: Mapping[str, Tensor], verifier: Verifier) -> dict[str, Any]:
-    """The config of the head's layers, rotary positions as every version of transformers reads."""
+    """Return the config of the layers; rotary keys as every version of transformers reads them."""
     layer = layer_config(spec, tensors)
     scaling = dict(spec.rope)
     layer["rope_theta"] = scaling.pop("rope_theta")
     if scaling["rope_type"] != "default":
         layer["rope_scaling"] = scaling
     else:
-        # Engines draft no further than this, and any position can be computed.
+        # Engines stop drafting at this position; default rotary angles exist for every position.
         longest = getattr(verifier.text, "max_position_embeddings", None) or 0
         layer["max_position_embeddings"] = max(layer["max_position_embeddings"], longest)
     dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")

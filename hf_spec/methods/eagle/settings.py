@@ -1,4 +1,4 @@
-"""Settings of the training of EAGLE-3 heads."""
+"""Settings for training EAGLE-3 heads."""
 
 # Imports neither torch nor transformers, see `hf_spec.common.settings`.
 
@@ -16,13 +16,13 @@ EAGLE_RUN = TrainSettings(epochs=4)
 
 @dataclass(frozen=True)
 class EagleTrainSettings(Settings):
-    """What an EAGLE-3 head is trained to be.
+    """Settings of an EAGLE-3 head and its loss.
 
     Attributes:
-        steps: draft steps in a row that it is trained on; the paper's training-time test.
-        step_weight: of the loss of a step, by that of the step before it.
-        mlp_size: width of its MLP; by default the target's, or that of the head to go on from.
-        vocabulary_size: most frequent tokens that it can propose; None for all.
+        steps: consecutive draft steps in the loss (the paper's training-time test).
+        step_weight: weight of a step's loss relative to that of the step before.
+        mlp_size: width of the MLP; by default the target's, or that of the head to start from.
+        vocabulary_size: number of most frequent tokens that the head can draft; None for all.
         max_context: last tokens of a prompt that are read in training; None for all.
         held_back: share of the prompts kept for evaluation, chosen by a hash of their ids.
     """

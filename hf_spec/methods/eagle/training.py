@@ -1,10 +1,15 @@
 """Training of an EAGLE-3 head on the target's own answers (`hf-spec train eagle`).
 
-The head reads states of a low, a middle and a high layer, and learns what the target says next, not
-its features. From the second draft step on, its own output stands in for the feature that only the
-target could give; training runs several such steps in a row, so that drafts stay good as they grow
-("training-time test", Li et al. 2025, arXiv 2503.01840, section 3.2). What is saved has the layout
-of vLLM's speculators, which other engines load too, and is read back as any published head.
+The head learns the target's next-token distribution from hidden states of a low, a middle and a
+high layer; features are not a training goal. From the second draft step on, its own output replaces
+the feature that only the target could compute. Training unrolls several such steps, so that later
+draft tokens stay accurate ("training-time test", Li et al. 2025, arXiv 2503.01840, section 3.2)::
+
+    loss = sum_s w_s CE(target distribution over the R draft tokens, head after s steps)
+    w_s  = step_weight^s / sum_s step_weight^s
+
+Ours: the head starts as the target's last layer. Heads are saved in the layout of vLLM's
+speculators, which other engines load too, and are read back like any published head.
 """
 
 from __future__ import annotations
@@ -29,7 +34,7 @@ from hf_spec.methods.draft_model.truncated import last_layers
 from hf_spec.methods.eagle.head import EagleHead, build
 from hf_spec.methods.eagle.layouts import Layout, Verifier, for_vllm
 from hf_spec.methods.eagle.settings import EAGLE_RUN, EagleTrainSettings
-from hf_spec.methods.eagle.spec import normal_names, read_spec
+from hf_spec.methods.eagle.spec import canonical_names, read_spec
 from hf_spec.methods.falcon.csgd import Pairs, cut_prompt, read_pairs
 from hf_spec.methods.feature_pairs.draft_head import FewTokensHead, check_plain_head
 from hf_spec.training.answers import learned_from
@@ -39,10 +44,10 @@ from hf_spec.training.responses import answer_vocabulary
 from hf_spec.training.settings import TrainSettings
 from hf_spec.training.trainer import MicroBatch, micro_batches, processes, train
 
-# Texts of one forward when the held-back ones are evaluated.
-EVALUATED = 8
-# Of weights that have no like in the target, as transformers starts its own.
-DEVIATION = 0.02
+# Texts per forward pass of the evaluation.
+EVALUATION_BATCH = 8
+# Standard deviation of weights without a counterpart in the target, as in transformers.
+INIT_STD = 0.02
 
 
 def train_eagle(
@@ -55,17 +60,25 @@ def train_eagle(
 ) -> dict[str, float]:
     """Train a head on a frozen target's answers and write it to `folder`.
 
-    Several answers to one prompt share an id; features, where texts have them, are those of
-    `fused_layers`. Checkpoint and metrics go into the `training` folder. `start` is a head to go on
-    from, in any layout, by default the target's last layer; it keeps the tokens that it knows.
+    Checkpoint and metrics are written to its `training` folder.
+
+    Args:
+        model: the target.
+        texts: answers; several answers to one prompt share an id. Stored features must be those of
+            `fused_layers`.
+        folder: where the head is written.
+        settings: of the head and its loss.
+        run: of the optimization.
+        start: head to continue from, in any layout; by default the target's last layer. Its draft
+            vocabulary stays the same.
 
     Returns:
-        Figures on the texts held back, see `acceptance`.
+        Metrics on the held-out texts, see `acceptance`.
 
     Raises:
         UnsupportedError: if the target changes its logits after the head.
-        OptionError: if nothing is left to train on or to evaluate with, or `start` is of another
-            kind, or has other sizes than `settings`.
+        OptionError: if the training or the held-out set is empty, or `start` is of another family
+            or has other sizes than `settings`.
         AssistantError: if `start` belongs to another model.
     """
     check_plain_head(model)
@@ -73,8 +86,8 @@ def train_eagle(
         check_start(start, model, settings)
     learned, held = learned_and_held(texts, settings.held_back, "texts")
     torch.manual_seed(run.seed)
-    begun = new_head(model, learned, settings, folder) if start is None else start
-    head = build(begun, model)
+    initial = new_head(model, learned, settings, folder) if start is None else start
+    head = build(initial, model)
     trained = dict(head.attention.named_parameters())
     for parameter in trained.values():
         parameter.requires_grad_(True)
@@ -85,38 +98,40 @@ def train_eagle(
     epochs = micro_batches(learned, lengths, run)
 
     def evaluate() -> dict[str, float]:
-        batches = [held[begin : begin + EVALUATED] for begin in range(0, len(held), EVALUATED)]
+        batches = [held[i : i + EVALUATION_BATCH] for i in range(0, len(held), EVALUATION_BATCH)]
         return acceptance([match for batch in batches for match in loss.matches(batch)])
 
-    # By name: the head goes to others, whom this machine's folders do not concern.
+    # The name only: a published head must not carry local paths.
     started = None if start is None else Path(start.name).name
-    facts = {**asdict(settings), "texts": len(texts), "start": started}
-    known = {**facts, **learned_from(model, [text.response for text in texts])}
-    figures = train(trained, loss, epochs, run, folder / "training", evaluate, known)
+    record = {**asdict(settings), "texts": len(texts), "start": started}
+    sources = learned_from(model, [text.response for text in texts])
+    metrics = train(
+        trained, loss, epochs, run, folder / "training", evaluate, {**record, **sources}
+    )
     if processes().is_main_process:
-        # Beside what was trained there are the tokens that it knows.
-        tensors = normal_names(begun.tensors)
+        # Initial tensors include the draft vocabulary, which is not trained.
+        tensors = canonical_names(initial.tensors)
         tensors |= {name: weight.detach().bfloat16() for name, weight in trained.items()}
         config, tensors = layout(head, tensors, model, settings.steps)
-        told = {"training": {**facts, **asdict(run)}, "held_back": figures}
-        card = _card(base_name(model), folder, figures)
-        write_published(folder, {**config, "hf_spec": told}, tensors, card)
-    return figures
+        config["hf_spec"] = {"training": {**record, **asdict(run)}, "held_back": metrics}
+        card = _card(base_name(model), folder, metrics)
+        write_published(folder, config, tensors, card)
+    return metrics
 
 
 def new_head(
     model: PreTrainedModel, texts: Sequence[Text], settings: EagleTrainSettings, folder: Path
 ) -> PublishedHead:
-    """A head that begins as the target's last layer on the state of its high one.
+    """Return an untrained head: the target's last layer, reading the state of the high aux layer.
 
-    It can propose the most frequent tokens of the answers in `texts`.
+    Its draft vocabulary are the most frequent tokens of the answers in `texts`.
     """
     vocabulary = answer_vocabulary(
         model, (text.response for text in texts), settings.vocabulary_size
     )
     config: Any = model.config.get_text_config()
     width, heads = config.hidden_size, config.num_attention_heads
-    described = {
+    head_config = {
         "hidden_size": width,
         "intermediate_size": settings.mlp_size or config.intermediate_size,
         "num_attention_heads": heads,
@@ -129,59 +144,61 @@ def new_head(
         "eagle_aux_hidden_state_layer_ids": list(fused_layers(model)[:-1]),
     }
     scores = FewTokensHead(model.get_output_embeddings(), vocabulary).scores
-    tensors = {**_first_weights(model, described), "lm_head.weight": scores.weight.detach().clone()}
+    tensors = _initial_weights(model, head_config)
+    tensors["lm_head.weight"] = scores.weight.detach().clone()
     if vocabulary is not None:
         tensors["d2t"] = vocabulary.cpu() - torch.arange(len(vocabulary))
-    return PublishedHead("eagle3", described, tensors, folder, str(folder))
+    return PublishedHead("eagle3", head_config, tensors, folder, str(folder))
 
 
 def layout(
     head: EagleHead, tensors: Mapping[str, Tensor], model: PreTrainedModel, steps: int
 ) -> Layout:
-    """The files of a head, to draft `steps` tokens, with `tensors` by the names of its parts."""
+    """Return config and `tensors` of a head in vLLM's layout, set to draft `steps` tokens."""
     text = model.config.get_text_config()
     verifier = Verifier(base_name(model), (type(model).__name__,), text)
     return for_vllm(head.spec, tensors, verifier, steps)
 
 
 def check_start(start: PublishedHead, model: PreTrainedModel, settings: EagleTrainSettings) -> None:
-    """Refuse a head to go on from that training does not fit, or that is not what is asked for.
+    """Check that training can continue from a head.
 
     Raises:
-        OptionError: if it is of another kind, or has other sizes than `settings`.
+        OptionError: if it is of another family, or has other sizes than `settings`.
         AssistantError: if it belongs to another model.
     """
-    what = f"the head to go on from, {start.name!r},"
+    what = f"the head to start from, {start.name!r},"
     if start.family != "eagle3":
         raise OptionError(f"{what} is of the family {start.family!r}, not 'eagle3'")
-    tensors = normal_names(start.tensors)
+    tensors = canonical_names(start.tensors)
     spec = read_spec(start, tensors, model.config.get_text_config())
     layers = fused_layers(model)[:-1]
     if spec.hidden_layers != layers:
         raise OptionError(f"{what} reads the layers {spec.hidden_layers}; training reads {layers}")
-    full, asked = num_embeddings(model), settings.vocabulary_size
-    known = min(len(tensors.get("lm_head.weight", ())) or full, full)
-    # Answers may have had fewer tokens than the head was allowed.
-    if asked not in (known, _allowed(start)) and (asked or full) != known:
+    full, requested = num_embeddings(model), settings.vocabulary_size
+    size = min(len(tensors.get("lm_head.weight", ())) or full, full)
+    # The answers may have had fewer different tokens than the setting allowed.
+    if requested not in (size, _recorded_vocabulary_size(start)) and (requested or full) != size:
         raise OptionError(
-            f"{what} knows {known} of {full} tokens, which stay the same, and vocabulary_size is "
-            f"{asked}: ask for {known if known < full else None}"
+            f"{what} drafts {size} of {full} tokens, which cannot change, but vocabulary_size is "
+            f"{requested}; set it to {size if size < full else None}"
         )
     if settings.mlp_size not in (None, spec.inner_size):
         raise OptionError(
-            f"{what} has an MLP of {spec.inner_size}, and mlp_size is {settings.mlp_size}"
+            f"{what} has an MLP of width {spec.inner_size}, but mlp_size is {settings.mlp_size}; "
+            "leave mlp_size out"
         )
 
 
-def _allowed(start: PublishedHead) -> object:
-    """Of how many tokens a head was to know at most, if it was trained here."""
-    told = start.config.get("hf_spec")
-    training = told.get("training") if isinstance(told, dict) else None
+def _recorded_vocabulary_size(start: PublishedHead) -> object:
+    """Return the setting `vocabulary_size` that a head was trained with here, or ()."""
+    record = start.config.get("hf_spec")
+    training = record.get("training") if isinstance(record, dict) else None
     return training.get("vocabulary_size", ()) if isinstance(training, dict) else ()
 
 
 class StepsLoss:
-    """The loss on micro-batches, over several draft steps of a head, with a frozen target."""
+    """Loss of a head over several draft steps, with a frozen target as the teacher."""
 
     def __init__(self, head: EagleHead, target: PreTrainedModel, settings: EagleTrainSettings):
         self.head, self.target, self.settings = head, target, settings
@@ -190,50 +207,50 @@ class StepsLoss:
         self.layers = fused_layers(target)
 
     def __call__(self, batch: MicroBatch[Text]) -> tuple[Tensor, int]:
-        """The cross-entropy with the target's distribution over the tokens that the head knows.
+        """Return the loss summed over the learned positions, and their number.
 
-        It is summed over the learned places, the mean of the steps in it, and their number.
+        Each position has the weighted mean, over the steps, of the cross-entropy with the target's
+        distribution over the draft vocabulary.
         """
         pairs = read_pairs(self.target, batch.items, 1, self.settings.max_context, self.layers)
-        own = self.target.config.get_text_config().hidden_size
-        # The state after the final norm is what the target's head reads.
-        truth = pairs.features[pairs.rows, pairs.places + 1, -own:]
+        width = self.target.config.get_text_config().hidden_size
+        # The last of the fused layers is the state after the final norm, which the head reads.
+        states = pairs.features[pairs.rows, pairs.places + 1, -width:]
         with torch.no_grad(), self._autocast():
-            opinion = self.teacher.known(truth.to(self.target.dtype)).float().softmax(dim=-1)
+            target_probs = self.teacher.known(states.to(self.target.dtype)).float().softmax(dim=-1)
         weights = [self.settings.step_weight**step for step in range(self.settings.steps)]
-        total = torch.zeros((), device=truth.device)
+        total = torch.zeros((), device=states.device)
         for step, outputs in enumerate(self._steps(pairs)):
-            # What precedes a text has no output that could stand in for its first features.
-            known = pairs.places >= step
+            # Positions before `step` have no draft of that depth.
+            deep = pairs.places >= step
             with self._autocast():
-                logits = self.head.head.known(outputs[pairs.rows[known], pairs.places[known]])
-            distance = F.cross_entropy(logits.float(), opinion[known], reduction="sum")
-            total = total + distance * (weights[step] / sum(weights))
-        return total, len(truth)
+                logits = self.head.head.known(outputs[pairs.rows[deep], pairs.places[deep]])
+            entropy = F.cross_entropy(logits.float(), target_probs[deep], reduction="sum")
+            total = total + entropy * (weights[step] / sum(weights))
+        return total, len(states)
 
     @torch.no_grad()
     def matches(self, texts: Sequence[Text]) -> list[Tensor]:
-        """Per text (answer tokens, steps) bool: whether token j of a chain drafted there is right.
+        """Return per text (answer tokens, steps) bool: which tokens of greedy drafts are correct.
 
-        Row n belongs to the draft whose first token is token n of the answer. Every step gets the
-        text's own tokens, which are those of the draft as long as it is right. Tokens after the
-        text count as wrong.
+        Row n is the draft whose first token is answer token n. Each step reads the text's tokens,
+        which equal the draft's as long as it is correct. Tokens past the text count as wrong.
         """
         pairs = read_pairs(self.target, texts, 1, None, self.layers)
         answers = pairs.tokens[pairs.rows, pairs.places + 1]
         size = (len(texts), pairs.tokens.shape[1] + self.settings.steps, self.settings.steps)
-        right = torch.zeros(size, dtype=torch.bool, device=answers.device)
+        correct = torch.zeros(size, dtype=torch.bool, device=answers.device)
         for step, outputs in enumerate(self._steps(pairs)):
             with self._autocast():
                 logits = self.head.head.known(outputs[pairs.rows, pairs.places])
             hit = self.head.head.tokens(logits.argmax(dim=-1)) == answers
-            # The draft whose token `step` this is began so many places before.
-            known = pairs.places >= step
-            right[pairs.rows[known], pairs.places[known] - step, step] = hit[known]
-        return [right[row, first:stop].cpu() for row, (first, stop) in enumerate(pairs.span)]
+            # The draft with this token as number `step` began `step` positions earlier.
+            deep = pairs.places >= step
+            correct[pairs.rows[deep], pairs.places[deep] - step, step] = hit[deep]
+        return [correct[row, first:stop].cpu() for row, (first, stop) in enumerate(pairs.span)]
 
     def _steps(self, pairs: Pairs) -> Iterator[Tensor]:
-        """(B, T, h) outputs of each step of `draft_steps`."""
+        """Yield the (B, T, h) outputs of each step of `draft_steps`."""
         states = pairs.features.chunk(len(self.layers), dim=-1)[:-1]
         with self._autocast():
             features = self.head.fuse(states)
@@ -251,43 +268,42 @@ class StepsLoss:
 def draft_steps(
     head: EagleHead, tokens: Tensor, features: Tensor, num_steps: int
 ) -> Iterator[Tensor]:
-    """Run a head over whole texts, as its draft steps would from every place at once.
+    """Run the draft steps from every position of whole texts at once.
 
-    In step s, place i is the s-th pair after the true ones 0 to i - s: its feature is what the step
-    before gave one place earlier, and it sees the true pairs and, of each step between, the pair
-    that leads to it.
+    In step s, position i is the s-th draft pair after the true pairs 0 to i - s. Its feature is the
+    output of step s - 1 at position i - 1. It sees the true pairs and its own draft ancestors, one
+    per earlier step.
 
     Args:
-        head: which is run.
+        head: the head to run.
         tokens: (B, T) int64, t_{i+1}.
         features: (B, T, h) from `EagleHead.fuse`.
-        num_steps: to run.
+        num_steps: number of steps.
 
     Yields:
-        (B, T, h), of each step what the head predicts.
+        (B, T, h) outputs of each step.
     """
-    places = torch.arange(tokens.shape[1], device=tokens.device)
-    back = places[:, None] - places
+    positions = torch.arange(tokens.shape[1], device=tokens.device)
+    back = positions[:, None] - positions
     cache = DynamicCache()
-    seen: list[Tensor] = []
     for step in range(num_steps):
-        # Keys of step s lie in the cache after those of the steps before it.
+        # The cache holds the keys of step 0 (true pairs), then those of each later step.
         seen = [back >= step, *(back == step - earlier for earlier in range(1, step + 1))]
         mixed, _ = head.mix(tokens, features)
         outputs = head.attend(
             mixed,
             attention_mask=torch.cat(seen, dim=-1)[None, None],
-            position_ids=places[None],
+            position_ids=positions[None],
             **{CACHE_NAME: cache},
         )
         yield outputs
         features = torch.cat([features[:, :1], outputs[:, :-1].to(features.dtype)], dim=1)
 
 
-def _first_weights(model: PreTrainedModel, layer: dict[str, Any]) -> dict[str, Tensor]:
-    """The target's last layer where shapes agree; a feature begins as the high layer's state."""
+def _initial_weights(model: PreTrainedModel, layer: dict[str, Any]) -> dict[str, Tensor]:
+    """Return the target's last layer where shapes agree; `fc` selects the high aux layer."""
     last: Any = last_layers(model, 1)
-    known = {
+    weights = {
         name.partition("layers.0.")[2]: weight.detach().float()
         for name, weight in last.named_parameters()
     }
@@ -297,8 +313,8 @@ def _first_weights(model: PreTrainedModel, layer: dict[str, Any]) -> dict[str, T
     )
     tensors: dict[str, Tensor] = {}
     for name, rows in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
-        wide = torch.randn(rows, 2 * width) * DEVIATION
-        weight = known.get(f"self_attn.{name}.weight")
+        wide = torch.randn(rows, 2 * width) * INIT_STD
+        weight = weights.get(f"self_attn.{name}.weight")
         if weight is not None and weight.shape == (rows, width):
             wide[:, width:] = weight
         tensors[f"layers.0.self_attn.{name}.weight"] = wide
@@ -309,7 +325,7 @@ def _first_weights(model: PreTrainedModel, layer: dict[str, Any]) -> dict[str, T
         "mlp.down_proj": (width, inner),
     }
     for name, shape in plain.items():
-        tensors[f"layers.0.{name}.weight"] = _first_rows(known.get(f"{name}.weight"), shape)
+        tensors[f"layers.0.{name}.weight"] = _cut_to(weights.get(f"{name}.weight"), shape)
     ones = torch.ones(width, device=model.device, dtype=model.dtype)
     for name, norm in (
         ("layers.0.hidden_norm", getattr(last.layers[0], "input_layernorm", None)),
@@ -320,21 +336,21 @@ def _first_weights(model: PreTrainedModel, layer: dict[str, Any]) -> dict[str, T
         ),
         ("norm", getattr(last, "norm", None)),
     ):
-        # What a norm makes of ones is its weight, however it is stored.
+        # The norm of ones is its weight, whether stored as such or as an offset from one.
         tensors[f"{name}.weight"] = ones if norm is None else norm(ones).detach()
     return {**tensors, "fc.weight": torch.cat([torch.zeros(width, 2 * width), torch.eye(width)], 1)}
 
 
-def _first_rows(weight: Tensor | None, shape: tuple[int, int]) -> Tensor:
-    """A matrix of `shape` cut out of `weight`, drawn at random where that is too small."""
+def _cut_to(weight: Tensor | None, shape: tuple[int, int]) -> Tensor:
+    """Return the first rows and columns of `weight`, or random values if it is too small."""
     if weight is None or weight.shape[0] < shape[0] or weight.shape[1] < shape[1]:
-        return torch.randn(shape) * DEVIATION
+        return torch.randn(shape) * INIT_STD
     return weight[: shape[0], : shape[1]].clone()
 
 
-def _card(base: str, folder: Path, figures: Mapping[str, float]) -> str:
-    """What the head is and how to use it, as a model card."""
-    rows = "\n".join(f"| `{name}` | {value:.4f} |" for name, value in figures.items())
+def _card(base: str, folder: Path, metrics: Mapping[str, float]) -> str:
+    """Return the model card."""
+    rows = "\n".join(f"| `{name}` | {value:.4f} |" for name, value in metrics.items())
     return f"""---
 {f"base_model: {base}" if is_hub_id(base) else "library_name: hf_spec"}
 tags:
@@ -346,7 +362,7 @@ tags:
 
 # An EAGLE-3 head for {base}
 
-Written by `hf-spec train eagle` in the layout of vLLM's speculators; `config.json` has the options.
+Written by `hf-spec train eagle` in the layout of vLLM's speculators; see `config.json` for options.
 
 ```python
 import hf_spec  # adds spec_strategy= and assistant= to generate()
@@ -354,7 +370,7 @@ import hf_spec  # adds spec_strategy= and assistant= to generate()
 model.generate(**inputs, spec_strategy="eagle", assistant={folder.name!r}, max_new_tokens=64)
 ```
 
-## Held-back texts
+## Held-out texts
 
 | | |
 |---|---|

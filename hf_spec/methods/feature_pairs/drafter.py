@@ -32,8 +32,8 @@ from hf_spec.methods.feature_pairs.runner import Blocks, HeadRunner, MaskTokens,
 class FeatureHead(PairHead, StateReader, Protocol):
     """A head that drafts token by token, or all of them in one pass."""
 
-    def ahead(self, count: int) -> MaskTokens | None:
-        """What stands for so many tokens to come in one pass; None where steps draft them."""
+    def mask_tokens(self, count: int) -> MaskTokens | None:
+        """Return `count` mask pairs that draft in one pass; None to draft step by step."""
 
 
 class PairDrafter(LevelDrafter):
@@ -55,7 +55,7 @@ class PairDrafter(LevelDrafter):
         super().__init__(config, policy)
         self.head = head
         self.hidden_layers = tuple(dict.fromkeys(head.hidden_layers))
-        self._ahead = head.ahead(self.max_depth - 1)
+        self._ahead = head.mask_tokens(self.max_depth - 1)
 
     def num_forwards(self, depth: int) -> int:
         """One a level; one for all from a head with mask tokens."""

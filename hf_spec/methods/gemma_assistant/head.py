@@ -1,11 +1,13 @@
-"""Gemma 4's assistants: a few layers that only ask, over keys and values that the target has.
+"""Network of Gemma 4's assistants: layers with queries only, over the target's keys and values.
 
-A layer has queries and no keys or values of its own; it attends to those of the target's last full
-or last sliding layer that stores any. What goes in is a token's embedding in the target beside a
-state of the target's width, and what comes out are logits and the state for the next step. All
-steps of a draft stand at the position of the root, since only committed tokens are looked at.
+With E the target's (scaled) embedding, t the last token and s the state of its parent::
 
-The layout is that of google/gemma-4-*-it-assistant. Sizes and counts are those of the tensors.
+    x      = pre_projection([E[t]; s]);  y = norm(layers(x))
+    logits = y @ embed_tokens.T, or only for the tokens of the best groups (`centroids`)
+    next s = post_projection(y)
+
+Each layer attends to the target's last full-attention or last sliding-window layer that stores keys
+and values. All nodes have the position of the root. Sizes and counts come from the tensors.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ from hf_spec.engine.forward.vocabulary import PADDED_ROWS, num_embeddings
 FAMILY = "gemma4_assistant"
 STRATEGY = "gemma_assistant"
 ORDERING = "token_ordering"
-# Of text configs that leave them out.
-ROPE: Mapping[str, Mapping[str, Any]] = {
+# Rotary parameters of text configs that have none.
+DEFAULT_ROPE: Mapping[str, Mapping[str, Any]] = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
     "full_attention": {
         "rope_type": "proportional",
@@ -41,15 +43,14 @@ ROPE: Mapping[str, Mapping[str, Any]] = {
 
 
 class GemmaAssistant(nn.Module):
-    """An assistant for `target`, which is not changed; built from its config and tensors.
+    """Assistant for `target`, which is not changed, built from its config and tensors.
 
     Attributes:
-        base: the target that it is for.
+        base: identifies the target.
         hidden_size: H of the target.
-        num_chosen: how many groups of tokens have logits, where tokens come in groups.
+        num_best_groups: token groups that get logits, if the assistant has centroids.
     """
 
-    # What `assistant=` is for where no strategy is named, as in adapters.
     strategy = STRATEGY
     token_ordering: Tensor
 
@@ -77,18 +78,21 @@ class GemmaAssistant(nn.Module):
                 groups = tensors["centroids.weight"].shape[0]
                 self.centroids = nn.Linear(width, groups, bias=False)
         self.register_buffer(ORDERING, None)
-        self.num_chosen = int(config.get("centroid_intermediate_top_k", 32))
+        self.num_best_groups = int(config.get("centroid_intermediate_top_k", 32))
 
     def forward(
         self, embedded: Tensor, states: Tensor, positions: Tensor, step: PackedStep
     ) -> tuple[Tensor, Tensor]:
-        """One step of T nodes, whose tokens are `embedded` by the target, (T, H) like `states`.
+        """Run one step of T nodes.
 
-        `positions` are (T,) int64, as the target is told them; `step` says what of the target's
-        pool each node sees.
+        Args:
+            embedded: (T, H) embeddings of the tokens in the target.
+            states: (T, H) states of the parents.
+            positions: (T,) int64 position ids of the target.
+            step: the slots of the target's KV pool that each node attends to.
 
         Returns:
-            (T, V) logits, -inf for tokens of groups that are not chosen; (T, H) the states after.
+            (T, V) logits, -inf for tokens outside the best groups, and the (T, H) new states.
         """
         weight = self.pre_projection.weight
         hidden = self.pre_projection(torch.cat([embedded, states], dim=-1).to(weight))
@@ -102,15 +106,15 @@ class GemmaAssistant(nn.Module):
         if self.centroids is None:
             return hidden @ table.T
         groups = self.token_ordering.view(self.centroids.out_features, -1)
-        best = self.centroids(hidden).topk(min(self.num_chosen, len(groups)), dim=-1).indices
+        best = self.centroids(hidden).topk(min(self.num_best_groups, len(groups)), dim=-1).indices
         tokens = groups[best].flatten(1)
-        found = (table[tokens] @ hidden[..., None])[..., 0]
-        logits = found.new_full((len(hidden), len(table)), float("-inf"))
-        return logits.scatter_(-1, tokens, found)
+        few = (table[tokens] @ hidden[..., None])[..., 0]
+        logits = few.new_full((len(hidden), len(table)), float("-inf"))
+        return logits.scatter_(-1, tokens, few)
 
 
 class _Layer(nn.Module):
-    """One layer of `kind`, which looks at what `layer` of the target has stored."""
+    """Layer of `kind` that attends to the keys and values of `layer` of the target."""
 
     frequencies: Tensor
 
@@ -124,21 +128,21 @@ class _Layer(nn.Module):
     ):
         super().__init__()
         eps, self.layer = float(text.get("rms_norm_eps", 1e-6)), layer
-        asked, self.head_size = (
+        queries, self.head_size = (
             tensors[f"layers.{index}.{name}.weight"].shape[0] for name in ("q_proj", "q_norm")
         )
-        width, answered = tensors[f"layers.{index}.o_proj.weight"].shape
+        width, attended = tensors[f"layers.{index}.o_proj.weight"].shape
         inner = tensors[f"layers.{index}.gate_proj.weight"].shape[0]
-        self.num_heads = asked // self.head_size
+        self.num_heads = queries // self.head_size
         sliding = kind == "sliding_attention"
-        # As many stored tokens as the window and one more, as transformers has it; the root, at
-        # whose position all nodes stand, is not stored.
+        # transformers attends to the window and one more stored token. One is added for the root,
+        # whose position all nodes have, since it is not stored.
         self.window = int(text["sliding_window"]) + 2 if sliding else None
-        rope = {**ROPE.get(kind, {}), **(text.get("rope_parameters") or {}).get(kind, {})}
+        rope = {**DEFAULT_ROPE.get(kind, {}), **(text.get("rope_parameters") or {}).get(kind, {})}
         frequencies = inverse_frequencies(rope, self.head_size)
         self.register_buffer("frequencies", frequencies, persistent=False)
-        self.q_proj = nn.Linear(width, asked, bias=False)
-        self.o_proj = nn.Linear(answered, width, bias=False)
+        self.q_proj = nn.Linear(width, queries, bias=False)
+        self.o_proj = nn.Linear(attended, width, bias=False)
         self.q_norm = nn.RMSNorm(self.head_size, eps)
         self.gate_proj = nn.Linear(width, inner, bias=False)
         self.up_proj = nn.Linear(width, inner, bias=False)
@@ -152,8 +156,8 @@ class _Layer(nn.Module):
 
     def forward(self, hidden: Tensor, positions: Tensor, step: PackedStep) -> Tensor:
         """(T, width) -> (T, width)."""
-        asked = self._attend(self.input_layernorm(hidden), positions, step)
-        hidden = hidden + self.post_attention_layernorm(self.o_proj(asked))
+        mixed = self._attend(self.input_layernorm(hidden), positions, step)
+        hidden = hidden + self.post_attention_layernorm(self.o_proj(mixed))
         inner = self.pre_feedforward_layernorm(hidden)
         inner = self.down_proj(self.activation(self.gate_proj(inner)) * self.up_proj(inner))
         return (hidden + self.post_feedforward_layernorm(inner)) * self.layer_scalar
@@ -164,15 +168,22 @@ class _Layer(nn.Module):
         queries = _rotated(queries, angles[:, None]).transpose(0, 1)[None]
         keys, values = step.pool.keys[self.layer], step.pool.values[self.layer]
         scoring = Scoring(scale=1.0, window=self.window)
-        found = attend_stored(step, queries.to(keys), keys, values, scoring)
-        return found[0].flatten(1).to(hidden)
+        mixed = attend_stored(step, queries.to(keys), keys, values, scoring)
+        return mixed[0].flatten(1).to(hidden)
 
 
 def inverse_frequencies(rope: Mapping[str, Any], head_size: int) -> Tensor:
-    """(D / 2,) rotations per position; of "proportional" ones, the last are none."""
+    """Return (D / 2,) angles per position; "proportional" leaves the last dimensions unrotated.
+
+    Raises:
+        AssistantError: if the rope type is unknown.
+    """
     kind = rope.get("rope_type", "default")
     if kind not in ("default", "proportional"):
-        raise AssistantError(f"rope_type={kind!r} is none that Gemma 4's assistants have")
+        raise AssistantError(
+            f"rope_type={kind!r} is not supported for Gemma 4's assistants; they have 'default' or "
+            "'proportional'"
+        )
     share = rope.get("partial_rotary_factor", 1.0) if kind == "proportional" else 1.0
     turning = int(share * head_size // 2)
     powers = torch.arange(turning, dtype=torch.float, device="cpu") * 2 / head_size
@@ -181,30 +192,31 @@ def inverse_frequencies(rope: Mapping[str, Any], head_size: int) -> Tensor:
 
 
 def _rotated(queries: Tensor, angles: Tensor) -> Tensor:
-    """Turn the pairs of (T, heads, D) queries, of which one is in either half, by angles."""
+    """Apply rotary embeddings to (T, heads, D) queries; pairs are (d, d + D / 2)."""
     cos, sin = angles.cos().to(queries), angles.sin().to(queries)
     first, second = queries.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
 def _kinds(text: Mapping[str, Any], count: int) -> list[str]:
-    """Of every layer whether it looks at all tokens or at a window."""
-    given = text.get("layer_types")
-    if not isinstance(given, list) or len(given) != count:
+    """Return the attention type of each of `count` layers; `AssistantError` if they differ."""
+    kinds = text.get("layer_types")
+    if not isinstance(kinds, list) or len(kinds) != count:
         raise AssistantError(
-            f"text_config has layer_types={given!r}, and the weights are of {count} layers"
+            f"text_config has layer_types={kinds!r}, but the weights are of {count} layers"
         )
-    return [str(kind) for kind in given]
+    return [str(kind) for kind in kinds]
 
 
 def build(head: PublishedHead, target: PreTrainedModel) -> GemmaAssistant:
-    """The assistant of a folder, in the dtype and on the device of `target`.
+    """Return the assistant of published files, in the dtype and on the device of `target`.
 
     Raises:
         AssistantError: if it is damaged, or for another target.
+        UnsupportedError: if the target has no layers of the types that the assistant attends to.
     """
-    tensors = {_own_name(name): tensor for name, tensor in head.tensors.items()}
-    # The table is the head, too; some files have it twice.
+    tensors = {_canonical_name(name): tensor for name, tensor in head.tensors.items()}
+    # The output head is tied to the embedding; some files store it twice.
     tensors.pop("lm_head.weight", None)
     _check_target(head, tensors, target)
     assistant = GemmaAssistant(head.config, tensors, target)
@@ -213,30 +225,29 @@ def build(head: PublishedHead, target: PreTrainedModel) -> GemmaAssistant:
         assistant.token_ordering = _ordering(head.name, ordering, assistant)
     expected = {name: weight.shape for name, weight in assistant.named_parameters()}
     check_tensors(f"the assistant {head.name!r}", tensors, expected)
-    own: Any = {"device": target.device, "dtype": target.dtype}
-    _check_keys(head.name, assistant, target)
-    weights = {name: tensor.to(**own) for name, tensor in tensors.items()}
+    _check_key_sizes(head.name, assistant, target)
+    weights = {name: t.to(target.device, target.dtype) for name, t in tensors.items()}
     assistant.load_state_dict(weights, strict=False, assign=True)
     assistant.to(target.device)
     return assistant.requires_grad_(False).eval()
 
 
-def _own_name(name: str) -> str:
+def _canonical_name(name: str) -> str:
     for part in ("model.", "masked_embedding."):
         name = name.removeprefix(part)
     return name.replace(".self_attn.", ".").replace(".mlp.", ".")
 
 
-def _ordering(name: str, found: Tensor | None, assistant: GemmaAssistant) -> Tensor:
-    """(V,) int64, the tokens of every group one after the other; each of them once."""
+def _ordering(name: str, stored: Tensor | None, assistant: GemmaAssistant) -> Tensor:
+    """Return the (V,) int64 token ids, group by group; each must occur once."""
     size = assistant.embed_tokens.num_embeddings
-    tokens = torch.empty(0) if found is None else found.flatten().long()
+    tokens = torch.empty(0) if stored is None else stored.flatten().long()
     centroids: Any = assistant.centroids
     whole = size % centroids.out_features == 0 and len(tokens) == size
     if not whole or not torch.equal(tokens.sort().values, torch.arange(size)):
         raise AssistantError(
-            f"the assistant {name!r} is damaged: its token_ordering does not share out "
-            f"{size} tokens among {centroids.out_features} groups"
+            f"the assistant {name!r} is damaged: its token_ordering does not divide {size} tokens "
+            f"into {centroids.out_features} groups"
         )
     return tokens
 
@@ -244,43 +255,46 @@ def _ordering(name: str, found: Tensor | None, assistant: GemmaAssistant) -> Ten
 def _check_target(
     head: PublishedHead, tensors: Mapping[str, Tensor], target: PreTrainedModel
 ) -> None:
-    """Refuse an assistant that was made for another target."""
+    """Check that hidden size, vocabulary and layer types fit the target."""
     config: Any = target.config.get_text_config()
     what, name = f"the assistant {head.name!r}", type(target).__name__
     width = tensors["post_projection.weight"].shape[0]
     if width != config.hidden_size:
         raise AssistantError(
-            f"{what} is for targets of hidden size {width}, and that of {name} is "
-            f"{config.hidden_size}; take the assistant of this very model"
+            f"{what} is for targets of hidden size {width}, but that of {name} is "
+            f"{config.hidden_size}; use the assistant published for this model"
         )
     sizes = tensors["embed_tokens.weight"].shape[0], num_embeddings(target)
     if abs(sizes[0] - sizes[1]) > PADDED_ROWS:
-        raise AssistantError(f"{what} has {sizes[0]} tokens, and {name} has {sizes[1]}")
+        raise AssistantError(
+            f"{what} has {sizes[0]} tokens, but {name} has {sizes[1]}; use the assistant published "
+            "for this model"
+        )
     text = head.config.get("text_config")
     stored = storing_layers(config)
     wanted = set(text.get("layer_types") or ()) if isinstance(text, dict) else set()
     if lacking := sorted(wanted - set(stored)):
         raise UnsupportedError(
-            f"{what} looks at layers of type {', '.join(lacking)}, and those of {name} that have "
-            f"keys are of type {', '.join(sorted(stored))}; use spec_strategy='lookup'"
+            f"{what} attends to layers of type {', '.join(lacking)}, but the layers of {name} that "
+            f"store keys are of type {', '.join(sorted(stored))}; use spec_strategy='lookup'"
         )
 
 
-def _check_keys(name: str, assistant: GemmaAssistant, target: PreTrainedModel) -> None:
-    """Refuse queries that do not fit the keys of the target, where its layers tell their sizes."""
+def _check_key_sizes(name: str, assistant: GemmaAssistant, target: PreTrainedModel) -> None:
+    """Check that queries fit the target's keys, where its attention modules show their sizes."""
     layers: Any = assistant.layers
-    # A vision tower counts layers of its own.
+    # The decoder only: a vision tower has layer indices of its own.
     for module in target.get_decoder().modules():
-        made: Any = getattr(module, "k_proj", None)
+        projection: Any = getattr(module, "k_proj", None)
         size: Any = getattr(module, "head_dim", None)
-        for layer in layers if made is not None and size is not None else ():
-            count = made.out_features // size
+        for layer in layers if projection is not None and size is not None else ():
+            count = projection.out_features // size
             fits = size == layer.head_size and layer.num_heads % count == 0
             if getattr(module, "layer_idx", None) == layer.layer and not fits:
                 raise AssistantError(
-                    f"the assistant {name!r} asks with {layer.num_heads} heads of size "
-                    f"{layer.head_size}, and layer {layer.layer} of {type(target).__name__} "
-                    f"answers with {count} of size {size}; take the assistant of this very model"
+                    f"assistant {name!r} has {layer.num_heads} query heads of size "
+                    f"{layer.head_size}, but layer {layer.layer} of {type(target).__name__} has "
+                    f"{count} of size {size}; use the assistant published for this model"
                 )
 
 

@@ -1,4 +1,4 @@
-"""Runs a Gemma assistant on nodes of drafts, over the target's own keys and values."""
+"""Runs a Gemma assistant on draft nodes, over the target's own keys and values."""
 
 from __future__ import annotations
 
@@ -22,85 +22,86 @@ from hf_spec.methods.gemma_assistant.head import GemmaAssistant
 
 
 class AssistantRunner:
-    """An assistant, and the states that its next steps begin from.
+    """Assistant with the states that its next steps start from.
 
-    `embedding` is the target's. Between two rounds there is one state per row, that of the token
-    before its root, which the target has computed.
+    Between rounds that is one state per row: the target's hidden state of the token before the
+    root. `embedding` is the target's.
     """
 
-    # The states after the nodes of the newest level.
-    _after: Tensor
+    # (M, H) states after the nodes of the last pass.
+    _node_states: Tensor
 
     def __init__(self, assistant: GemmaAssistant, embedding: Any):
         self.assistant = assistant
         self.embedding = embedding
         self.forwards = 0
         self._storage: RowStorage | None = None
-        self._known: dict[int, Tensor] = {}
+        self._root_states: dict[int, Tensor] = {}
 
     @contextmanager
     def active(self) -> Iterator[AssistantRunner]:
-        """Prepare the assistant; it is as it was found when the block ends."""
+        """Run the assistant's linear layers with packed weights."""
         with install_packed_linears(self.assistant, rounded=True):
             yield self
 
     def restart(self, row: int) -> None:
-        """A new sequence, of which the target has not said anything."""
-        self._known.pop(row, None)
+        """Forget the state of a row."""
+        self._root_states.pop(row, None)
 
     def can_draft(self, row: int) -> bool:
-        """Whether the target has run the sequence of a row."""
-        return row in self._known
+        """Return True if the target has run the sequence of a row."""
+        return row in self._root_states
 
     def learn(self, verdict: Verdict, output: ForwardOutput) -> None:
-        """Take the target's state of the last token before each root to come."""
+        """Keep the target's state of the token before each next root: the last accepted one."""
         self._storage = output.storage
         tree = verdict.tree
         rows = [row for row in range(tree.num_rows) if tree.nodes(row)]
         last = [[tree.row_start[row], *verdict.accepted[row]][-1] for row in rows]
         hidden = output.hidden[-1]
-        (places,) = send([torch.tensor([output.nodes[node] for node in last])], hidden.device)
-        states = hidden[places].to(self.assistant.norm.weight.device)
-        self._known |= dict(zip(rows, states, strict=True))
+        (indices,) = send([torch.tensor([output.nodes[node] for node in last])], hidden.device)
+        states = hidden[indices].to(self.assistant.norm.weight.device)
+        self._root_states |= dict(zip(rows, states, strict=True))
 
     @property
     def device(self) -> torch.device:
-        """The assistant's."""
+        """Device of the assistant."""
         return self.assistant.norm.weight.device
 
     @use_packed_linears(rounded=True)
-    def run(self, rows: Sequence[int], tokens: Tensor, above: Tensor | None) -> Tensor:
-        """(M, V) what the assistant says after nodes of these rows, which are in order.
+    def run(self, rows: Sequence[int], tokens: Tensor, parents: Tensor | None) -> Tensor:
+        """Return the (M, V) logits after M nodes.
 
         Args:
-            rows: of each node.
+            rows: row of each node, ascending.
             tokens: (M,) int64, on the host or the assistant's device.
-            above: (M,) int64 likewise, where their parents were in the run before; None of roots.
+            parents: (M,) int64 index of each node's parent in the last pass, on the host or the
+                assistant's device; None for roots.
         """
         self.forwards += 1
         device = self.device
-        assert self._storage is not None, "rows draft once the target has run them"
+        assert self._storage is not None, "rows draft after the target has run them"
         segments, positions = self._segments(self._storage, rows)
         step = PackedStep(self._storage.pool, (), segments)
-        given = [positions, tokens] if above is None else [positions, tokens, above]
-        sent = iter(send([t for t in given if t.device.type == "cpu"], device))
-        places, tokens, *parents = (next(sent) if t.device.type == "cpu" else t for t in given)
-        if above is None:
-            states = torch.stack([self._known[row] for row in rows])
+        inputs = [positions, tokens] if parents is None else [positions, tokens, parents]
+        sent = iter(send([t for t in inputs if t.device.type == "cpu"], device))
+        positions, tokens, *indices = (next(sent) if t.device.type == "cpu" else t for t in inputs)
+        if parents is None:
+            states = torch.stack([self._root_states[row] for row in rows])
         else:
-            states = self._after[parents[0]]
+            states = self._node_states[indices[0]]
         embedded = self.embedding(tokens).to(device)
-        logits, self._after = self.assistant(embedded, states, places, step)
+        logits, self._node_states = self.assistant(embedded, states, positions, step)
         return logits
 
     @staticmethod
     def _segments(storage: RowStorage, rows: Sequence[int]) -> tuple[list[Segment], Tensor]:
-        """What the nodes of each row look at, and (M,) int64 the positions that they stand at."""
+        """Return the stored tokens that the nodes of each row see, and (M,) int64 positions."""
         segments: list[Segment] = []
-        told = []
-        for row, mine in groupby(rows):
+        positions = []
+        for row, nodes in groupby(rows):
             start = segments[-1].end if segments else 0
-            segment = past_segment(storage.past(row), start, len(list(mine)))
-            told.append(segment.position + storage.position_offsets[row])
+            segment = past_segment(storage.past(row), start, len(list(nodes)))
+            positions.append(segment.position + storage.position_offsets[row])
             segments.append(segment)
-        return segments, torch.cat(told)
+        return segments, torch.cat(positions)

@@ -1,9 +1,7 @@
-"""Medusa heads and MLP speculators that others have published: drafts from one feature.
+"""Options of drafts from heads that propose several levels at once: Medusa, MLP speculators, blocks.
 
-Several tokens are proposed from the hidden state of the newest token that the target has run (see
-`hf_spec.methods.medusa.heads`). By default the likeliest paths are sent; a fixed tree of ranks, as
-those heads are published with, can be given instead. Drafts depend on the text alone, so node draw
-judges them. Medusa's "typical acceptance" is not offered, since it changes the output.
+A tree depends only on committed tokens and features, so it is verified by node draw. By default the
+most probable paths are sent; a fixed tree of ranks can be given instead.
 """
 
 from __future__ import annotations
@@ -35,11 +33,11 @@ class ProposalConfig(TreeConfig):
     """Options of drafts from a head that proposes several levels at once.
 
     Attributes:
-        max_draft_tokens: depth at which the tree is cut; None is all that the head proposes.
-        tree: a list of rank paths, see `hf_spec.drafting.rank_tree`, instead of `children`,
-            `expanded_per_level` and the rest. It is never drawn at random.
-        max_nodes: most nodes sent to the target, the likeliest paths first; "auto", as many as are
-            worth their time; None is 24. A `tree` is sent as a whole.
+        max_draft_tokens: maximum depth; None for all levels that the head proposes.
+        tree: a list of rank paths, see `hf_spec.drafting.rank_tree`, that replaces `children`,
+            `expanded_per_level` and the other shape options. It is never sampled.
+        max_nodes: most nodes sent to the target, the most probable paths first; "auto" lets the
+            cost model choose; None is 24. A `tree` is sent as a whole.
     """
 
     adapter_methods = ()
@@ -58,7 +56,7 @@ class ProposalConfig(TreeConfig):
 
     @property
     def shape(self) -> TreeShape:
-        """The configured one."""
+        """Shape of the configured tree."""
         return replace(super().shape, tree=None if self.tree is None else RankTree(self.tree))
 
 
@@ -68,25 +66,32 @@ def make_proposal_drafter(
     make_runner: Callable[[GenerationState], ProposalRunner],
     target: PreTrainedModel,
 ) -> Drafter:
-    """Return the drafter of a config with the head that was found for it.
+    """Return the drafter of a head.
 
-    `make_runner` returns what runs the head for the rows of a generation.
+    Args:
+        config: its options.
+        head: the head.
+        make_runner: returns the head's runner for the rows of a generation.
+        target: the target model.
+
+    Raises:
+        OptionError: if the configured draft is deeper than the head proposes.
     """
-    deepest = config.max_draft_tokens or (RankTree(config.tree).height if config.tree else 0)
-    if deepest > head.num_levels:
+    depth = config.max_draft_tokens or (RankTree(config.tree).height if config.tree else 0)
+    if depth > head.num_levels:
         raise OptionError(
-            f"a draft of {deepest} tokens is deeper than the head proposes ({head.num_levels}); "
+            f"a draft of {depth} tokens is deeper than the {head.num_levels} levels of the head; "
             f"pass max_draft_tokens={head.num_levels} or a flatter tree"
         )
-    weighs = selects_nodes_by_cost(config, target)
+    selects_by_cost = selects_nodes_by_cost(config, target)
     if config.tree is not None and not isinstance(config.max_nodes, int):
         config = replace(config, max_nodes=len(config.tree))
     config = resolve(config, target)
     if config.max_draft_tokens is None and config.length_policy != "disco":
-        config = replace(config, max_draft_tokens=deepest or head.num_levels)
+        config = replace(config, max_draft_tokens=depth or head.num_levels)
     policy = make_policy(config, target)
     drafter = ProposalDrafter(config, head, make_runner, policy)
-    if config.length_policy != MEASURED and not weighs:
+    if config.length_policy != MEASURED and not selects_by_cost:
         return drafter
     width = min(config.shape.children, NODES_PER_LEVEL)
     return measured(drafter, policy, target, config, width)
@@ -102,9 +107,9 @@ def _make(config: HeadsConfig, target: PreTrainedModel, assistant: object) -> Dr
 
 
 def _make_for_auto(target: PreTrainedModel, assistant: object, batching: str) -> Drafter:
-    # Which nodes are worth sending is decided there.
-    whole = HeadsConfig(length_policy="static", max_nodes=None, batching=batching)
-    return _make(whole, target, assistant)
+    # `auto` chooses the nodes to send.
+    config = HeadsConfig(length_policy="static", max_nodes=None, batching=batching)
+    return _make(config, target, assistant)
 
 
 @register("heads", _make, _make_for_auto)

@@ -1,17 +1,18 @@
-"""Medusa heads and MLP speculators: what follows, read off the target's newest feature alone.
+"""Networks of Medusa heads and MLP speculators, and how their published files are read.
 
-The feature is the hidden state after the target's final norm, of the newest token that it has run.
-What the target itself says there is the root of the next draft, so these heads begin after it.
+The feature f is the hidden state after the target's final norm, of the newest token that it has
+run. The target's prediction from f is the root, so the heads predict the tokens after the root.
 
-==================  ==============================================================================
-Medusa              head i is a few residual blocks, x + silu(linear(x)), and a projection. It says
-                    what stands i + 1 places after the root, whatever stands between (Cai et al.
-                    2024, arXiv 2401.10774, section 2.1). Heads without a projection use the
-                    target's.
-MLP speculator      a state, at first the feature, is mixed with the embedding of the newest token
-                    at every level, so that a draft follows the tokens before (Wertheimer et al.
-                    2024, arXiv 2404.19124, section 3).
-==================  ==============================================================================
+Medusa, head i at depth i + 1 below the root (Cai et al. 2024, arXiv 2401.10774, section 2.1)::
+
+    h = f;  h = h + silu(linear_ij(h)) for each block j;  logits_i = projection_i(h)
+
+MLP speculator of K levels, for the token t before (Wertheimer et al. 2024, arXiv 2404.19124,
+section 3); norm is RMS norm, and w weights the token so that the shares of state and token in the
+variance do not depend on K::
+
+    s_0 = f, or norm(f) / sqrt 2 (`scale_input`)
+    s_i = gelu(ln_i(proj_i(s_{i-1}) + w * emb_i[t]));  logits_i = head_i(s_i)
 """
 
 from __future__ import annotations
@@ -38,16 +39,18 @@ from hf_spec.methods.published_weights import OutputHead, fitted, linear, sizes_
 STRATEGY = "heads"
 MEDUSA, MLP_SPECULATOR = "medusa", "mlp_speculator"
 
-# More levels than anybody published, by a factor of eight.
+# Published heads have up to 8 levels.
 MAX_LEVELS = 64
 NORM_EPS = 1e-6
 
 
 class MedusaHeads(nn.Module):
-    """K heads of a target, from tensors "i.j.linear.weight", "i.j.linear.bias" and "i.J.weight".
+    """K Medusa heads, from tensors "i.j.linear.weight", "i.j.linear.bias" and "i.J.weight".
+
+    Heads without a projection use the target's output head.
 
     Attributes:
-        base: the target.
+        base: identifies the target.
     """
 
     strategy = STRATEGY
@@ -60,28 +63,27 @@ class MedusaHeads(nn.Module):
         self.blocks = nn.ModuleList()
         self.projections = nn.ModuleList()
         for level in range(num_levels):
-            mine = {key.partition(".")[2]: t for key, t in tensors.items() if _level(key) == level}
-            depth = sum(key.endswith(".linear.weight") for key in mine)
+            depth = _depth(tensors, level)
             self.blocks.append(
                 nn.ModuleList(
-                    linear(mine[f"{j}.linear.weight"], mine[f"{j}.linear.bias"])
+                    linear(tensors[f"{level}.{j}.linear.weight"], tensors[f"{level}.{j}.linear.bias"])
                     for j in range(depth)
                 )
             )
-            self.projections.append(OutputHead(target, mine.get(f"{depth}.weight")))
+            self.projections.append(OutputHead(target, tensors.get(f"{level}.{depth}.weight")))
 
     def forward(self, features: Tensor, depth: int) -> Tensor:
         """(A, H) features -> (A, depth, V) logits of the first levels."""
-        found = []
+        logits = []
         for blocks, projection in list(zip(self.blocks, self.projections, strict=True))[:depth]:
             hidden = features
             for block in cast("nn.ModuleList", blocks):
                 hidden = hidden + F.silu(block(hidden))
-            found.append(projection(hidden))
-        return torch.stack(found, dim=1)
+            logits.append(projection(hidden))
+        return torch.stack(logits, dim=1)
 
     def propose(self, features: Tensor, depth: int) -> Proposals:
-        """What follows the roots after (A, H) features."""
+        """Return the proposals after the roots that follow (A, H) features."""
         return Lists(self(features, depth))
 
     @property
@@ -90,17 +92,17 @@ class MedusaHeads(nn.Module):
         return id(self)
 
     def num_forwards(self, depth: int) -> int:
-        """One pass of all heads."""
+        """Return 1: all heads run in one pass."""
         return 1
 
 
 class MlpSpeculator(nn.Module):
-    """A speculator of K levels, from tensors "emb.i.weight", "proj.i.weight", "ln.i.weight", ...
+    """MLP speculator of K levels, from "{emb,proj,head,ln}.i.weight" and "ln.i.bias".
 
-    Tied weights are there once, "proj" twice, since its first one reads the feature.
+    Tied weights are stored once; "proj" twice, since the first one reads the feature.
 
     Attributes:
-        base: the target that it is for.
+        base: identifies the target.
     """
 
     strategy = STRATEGY
@@ -128,24 +130,23 @@ class MlpSpeculator(nn.Module):
             nn.Parameter(tensors[f"ln.{i}.bias"], requires_grad=False) for i in range(len(self.ln))
         )
         inner = self.emb[0].shape[1]
-        # So that state and tokens keep their shares of the variance, whatever K is.
-        kept = 0.5 ** (0.5 / num_levels)
-        self.token_weight = math.sqrt((1 - kept**2) * inner / 2) / kept
+        state_weight = 0.5 ** (0.5 / num_levels)
+        self.token_weight = math.sqrt((1 - state_weight**2) * inner / 2) / state_weight
 
-    def begin(self, features: Tensor) -> Tensor:
-        """The state before the first level, from (A, H) features."""
+    def initial_state(self, features: Tensor) -> Tensor:
+        """Return the state before the first level, from (A, H) features."""
         return _norm(features) / math.sqrt(2) if self.scale_input else features
 
     def step(self, level: int, tokens: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """(M, V) logits after (M,) int64 tokens at states (M, width), and the states after them."""
+        """Return (M, V) logits after (M,) int64 tokens at (M, width) states, and the new states."""
         embedded = F.embedding(tokens, _at(self.emb, level))
         mixed = F.linear(state, _at(self.proj, level)) + embedded * self.token_weight
         state = F.gelu(_norm(mixed) * _at(self.ln, level) + _at(self.shift, level))
         return F.linear(state, _at(self.head, level)), state
 
     def propose(self, features: Tensor, depth: int) -> Proposals:
-        """What follows the roots after (A, H) features."""
-        return _Steps(self, features)
+        """Return the proposals after the roots that follow (A, H) features."""
+        return _SpeculatorProposals(self, features)
 
     @property
     def timing_key(self) -> int:
@@ -153,16 +154,16 @@ class MlpSpeculator(nn.Module):
         return id(self)
 
     def num_forwards(self, depth: int) -> int:
-        """A step for every level."""
+        """Return one step per level."""
         return depth
 
 
-class _Steps(Proposals):
-    """The steps of an MLP speculator."""
+class _SpeculatorProposals(Proposals):
+    """Proposals of an MLP speculator, one step per level."""
 
     def __init__(self, head: MlpSpeculator, features: Tensor):
         self._head = head
-        self._state = head.begin(features)
+        self._state = head.initial_state(features)
 
     def after(self, tokens: Tensor, parents: Tensor) -> Tensor:
         """See `Proposals`."""
@@ -172,7 +173,7 @@ class _Steps(Proposals):
 
 
 class NewestFeatures:
-    """Keeps the newest feature of each row for a head; the runner of both."""
+    """Runner of both kinds of heads, with the newest feature of each row."""
 
     def __init__(self, head: MedusaHeads | MlpSpeculator, num_rows: int):
         self.head = head
@@ -183,7 +184,7 @@ class NewestFeatures:
 
     @contextmanager
     def active(self) -> Iterator[NewestFeatures]:
-        """Let the head compute its products as fast as the target does."""
+        """Run the head's linear layers with packed weights."""
         with install_packed_linears(self.head, rounded=True):
             yield self
 
@@ -192,11 +193,11 @@ class NewestFeatures:
         self._features[row] = None
 
     def knows(self, row: int) -> bool:
-        """Whether the target has run a token of the row."""
+        """Return True if the target has run a token of the row."""
         return self._features[row] is not None
 
     def learn(self, spans: Mapping[int, tuple[int, int]], states: Sequence[Tensor]) -> None:
-        """Keep the last of the states of each row."""
+        """Keep the last hidden state of each row."""
         end = -1
         for row, (_, count) in spans.items():
             end += count
@@ -205,62 +206,72 @@ class NewestFeatures:
     def propose(self, roots: Mapping[int, int], depth: int) -> Proposals:
         """See `ProposalRunner`."""
         self.forwards += self.head.num_forwards(depth)
-        known = [feature for row in roots if (feature := self._features[row]) is not None]
-        return self.head.propose(torch.stack(known), depth)
+        features = [feature for row in roots if (feature := self._features[row]) is not None]
+        return self.head.propose(torch.stack(features), depth)
 
 
 def build_medusa(head: PublishedHead, target: PreTrainedModel) -> MedusaHeads:
-    """Medusa heads as FasterDecoding's code saves them; how many there are their tensors say.
+    """Return Medusa heads in the format of FasterDecoding's code; tensors give their number.
 
-    Repositories of version 1.0 may hold the whole model beside them, with the prefix "medusa_head".
+    Repositories of version 1.0 may also hold the whole model; heads then have the prefix
+    "medusa_head.".
+
+    Raises:
+        AssistantError: if the files are damaged, or for another target.
     """
     prefix = "medusa_head."
     prefixed = any(key.startswith(prefix) for key in head.tensors)
-    given = {
+    stored = {
         key.removeprefix(prefix): tensor
         for key, tensor in head.tensors.items()
         if key.startswith(prefix) or not prefixed
     }
-    levels = {_level(key) for key in given}
-    if not given or levels != set(range(len(levels))) or len(levels) > MAX_LEVELS:
+    levels = {_level(key) for key in stored}
+    if not stored or levels != set(range(len(levels))) or len(levels) > MAX_LEVELS:
         raise AssistantError(
             f"{head.name!r} holds no Medusa heads: its tensors are not '0.0.linear.weight', "
-            "'0.1.weight' and so on, for one head after the other"
+            "'0.1.weight' and so on, numbered without gaps"
         )
     size, vocab = sizes_of(target)
-    projected = {f"{i}.{_depth(given, i)}.weight" in given for i in levels}
+    projected = {f"{i}.{_depth(stored, i)}.weight" in stored for i in levels}
     if len(projected) > 1:
-        raise AssistantError(f"{head.name!r} has projections of some Medusa heads and not of all")
+        raise AssistantError(
+            f"{head.name!r} is damaged: it has projections of some Medusa heads, but not of all"
+        )
     expected: dict[str, tuple[int, ...]] = {}
     for level in levels:
-        depth = _depth(given, level)
+        depth = _depth(stored, level)
         for block in range(depth):
             expected[f"{level}.{block}.linear.weight"] = (size, size)
             expected[f"{level}.{block}.linear.bias"] = (size,)
         if True in projected:
             expected[f"{level}.{depth}.weight"] = (vocab, size)
-    tensors = fitted(head, given, expected, target)
+    tensors = fitted(head, stored, expected, target)
     return MedusaHeads(tensors, len(levels), target)
 
 
 def build_mlp_speculator(head: PublishedHead, target: PreTrainedModel) -> MlpSpeculator:
-    """An MLP speculator as IBM's code saves it, with tied weights or without."""
-    given = {key.removeprefix("speculator."): tensor for key, tensor in head.tensors.items()}
+    """Return an MLP speculator in the format of IBM's code, with tied weights or without.
+
+    Raises:
+        AssistantError: if the files are damaged, or for another target.
+    """
+    stored = {key.removeprefix("speculator."): tensor for key, tensor in head.tensors.items()}
     what = f"the config of {head.name!r}"
-    counts = {kind: _count(given, kind) for kind in ("emb", "proj", "head", "ln")}
+    counts = {kind: _count(stored, kind) for kind in ("emb", "proj", "head", "ln")}
     num_levels = max(counts.values())
     if counts["emb"] == 1:
-        # Tied weights say nothing of the number of levels.
+        # The number of tied weights does not depend on the number of levels.
         num_levels = whole_number(what, head.config, "n_predict", 1, MAX_LEVELS)
     tied = {"emb": 1, "proj": min(2, num_levels), "head": 1, "ln": 1}
-    alike = dict.fromkeys(counts, num_levels)
-    if counts not in (tied, alike) or not 1 <= num_levels <= MAX_LEVELS:
+    untied = dict.fromkeys(counts, num_levels)
+    if counts not in (tied, untied) or not 1 <= num_levels <= MAX_LEVELS:
         raise AssistantError(
-            f"{head.name!r} is no MLP speculator: it has {counts}, which is neither one of each "
-            f"for {num_levels} levels nor tied weights"
+            f"{head.name!r} is not an MLP speculator: it has {counts}, which is neither one of "
+            f"each for {num_levels} levels nor tied weights"
         )
     size, vocab = sizes_of(target)
-    inner = int(given["emb.0.weight"].shape[-1])
+    inner = int(stored["emb.0.weight"].shape[-1])
     expected = {}
     for kind, count in counts.items():
         for i in range(count):
@@ -274,30 +285,32 @@ def build_mlp_speculator(head: PublishedHead, target: PreTrainedModel) -> MlpSpe
     scale_input = head.config.get("scale_input", False)
     if not isinstance(scale_input, bool):
         raise AssistantError(f"{what} has scale_input={scale_input!r}, not true or false")
-    return MlpSpeculator(fitted(head, given, expected, target), num_levels, scale_input, target)
+    return MlpSpeculator(fitted(head, stored, expected, target), num_levels, scale_input, target)
 
 
 def _norm(states: Tensor) -> Tensor:
-    """Divided by their root mean square."""
+    """Divide each state by its root mean square."""
     return F.rms_norm(states, states.shape[-1:], eps=NORM_EPS)
 
 
 def _at(weights: nn.ParameterList, level: int) -> Tensor:
-    """Of a level, the last one for those that share it."""
+    """Return the weight of a level; tied levels share the last one."""
     return weights[min(level, len(weights) - 1)]
 
 
 def _level(key: str) -> int:
-    """The head that a tensor of Medusa belongs to, -1 for any other tensor."""
-    found = re.fullmatch(r"(\d{1,2})\.\d{1,2}\.(linear\.weight|linear\.bias|weight)", key)
-    return int(found[1]) if found else -1
+    """Return the number of the Medusa head that a tensor belongs to; -1 for any other tensor."""
+    match = re.fullmatch(r"(\d{1,2})\.\d{1,2}\.(linear\.weight|linear\.bias|weight)", key)
+    return int(match[1]) if match else -1
 
 
 def _depth(tensors: Mapping[str, Tensor], level: int) -> int:
+    """Return the number of residual blocks of a Medusa head."""
     return sum(re.fullmatch(rf"{level}\.\d+\.linear\.weight", key) is not None for key in tensors)
 
 
 def _count(tensors: Mapping[str, Tensor], kind: str) -> int:
+    """Return the number of an MLP speculator's weights of a kind."""
     return sum(re.fullmatch(rf"{kind}\.\d+\.weight", key) is not None for key in tensors)
 
 

@@ -1,9 +1,4 @@
-"""Drafts from the MTP module that is in the target's own files, or from one of another folder.
-
-DeepSeek-V3, GLM-4.5, Kimi-K2, Qwen3-Next, Qwen3.5, MiMo and others are published with a layer that
-predicts the token after next (see `hf_spec.methods.mtp.head`). It was trained for one token more;
-here it drafts several, each from what it said before, in batches of any size.
-"""
+"""Options of drafts from an MTP module (see `hf_spec.methods.mtp`)."""
 
 from __future__ import annotations
 
@@ -18,19 +13,19 @@ from hf_spec.drafting.cost_model.cost_model_drafter import with_policy
 from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.methods.feature_pairs.drafter import PairDrafter
 from hf_spec.methods.loading import resolve_inside, resolve_published
-from hf_spec.methods.mtp.head import FAMILY, STRATEGY, MtpHead, own_head
+from hf_spec.methods.mtp.head import FAMILY, STRATEGY, MtpHead, head_of_target_files
 from hf_spec.methods.registry import register
 
 
 def _make(config: MtpConfig, target: PreTrainedModel, assistant: object) -> Drafter:
-    head = _find(target, assistant)
+    head = _resolve_head(target, assistant)
     return with_policy(config, target, partial(PairDrafter, head=head), config.shape.children)
 
 
 def _make_for_auto(target: PreTrainedModel, assistant: object, batching: str) -> Drafter:
-    # Which nodes are worth sending is decided there.
-    whole = MtpConfig(max_draft_tokens=3, max_nodes=16, tree="dynamic", batching=batching)
-    return _make(whole, target, assistant)
+    # `auto` chooses the nodes to send.
+    config = MtpConfig(max_draft_tokens=3, max_nodes=16, tree="dynamic", batching=batching)
+    return _make(config, target, assistant)
 
 
 @register(STRATEGY, _make, _make_for_auto)
@@ -38,8 +33,8 @@ def _make_for_auto(target: PreTrainedModel, assistant: object, batching: str) ->
 class MtpConfig(BeamConfig):
     """Options of drafts from an MTP module.
 
-    `assistant=` is a folder or Hub id with a module that the package speculators wrote; without it,
-    the module of the files that the target was loaded from.
+    `assistant=` is the folder or Hub id of a module written by the package speculators. Without it
+    the module in the target's own files is used.
     """
 
     needs_assistant = False
@@ -47,8 +42,8 @@ class MtpConfig(BeamConfig):
     longest = MappingProxyType({"max_draft_tokens": 6, "max_nodes": 24})
 
 
-def _find(target: PreTrainedModel, assistant: object) -> MtpHead:
+def _resolve_head(target: PreTrainedModel, assistant: object) -> MtpHead:
     if assistant is not None:
-        found: MtpHead = resolve_published(STRATEGY, assistant, target, (FAMILY,))
-        return found
-    return resolve_inside(STRATEGY, target, lambda: own_head(target))
+        head: MtpHead = resolve_published(STRATEGY, assistant, target, (FAMILY,))
+        return head
+    return resolve_inside(STRATEGY, target, lambda: head_of_target_files(target))

@@ -1,17 +1,19 @@
-"""Multi-token prediction: the layer that some models carry to predict the token after next.
+"""MTP module as a draft head: two norms, a projection and one decoder layer of the target's class.
 
-A module joins the embedding of a token with the target's last state before it, by two norms and a
-projection, and has one decoder layer of the target's own kind with keys and values of its own; the
-target's head reads tokens off it (DeepSeek-AI 2024, arXiv 2412.19437, section 2.2). It was trained
-for one token, and drafts several by being fed what it said itself. The weights are those of the
-target's own files, or of a folder that the package speculators wrote.
+With E the target's embedding and f_i its last hidden state at position i (DeepSeek-AI 2024, arXiv
+2412.19437, section 2.2)::
+
+    y_i    = layer(projection([embedding_norm(E[t_{i+1}]); feature_norm(f_i)]))
+    logits = target_head(norm(y_i)), for the token after t_{i+1}
+
+A draft step replaces f_i by y_i or norm(y_i), as the model family does (`layouts`). The weights
+come from the target's own files, or from a folder that the package speculators wrote.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,32 +33,23 @@ from hf_spec.adapters.published import (
 from hf_spec.adapters.reading import check_tensors
 from hf_spec.common.errors import AssistantError, UnsupportedError
 from hf_spec.engine.forward.vocabulary import num_embeddings
-from hf_spec.methods.eagle.head import OwnHead
 from hf_spec.methods.feature_pairs.rows import State
-from hf_spec.methods.feature_pairs.runner import MaskTokens, check_packed
-from hf_spec.methods.mtp.layouts import LAYER, PARTS, Layout, find_module, own_names
+from hf_spec.methods.feature_pairs.runner import MaskTokens, SinglePairShape, check_packed
+from hf_spec.methods.mtp.layouts import LAYER, Layout, canonical_names, find_module
+from hf_spec.methods.published_weights import NormedHead
 
 FAMILY = "mtp"
 STRATEGY = "mtp"
 
 
-@dataclass(frozen=True)
-class MtpShape:
-    """Blocks of one pair, one layer, and nothing carried from pair to pair."""
-
-    block_size: int = 1
-    num_layers: int = 1
-    recurrent: bool = False
-
-
 class MtpHead(nn.Module):
-    """The MTP module of `tensors`, under the names of `mtp_layouts`, for `target`.
+    """MTP module built from `tensors`, renamed by `canonical_names`, for `target`.
 
     Attributes:
-        base: the target that it is for.
-        hidden_layers: the target's last state is all that it reads.
-        attention: its layer, as a model of the target's class.
-        head: reads tokens off what it says.
+        base: identifies the target.
+        hidden_layers: the target's last hidden state only.
+        attention: the decoder layer, as a model of the target's class.
+        head: the target's output head, after the module's norm.
     """
 
     strategy = STRATEGY
@@ -68,46 +61,47 @@ class MtpHead(nn.Module):
         super().__init__()
         self.base = BaseModel.of(target)
         self.layout = layout
-        self.shape = MtpShape()
+        self.shape = SinglePairShape()
         self.attention: Any = _one_layer(what, tensors, target)
         self.hidden_size: int = self.attention.config.hidden_size
         norm = self.attention.norm
-        if layout.hands_on_raw:
+        if layout.recycles_raw_output:
             self.attention.norm = nn.Identity()
         size = self.hidden_size
         self.joined = nn.ModuleDict(
             {
-                # Of the target's class: some count weights from one.
+                # The target's class: some store norm weights as offsets from one.
                 "embedding_norm": copy.deepcopy(norm),
                 "feature_norm": copy.deepcopy(norm),
                 "projection": nn.Linear(2 * size, size, bias=False, dtype=target.dtype),
             }
         ).to(target.device)
-        _load(what, self.joined, tensors)
-        # The target's, and no part of this module.
+        _load_joint_weights(what, self.joined, tensors)
+        # In a list, so that the target's embedding is not registered as a submodule.
         self._shared = [target.get_input_embeddings()]
-        reads = norm if layout.hands_on_raw else nn.Identity()
-        self.head = OwnHead(reads, target.get_output_embeddings(), None, num_embeddings(target))
-        # Not `self`, which has the target's head.
-        for mine in (self.attention, self.joined, norm):
-            mine.requires_grad_(False).eval()
+        output_norm = norm if layout.recycles_raw_output else nn.Identity()
+        scores = target.get_output_embeddings()
+        self.head = NormedHead(output_norm, scores, None, num_embeddings(target))
+        # Not on `self`, which holds the target's output head.
+        for module in (self.attention, self.joined, norm):
+            module.requires_grad_(False).eval()
 
     def fuse(self, states: Sequence[Tensor]) -> Tensor:
-        """Features (T, H): the target's last states as they are."""
+        """Return the (T, H) features: the target's last hidden states."""
         projection: Any = self.joined["projection"]
         return states[0].to(projection.weight.device, projection.weight.dtype)
 
     def mix(
         self, tokens: Tensor, features: Tensor, state: State | None = None
     ) -> tuple[Tensor, None]:
-        """(S, L) int64 t_{i+1} and (S, L, H) features -> (S, L, 2H), embedding and feature."""
+        """(S, L) int64 t_{i+1} and (S, L, H) features -> (S, L, 2H) [embedding; feature]."""
         embedded: Tensor = self._shared[0](tokens)
         return torch.cat([embedded.to(features), features], dim=-1), None
 
     def attend(self, mixed: Tensor, **attention: Any) -> Tensor:
-        """(B, T, 2H) from `mix` -> (B, T, H); `attention` is what the layer takes."""
+        """(B, T, 2H) from `mix` -> (B, T, H); `attention` are keyword arguments of the layer."""
         embedded, features = mixed.chunk(2, dim=-1)
-        if self.layout.hides_first:
+        if self.layout.zeroes_first_embedding:
             first = attention["position_ids"] == 0
             embedded = embedded.masked_fill(first[..., None], 0.0)
         parts = [self.joined["embedding_norm"](embedded), self.joined["feature_norm"](features)]
@@ -115,71 +109,71 @@ class MtpHead(nn.Module):
         hidden = self.joined["projection"](joined)
         return self.attention(inputs_embeds=hidden, use_cache=False, **attention)[0]
 
-    def ahead(self, count: int) -> MaskTokens | None:
-        """None: every token takes a step."""
+    def mask_tokens(self, count: int) -> MaskTokens | None:
+        """Return None: each drafted token takes one step."""
         return None
 
 
-def own_head(target: PreTrainedModel) -> MtpHead:
-    """The head of the MTP module in the files that `target` was loaded from.
+def head_of_target_files(target: PreTrainedModel) -> MtpHead:
+    """Return the MTP module in the files that `target` was loaded from.
 
     Raises:
-        AssistantError: if there are none, or they have none.
+        AssistantError: if there are no files, or no module in them.
         UnsupportedError: if its layer cannot be run.
     """
     name = target.name_or_path
     if not name:
         raise AssistantError(
-            f"this {type(target).__name__} was not loaded from files, so there are none with an "
-            "MTP module; load it by from_pretrained(), or pass assistant=<folder or Hub id>"
+            f"this {type(target).__name__} was not loaded from files, so it has no MTP module; "
+            "load it with from_pretrained(), or pass assistant=<folder or Hub id>"
         )
     folder = Path(name)
     if not folder.is_dir():
         revision = getattr(target.config, "_commit_hash", None)
         folder = Place(name, revision).fetch((INDEX, "*.safetensors"))
-    return _head(f"the MTP module of {name!r}", folder, target)
+    return _build_from(f"the MTP module of {name!r}", folder, target)
 
 
 def build(head: PublishedHead, target: PreTrainedModel) -> MtpHead:
-    """The head of a folder of the package speculators."""
-    return _head(f"the MTP module {head.name!r}", head.tensors, target)
+    """Return the MTP module of a folder that the package speculators wrote."""
+    return _build_from(f"the MTP module {head.name!r}", head.tensors, target)
 
 
-def _head(what: str, source: Path | Mapping[str, Tensor], target: PreTrainedModel) -> MtpHead:
-    """From tensors, or the folder that has them among others, which are not read."""
-    known = stored_names(source) if isinstance(source, Path) else set(source)
-    found = find_module(known, target.config.get_text_config().num_hidden_layers)
-    if found is None:
+def _build_from(what: str, source: Path | Mapping[str, Tensor], target: PreTrainedModel) -> MtpHead:
+    """Build the module from tensors, or from a folder of which only its tensors are read."""
+    stored = _tensor_names(source) if isinstance(source, Path) else set(source)
+    module = find_module(stored, target.config.get_text_config().num_hidden_layers)
+    if module is None:
         raise AssistantError(
-            f"{what} is not there: no tensor is one of an MTP module (model.layers.N.eh_proj, "
-            "mtp.fc, mtp_layers.0.input_proj); use spec_strategy='lookup', or a drafter of its own"
+            f"{what} does not exist: no tensor belongs to an MTP module (model.layers.N.eh_proj, "
+            "mtp.fc, mtp_layers.0.input_proj); use spec_strategy='lookup', or another drafter"
         )
-    names = own_names(known, *found)
+    names = canonical_names(stored, *module)
     if isinstance(source, Path):
         source = read_weights(source, str(source), names.__contains__)
     tensors = {names[name]: tensor for name, tensor in source.items() if name in names}
-    return MtpHead(what, found[0], tensors, target)
+    return MtpHead(what, module[0], tensors, target)
 
 
-def stored_names(folder: Path) -> set[str]:
-    """The names of all tensors of a folder; none of them is read."""
+def _tensor_names(folder: Path) -> set[str]:
+    """Return the names of all tensors in a folder without reading any."""
     names: set[str] = set()
 
-    def note(name: str) -> bool:
+    def collect(name: str) -> bool:
         names.add(name)
         return False
 
-    read_weights(folder, str(folder), note)
+    read_weights(folder, str(folder), collect)
     return names
 
 
 def _one_layer(what: str, tensors: Mapping[str, Tensor], target: PreTrainedModel) -> Any:
-    """A model of the target's class with the module's layer and norm, on the target's device."""
+    """Return a model of the target's class with the module's layer and norm, on its device."""
     decoder: Any = target.get_decoder()
     if not (hasattr(decoder, "layers") and hasattr(decoder, "norm")):
         raise UnsupportedError(
-            f"{type(decoder).__name__} is not made of layers and a norm after them, so it has no "
-            "MTP module; use spec_strategy='draft' or 'lookup'"
+            f"{type(decoder).__name__} has no attributes `layers` and `norm`, which MTP modules "
+            "need; use spec_strategy='draft' or 'lookup'"
         )
     check_packed(decoder)
     weights = {
@@ -187,30 +181,33 @@ def _one_layer(what: str, tensors: Mapping[str, Tensor], target: PreTrainedModel
         for name, tensor in tensors.items()
         if name.startswith(LAYER)
     }
-    config = _config(decoder.config, experts=any(".experts." in name for name in weights))
+    has_experts = any(".experts." in name for name in weights)
+    config = _one_layer_config(decoder.config, has_experts)
     weights["norm.weight"] = tensors["norm.weight"]
     weights["embed_tokens.weight"] = torch.zeros(1, config.hidden_size)
-    # It knows how experts, and whatever else is stored in another form, become weights.
+    # from_pretrained converts experts and other weights that are stored in another form.
     stack, info = type(decoder).from_pretrained(
         None, config=config, state_dict=weights, dtype=target.dtype, output_loading_info=True
     )
-    wrong = [f"{key} {sorted(map(str, info[key]))}" for key in info if info[key]]
-    if wrong:
+    mismatches = [f"{key} {sorted(map(str, info[key]))}" for key in info if info[key]]
+    if mismatches:
         raise AssistantError(
             f"{what} does not fit a layer of {type(decoder).__name__}, maybe because it is stored "
-            f"quantised: {'; '.join(wrong)}"[:500]
+            f"quantized: {'; '.join(mismatches)}"[:500]
         )
     return stack.to(target.device).eval()
 
 
-def _config(plain: Any, experts: bool) -> Any:
-    """The config of one layer that attends to all tokens, with experts or without."""
-    config = copy.deepcopy(plain)
+def _one_layer_config(target_config: Any, experts: bool) -> Any:
+    """Return the config of one layer with full attention, with or without experts."""
+    config = copy.deepcopy(target_config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     changes: dict[str, Any] = {
         "num_hidden_layers": 1,
-        "layer_types": list(getattr(plain, "mtp_layer_types", None) or ["full_attention"])[:1],
+        "layer_types": list(getattr(target_config, "mtp_layer_types", None) or ["full_attention"])[
+            :1
+        ],
         "mlp_layer_types": ["sparse" if experts else "dense"],
         "first_k_dense_replace": 0 if experts else 1,
         "mlp_only_layers": [] if experts else [0],
@@ -224,10 +221,10 @@ def _config(plain: Any, experts: bool) -> Any:
     return config
 
 
-def _load(what: str, joined: nn.ModuleDict, tensors: Mapping[str, Tensor]) -> None:
-    own = {name: t for name, t in tensors.items() if name.partition(".")[0] in PARTS[:3]}
-    check_tensors(what, own, {name: weight.shape for name, weight in joined.named_parameters()})
-    joined.load_state_dict(own)
+def _load_joint_weights(what: str, joined: nn.ModuleDict, tensors: Mapping[str, Tensor]) -> None:
+    weights = {name: t for name, t in tensors.items() if name.partition(".")[0] in joined}
+    check_tensors(what, weights, {name: w.shape for name, w in joined.named_parameters()})
+    joined.load_state_dict(weights)
 
 
 register_family(PublishedFamily(FAMILY, STRATEGY, build))

@@ -226,7 +226,7 @@ class TestRefused:
 
     def test_a_head_of_another_target(self) -> None:
         small = deepspec(size=16)
-        match = "it reads 1 of 32 dimensions each"
+        match = "its weights read 1 of width 32"
         refuse(match, error=AssistantError, spec_strategy="block", assistant=small)
 
     def test_a_truncated_file(self, tmp_path: Path) -> None:

@@ -180,11 +180,11 @@ INNER = dflash().config["dflash_config"]
         (changed(dflash(), dflash_config={**INNER, "mask_token_id": VOCAB}), "mask_token_id=97"),
         (
             changed(dflash(), dflash_config={**INNER, "target_layer_ids": [1]}),
-            "is to read the hidden states [2]; it reads 2 of 32 dimensions each, from 0 to 3",
+            "configured for the hidden states [2], but its weights read 2 of width 32, from 0 to 3",
         ),
         (
             changed(dflash(), dflash_config={**INNER, "target_layer_ids": [1, 3]}),
-            "is to read the hidden states [2, 4]",
+            "configured for the hidden states [2, 4]",
         ),
         (
             changed(dflash(), dflash_config={**INNER, "target_layer_ids": "all"}),

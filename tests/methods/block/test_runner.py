@@ -102,9 +102,9 @@ def rounds(head: PublishedHead) -> list[Said]:
     return found
 
 
-def gap(head: PublishedHead, *reading: Any) -> float:
+def gap(head: PublishedHead, *overrides: Any) -> float:
     """The largest difference of any logit from those of plain torch, in sizes of the largest."""
-    reference = block_reference(MODEL, head, *reading)
+    reference = block_reference(MODEL, head, *overrides)
     worst = 0.0
     for row, known, path, logits in rounds(head):
         wanted = reference(TEXTS[row][: known + 1], path)

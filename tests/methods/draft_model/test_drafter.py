@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.propose_on_device import check_unwatched
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
@@ -24,6 +23,7 @@ from hf_spec.methods.draft_model.drafter import DraftModelDrafter
 from hf_spec.methods.feature_pairs.draft_head import DraftHead
 from tests.model_watch import count_forwards
 from tests.tiny_models import VOCAB, build, draft_model, prompts, ragged_batch, repetitive_prompt
+from tests.unwatched import check_unwatched
 
 PROMPT = repetitive_prompt()
 

@@ -109,8 +109,8 @@ class TestLengths:
 class TestAssistants:
     def test_a_head_is_kept(self) -> None:
         model, folder = build("llama"), sample("eagle").folder
-        resolve = lambda given, reading=(): resolve_published(  # noqa: E731
-            "eagle", given, model, ("eagle",), reading
+        resolve = lambda given, overrides=(): resolve_published(  # noqa: E731
+            "eagle", given, model, ("eagle",), overrides
         )
         head = resolve(folder)
         assert resolve(folder) is head
@@ -121,7 +121,9 @@ class TestAssistants:
         stamp = Path(folder, "model.safetensors").stat().st_mtime_ns + 1
         os.utime(Path(folder, "model.safetensors"), ns=(stamp, stamp))
         assert resolve(folder) is not head
-        with pytest.raises(OptionError, match=r"rope_theta say how .*EagleHead was made of them"):
+        with pytest.raises(
+            OptionError, match=r"rope_theta override the config .*EagleHead is built already"
+        ):
             resolve(head, (("rope_theta", 5.0),))
 
     def test_a_config_that_was_mended_is_read_again(self, tmp_path: Path) -> None:

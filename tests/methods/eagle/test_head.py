@@ -166,7 +166,7 @@ class TestVocabulary:
     @pytest.mark.parametrize(
         ("offsets", "said"),
         [
-            (None, "lacks d2t"),
+            (None, "no tensor 'd2t'"),
             (torch.full((1,), VOCAB), "d2t is"),
             (torch.full((heads.KNOWN,), VOCAB), "leads to token"),
             (torch.full((heads.KNOWN,), -1), "leads to token"),
@@ -206,7 +206,9 @@ class TestEmbedding:
 
     def test_scaled(self) -> None:
         head, tensors = changed()
-        scaled = build_head(replace(head, overrides=(("embedding", "scaled"),)), build("llama"))
+        scaled = build_head(
+            replace(head, overrides=(("embedding", "scaled"),)), build("llama")
+        )
         table: Any = build("llama").get_input_embeddings()
         reference = plain_torch(tensors, table.weight * WIDTH**0.5)
         equals_reference(scaled, reference)
@@ -240,7 +242,7 @@ class TestRefused:
 
     def test_a_mask_that_is_missing(self) -> None:
         head = published("peagle")
-        with pytest.raises(AssistantError, match="which token stands"):
+        with pytest.raises(AssistantError, match="names no mask token"):
             build_head(replace(head, config={**head.config, "mask_token_id": None}), build("llama"))
         tensors = {key: t for key, t in head.tensors.items() if key != "mask_hidden"}
         with pytest.raises(AssistantError, match="mask_hidden is None"):

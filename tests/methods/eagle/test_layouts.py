@@ -19,7 +19,7 @@ from hf_spec.engine.forward.output import default_aux_layers
 from hf_spec.evaluation.trace.rounds import record_rounds
 from hf_spec.methods.eagle.head import EagleHead, build
 from hf_spec.methods.eagle.layouts import LAYOUTS, Verifier
-from hf_spec.methods.eagle.spec import EagleSpec, normal_names, read_spec
+from hf_spec.methods.eagle.spec import EagleSpec, canonical_names, read_spec
 from tests import published_heads as heads
 from tests.tiny_models import build as tiny
 from tests.tiny_models import prompts
@@ -33,7 +33,7 @@ KEY = "eagle_aux_hidden_state_layer_ids"
 def spec_of(
     tensors: Mapping[str, Tensor], family: str = "eagle3", **config: Any
 ) -> tuple[EagleSpec, dict[str, Tensor]]:
-    known = normal_names(tensors)
+    known = canonical_names(tensors)
     layers = {KEY: list(USUAL), **heads.plain_config(), **config}
     return read_spec(PublishedHead(family, layers, known, Path(), "a head"), known, TEXT), known
 
@@ -55,7 +55,7 @@ def drafts(folder: str | Path) -> list[tuple[list[int], list[int]]]:
 
 def exported(source: str, engine: str, out: Path) -> Path:
     head = known_head(source)
-    tensors = normal_names(head.tensors)
+    tensors = canonical_names(head.tensors)
     spec = read_spec(head, tensors, TEXT)
     write_published(out, *LAYOUTS[engine](spec, tensors, VERIFIER, 3), "")
     return out
@@ -141,7 +141,7 @@ def test_target_layers_as_sglang_counts_them(indices: tuple[int, ...], ids: list
     config, weights = LAYOUTS["sglang"](replace(spec, hidden_layers=indices), tensors, verifier, 3)
     assert config["eagle_config"][KEY] == ids
     head = PublishedHead("eagle3", config, weights, Path(), "a head")
-    assert read_spec(head, normal_names(weights), deep).hidden_layers == indices
+    assert read_spec(head, canonical_names(weights), deep).hidden_layers == indices
 
 
 def test_positions_reach_as_far_as_the_targets() -> None:

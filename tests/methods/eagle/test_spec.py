@@ -12,7 +12,7 @@ import pytest
 from hf_spec import AssistantError
 from hf_spec.adapters.published import PublishedHead
 from hf_spec.engine.forward.last_layer import BEFORE_NORM
-from hf_spec.methods.eagle.spec import EagleSpec, normal_names, read_spec
+from hf_spec.methods.eagle.spec import EagleSpec, canonical_names, read_spec
 from tests import published_heads as heads
 
 KEY = "eagle_aux_hidden_state_layer_ids"
@@ -24,12 +24,12 @@ def target() -> Any:
 
 
 def spec(
-    config: dict[str, Any], count: int = 3, reading: tuple[tuple[str, Any], ...] = ()
+    config: dict[str, Any], count: int = 3, overrides: tuple[tuple[str, Any], ...] = ()
 ) -> EagleSpec:
     tensors = heads.random_tensors(heads.sizes(num_aux=count, prefix="midlayer."))
     full = {**heads.plain_config(), **config}
-    head = PublishedHead("eagle3", full, tensors, Path(), "a head", reading)
-    return read_spec(head, normal_names(tensors), target())
+    head = PublishedHead("eagle3", full, tensors, Path(), "a head", overrides)
+    return read_spec(head, canonical_names(tensors), target())
 
 
 def inner(ids: Any, **more: Any) -> dict[str, Any]:

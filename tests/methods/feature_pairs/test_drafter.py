@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.propose_on_device import check_unwatched
 
 from hf_spec import EagleConfig, UnsupportedError
 from hf_spec.common.compat import CACHE_NAME, output_cache
@@ -18,6 +17,7 @@ from hf_spec.methods.feature_pairs import runner as pair_runner
 from hf_spec.methods.feature_pairs.drafter import PairDrafter
 from tests.published_heads import Reference, sample
 from tests.tiny_models import VOCAB, build, ragged_batch, repetitive_prompt
+from tests.unwatched import check_unwatched
 
 KINDS = ["eagle3", "speculators", "eagle", "peagle"]
 # Of a row's committed text, the drafted tokens, their parents and probabilities.

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.propose_on_device import check_unwatched
 from transformers import PreTrainedModel
 
 from hf_spec import AssistantError, GemmaAssistantConfig, UnsupportedError
@@ -25,6 +24,7 @@ from tests.gemma_reference import gemma4, published, reference, save
 from tests.methods.draft_model.test_drafter import start
 from tests.plain_logits import path_to
 from tests.tiny_models import VOCAB, ragged_batch
+from tests.unwatched import check_unwatched
 
 LENGTHS = (12, 9, 3)
 DEPTH = 2

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.propose_on_device import check_unwatched
 
 import hf_spec
 from hf_spec import AssistantError, HeadsConfig, OptionError
@@ -25,6 +24,7 @@ from tests.feature_reference import (
 )
 from tests.refusals import refuse
 from tests.tiny_models import TIMINGS, build, draft_model, prompts
+from tests.unwatched import check_unwatched
 
 MODEL = build("llama")
 CHAIN = [[0], [0, 0], [0, 0, 0]]

@@ -137,7 +137,7 @@ class TestRefused:
 
     def test_nothing_at_all(self) -> None:
         empty = published("mlp_speculator", {}, {})
-        with pytest.raises(AssistantError, match="no MLP speculator"):
+        with pytest.raises(AssistantError, match="is not an MLP speculator"):
             build_mlp_speculator(empty, build("llama"))
 
 

@@ -89,14 +89,16 @@ class TestParity:
         found = sample("llama", "index")
         check_rounds(found.model, found.head, CHAIN, Reference(found).logits)
 
-    @pytest.mark.parametrize("broken", ["hides_first", "hands_on_raw", "features_first"])
+    @pytest.mark.parametrize(
+        "broken", ["zeroes_first_embedding", "recycles_raw_output", "features_first"]
+    )
     def test_a_wrong_reading_is_seen(self, broken: str) -> None:
         """What the tests above must not let pass."""
         found = sample("llama", "index")
         head = copy.deepcopy(found.head)
         wrong = {broken: not getattr(head.layout, broken)}
         head.layout = dataclasses.replace(head.layout, **wrong)
-        if broken == "hands_on_raw":
+        if broken == "recycles_raw_output":
             head.attention.norm, head.head.norm = head.head.norm, torch.nn.Identity()
         with pytest.raises(AssertionError):
             check_rounds(found.model, head, CHAIN, Reference(found).logits)

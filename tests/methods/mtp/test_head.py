@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_spec.methods.mtp.head import own_head
+from hf_spec.methods.mtp.head import head_of_target_files
 from tests.mtp_reference import sample
 
 
@@ -44,7 +44,7 @@ def test_a_target_is_left_as_it_is() -> None:
     model = sample("llama", "qwen").model
     before = {name: (id(p), p.requires_grad) for name, p in model.named_parameters()}
     depth, config = len(model.get_decoder().layers), model.config.to_dict()
-    own_head(model)
+    head_of_target_files(model)
     assert len(model.get_decoder().layers) == depth
     assert model.config.to_dict() == config
     after = {name: (id(p), p.requires_grad) for name, p in model.named_parameters()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hf_spec.methods.mtp.layouts import find_module, own_names
+from hf_spec.methods.mtp.layouts import canonical_names, find_module
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_what_is_none(name: str) -> None:
     assert find_module([name], 4) is None
 
 
-def test_own_names_leave_copies_and_other_modules_out() -> None:
+def test_canonical_names_leave_copies_and_other_modules_out() -> None:
     names = [
         "mtp.fc.weight",
         "mtp.norm.weight",
@@ -47,7 +47,7 @@ def test_own_names_leave_copies_and_other_modules_out() -> None:
     ]
     found = find_module(names, 4)
     assert found is not None
-    assert dict(own_names(names, *found)) == {
+    assert dict(canonical_names(names, *found)) == {
         "mtp.fc.weight": "projection.weight",
         "mtp.norm.weight": "norm.weight",
         "mtp.pre_fc_norm_hidden.weight": "feature_norm.weight",
@@ -57,4 +57,4 @@ def test_own_names_leave_copies_and_other_modules_out() -> None:
     names = [f"model.layers.4.{name}" for name in ["eh_proj.weight", *copies]]
     found = find_module(names, 4)
     assert found is not None
-    assert set(own_names(names, *found).values()) == {"projection.weight", "norm.weight"}
+    assert set(canonical_names(names, *found).values()) == {"projection.weight", "norm.weight"}
