@@ -182,8 +182,8 @@ def resolve_published(
     if assistant is not None and getattr(assistant, "strategy", None) == strategy:
         if overrides:
             raise OptionError(
-                f"{', '.join(name for name, _ in overrides)} set how the files of a head are read, "
-                f"and this {type(assistant).__name__} is already built; pass "
+                f"{', '.join(name for name, _ in overrides)} override the config of a head, "
+                f"but this {type(assistant).__name__} is built already; pass "
                 "assistant=<folder or Hub id>, or leave them out"
             )
         _check_built(assistant, target)

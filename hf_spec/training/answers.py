@@ -201,8 +201,8 @@ class Example:
     top_probs: Tensor
 
     @classmethod
-    def without_opinion(cls, response: Response) -> Example:
-        """An answer for a training that asks for no opinion: K is 0."""
+    def without_teacher(cls, response: Response) -> Example:
+        """Return an example without the target's predictions: K is 0."""
         nothing = torch.zeros(len(response.response), 0)
         return cls(response, nothing.long(), nothing)
 

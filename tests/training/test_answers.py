@@ -171,9 +171,9 @@ class TestTeacherExamples:
         with pytest.raises(OptionError, match="another weights"):
             teacher_examples(build("llama", seed=1), responses, tmp_path / "t", top=4)
 
-    def test_an_answer_without_opinion(self) -> None:
+    def test_an_answer_without_teacher(self) -> None:
         response = Response("p", "t", [5, 6], [7, 8, 9])
-        example = Example.without_opinion(response)
+        example = Example.without_teacher(response)
         assert example.response == response
         assert example.top_tokens.shape == example.top_probs.shape == (3, 0)
         assert example.top_tokens.dtype == torch.int64

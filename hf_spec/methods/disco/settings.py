@@ -1,14 +1,15 @@
-"""Settings of the training of DISCO classifiers, and the features that they read."""
+"""Settings of DISCO classifiers and their training, and the features that they read."""
 
 # Imports neither torch nor transformers, see `hf_spec.common.settings`.
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from hf_spec.common.errors import OptionError
-from hf_spec.common.settings import Count, Internal, Settings, Share, Weight
+from hf_spec.common.settings import Count, Internal, Named, Settings, Share, Weight
+from hf_spec.training.description import Training
 
 # Number of probabilities among the features, and the columns of each group of features.
 TOP = 10
@@ -17,19 +18,19 @@ FEATURES = {"top_probs": slice(0, TOP), "entropy": slice(TOP, TOP + 1), "positio
 
 @dataclass(frozen=True)
 class DiscoTrainSettings(Settings):
-    """What DISCO's classifier learns and how.
+    """Labels, size and optimization of a DISCO classifier.
 
     Attributes:
-        labels: whether the tokens agree (hard), or the probability of acceptance (soft).
-        hidden_size: of the classifier.
+        labels: agreement of the tokens (hard), or the probability of acceptance (soft).
+        hidden_size: width of the hidden layer.
         class_weights: weigh accepted tokens so that both classes count the same.
-        validation_share: share of the prompts held back, drawn with `seed`.
-        learning_rate, weight_decay: of AdamW.
-        batch_size: positions.
-        max_epochs: most passes over the data.
+        validation_share: share of the prompts that are held out, drawn with `seed`.
+        learning_rate, weight_decay: settings of AdamW.
+        batch_size: positions per batch.
+        max_epochs: maximum number of passes over the data.
         patience: epochs without a lower validation loss after which training ends.
-        seed: of the split, the first weights and the order of the data.
-        threshold, max_draft_tokens: what the adapter says until it is calibrated.
+        seed: seed of the split, the first weights and the order of the data.
+        threshold, max_draft_tokens: values in the adapter before it is calibrated.
     """
 
     labels: Literal["hard", "soft"] = "hard"
@@ -49,3 +50,37 @@ class DiscoTrainSettings(Settings):
         super().__post_init__()
         if not 0 < self.validation_share < 1:
             raise OptionError(f"validation_share={self.validation_share!r} must be between 0 and 1")
+
+
+@dataclass(frozen=True)
+class DiscoOptions(Settings):
+    """The draft model whose drafts are judged, and the answers that count.
+
+    Attributes:
+        draft: draft model: folder or Hub id; or use --draft-layers.
+        draft_layers: draft with the target's own first layers.
+        tasks: learn from this task alone.
+    """
+
+    draft: str | None = None
+    draft_layers: Count | None = None
+    tasks: Annotated[tuple[str, ...], Named("task")] = ()
+
+
+TRAINING = Training(
+    name="disco",
+    settings=DiscoTrainSettings,
+    options=DiscoOptions,
+    several_files=False,
+    function="hf_spec.methods.disco.training:run_training",
+    result="the adapter",
+    strategy="disco",
+    help="""Train the classifier that stops the drafts of a draft model.
+
+    It learns from the target's own answers whether each token of the draft model would have been
+    accepted. Then choose its threshold with `hf-spec calibrate disco`, and use it:
+    model.generate(..., spec_strategy="disco", assistant=OUT).
+
+        hf-spec train disco --model MODEL --responses answers.jsonl --draft DRAFT --out my-disco
+    """,
+)

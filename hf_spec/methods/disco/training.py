@@ -33,6 +33,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from hf_spec.adapters.folder import BaseModel, SpecAdapter
+from hf_spec.common.errors import OptionError
 from hf_spec.engine.forward.vocabulary import num_embeddings
 from hf_spec.methods.disco.classifier import METHOD, DiscoClassifier, draft_features
 from hf_spec.methods.disco.drafter import find_draft_model
@@ -41,6 +42,7 @@ from hf_spec.methods.draft_model.loading import resolve_draft_model
 from hf_spec.methods.draft_model.truncated import named_layers
 from hf_spec.training.answers import answer_batches, answer_logits, stored
 from hf_spec.training.held_back import split_by_seed
+from hf_spec.training.job import ResultTable, TrainingJob, TrainingResult
 from hf_spec.training.responses import Response
 from hf_spec.training.run_record import record_start
 from hf_spec.training.trainer import processes, save_trained
@@ -70,6 +72,27 @@ class Observed:
     features: Tensor
     matched: Tensor
     labels: Tensor
+
+
+def run_training(job: TrainingJob) -> TrainingResult:
+    """Run `hf-spec train disco`."""
+    draft, layers = job.options.draft, job.options.draft_layers
+    if (draft is None) == (layers is None):
+        raise OptionError("give either --draft or --draft-layers")
+    named: Draft = draft if draft is not None else {"truncated": layers}
+    answers, tasks = job.answers(), job.options.tasks or None
+    adapter = train_disco(job.target, named, answers, job.out, job.settings, tasks)
+    # Figures of the classifier and of fixed rules on the held-out prompts.
+    validation = adapter.options["validation"]
+    keys = ("precision", "recall", "f1")
+    rows = [
+        (rule, name, *(f"{figures[key]:.2f}" for key in keys))
+        for rule, classes in validation["rules"].items()
+        for name, figures in classes.items()
+    ]
+    title = f"{validation['acceptance']:.0%} of the held-out positions are accepted"
+    columns = ("rule", "class", "precision", "recall", "F1")
+    return TrainingResult(validation, ResultTable(title, columns, rows))
 
 
 def train_disco(

@@ -1,4 +1,4 @@
-"""Settings of the training of draft models."""
+"""Settings of draft models and their training."""
 
 # Imports neither torch nor transformers, see `hf_spec.common.settings`.
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from hf_spec.common.settings import Count, Internal, Named, Settings, Share
+from hf_spec.training.description import Training
 from hf_spec.training.settings import TrainSettings
 
 DRAFT_RUN = TrainSettings(learning_rate=2e-3)
@@ -15,14 +16,14 @@ DRAFT_RUN = TrainSettings(learning_rate=2e-3)
 
 @dataclass(frozen=True)
 class DraftTrainSettings(Settings):
-    """What a draft model is trained to be.
+    """Shape and loss of a draft model.
 
     Attributes:
         num_layers: layers of the draft model.
         rank: rank of the LoRA.
         vocabulary_size: most frequent tokens that it can propose; None for all.
-        hard_weight: share of the cross-entropy with the token that the target chose.
-        held_back: share of the prompts kept for evaluation, chosen by a hash of their ids.
+        hard_weight: weight of the cross-entropy with the token that the target chose, 0 to 1.
+        held_back: share of the prompts that are held out, chosen by a hash of their ids.
     """
 
     num_layers: Annotated[Count, Named("layers")] = 4
@@ -30,3 +31,23 @@ class DraftTrainSettings(Settings):
     vocabulary_size: Annotated[Count | None, Named("vocabulary")] = 8192
     hard_weight: Internal[Share] = 0.3
     held_back: Internal[Share] = 0.03
+
+
+TRAINING = Training(
+    name="draft",
+    settings=DraftTrainSettings,
+    run=DRAFT_RUN,
+    teacher=True,
+    several_files=False,
+    function="hf_spec.methods.draft_model.training:run_training",
+    result="the adapter",
+    strategy="tree",
+    help="""Train a draft model out of the target's own first layers.
+
+    The target's next-token distributions over the answers are computed first, once, and stored
+    beside them. Use the model with model.generate(..., spec_strategy="draft", assistant=OUT), or
+    "tree", or "gsd".
+
+        hf-spec train draft --model MODEL --responses answers.jsonl --out my-draft --layers 2
+    """,
+)

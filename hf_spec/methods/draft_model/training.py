@@ -23,6 +23,7 @@ from hf_spec.methods.draft_model.truncated import without_head
 from hf_spec.methods.feature_pairs.draft_head import check_plain_head
 from hf_spec.training.answers import Example, learned_from
 from hf_spec.training.held_back import learned_and_held, tau
+from hf_spec.training.job import TrainingJob, TrainingResult
 from hf_spec.training.precision import mixed_precision
 from hf_spec.training.responses import Response, answer_vocabulary
 from hf_spec.training.settings import TrainSettings
@@ -30,6 +31,12 @@ from hf_spec.training.trainer import MicroBatch, micro_batches, save_trained, tr
 
 # Chain lengths whose tau is reported.
 TAU_LENGTHS = (1, 3, 5)
+
+
+def run_training(job: TrainingJob) -> TrainingResult:
+    """Run `hf-spec train draft`."""
+    adapter = train_draft(job.target, job.examples(), job.out, job.settings, job.run)
+    return TrainingResult(adapter.options["held_back"])
 
 
 def train_draft(

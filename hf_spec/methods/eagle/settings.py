@@ -9,6 +9,7 @@ from typing import Annotated
 
 from hf_spec.common.errors import OptionError
 from hf_spec.common.settings import Count, Internal, Named, Settings, Share
+from hf_spec.training.description import StartOptions, Training
 from hf_spec.training.settings import TrainSettings
 
 EAGLE_RUN = TrainSettings(epochs=4)
@@ -24,7 +25,7 @@ class EagleTrainSettings(Settings):
         mlp_size: width of the MLP; by default the target's, or that of the head to start from.
         vocabulary_size: number of most frequent tokens that the head can draft; None for all.
         max_context: last tokens of a prompt that are read in training; None for all.
-        held_back: share of the prompts kept for evaluation, chosen by a hash of their ids.
+        held_back: share of the prompts that are held out, chosen by a hash of their ids.
     """
 
     steps: Count = 4
@@ -38,3 +39,24 @@ class EagleTrainSettings(Settings):
         super().__post_init__()
         if not self.step_weight:
             raise OptionError(f"step_weight={self.step_weight!r} must be above 0")
+
+
+TRAINING = Training(
+    name="eagle",
+    settings=EagleTrainSettings,
+    run=EAGLE_RUN,
+    features="fused",
+    options=StartOptions,
+    function="hf_spec.methods.eagle.training:run_training",
+    result="the head",
+    strategy="eagle",
+    help="""Train an EAGLE-3 head, in the layout of vLLM's speculators.
+
+    Hidden states of four layers of the target are computed first for all texts, once, and stored
+    beside the answers. Use the head with
+    model.generate(..., spec_strategy="eagle", assistant=OUT).
+
+        hf-spec train eagle --model MODEL --responses answers.jsonl --out my-head --steps 4
+        hf-spec train eagle --model MODEL --responses more.jsonl --out my-next-head --init my-head
+    """,
+)

@@ -26,7 +26,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from hf_spec.adapters.base_name import base_name, is_hub_id
 from hf_spec.adapters.card import GENERATED
-from hf_spec.adapters.published import PublishedHead, write_published
+from hf_spec.adapters.published import PublishedHead, known_head, write_published
 from hf_spec.common.compat import CACHE_NAME
 from hf_spec.common.errors import OptionError
 from hf_spec.engine.forward.vocabulary import num_embeddings
@@ -40,6 +40,7 @@ from hf_spec.methods.feature_pairs.draft_head import FewTokensHead, check_plain_
 from hf_spec.training.answers import learned_from
 from hf_spec.training.features import Text, fused_layers, num_features
 from hf_spec.training.held_back import acceptance, learned_and_held
+from hf_spec.training.job import TrainingJob, TrainingResult
 from hf_spec.training.responses import answer_vocabulary
 from hf_spec.training.settings import TrainSettings
 from hf_spec.training.trainer import MicroBatch, micro_batches, processes, train
@@ -48,6 +49,16 @@ from hf_spec.training.trainer import MicroBatch, micro_batches, processes, train
 EVALUATION_BATCH = 8
 # Standard deviation of weights without a counterpart in the target, as in transformers.
 INIT_STD = 0.02
+
+
+def run_training(job: TrainingJob) -> TrainingResult:
+    """Run `hf-spec train eagle`."""
+    start = None if job.options.init is None else known_head(job.options.init)
+    if start is not None:
+        # Computing the features takes long.
+        check_start(start, job.target, job.settings)
+    texts = job.texts(fused_layers(job.target))
+    return TrainingResult(train_eagle(job.target, texts, job.out, job.settings, job.run, start))
 
 
 def train_eagle(

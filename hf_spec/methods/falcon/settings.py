@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from hf_spec.common.errors import OptionError
 from hf_spec.common.settings import Count, Internal, Named, Settings, Share, Weight, Within
+from hf_spec.training.description import StartOptions, Training
 from hf_spec.training.settings import TrainSettings
 
 FALCON_RUN = TrainSettings(epochs=8, learning_rate=2e-3)
@@ -16,16 +17,16 @@ FALCON_RUN = TrainSettings(epochs=8, learning_rate=2e-3)
 
 @dataclass(frozen=True)
 class FalconShape(Settings):
-    """What a Falcon head is built from.
+    """Shape of a Falcon head.
 
     Attributes:
         block_size: tokens drafted per pass, k.
-        num_layers: attention layers of the head, copies of the target's last ones before training.
-        recurrent: carry the LSTM's state along the text, as in the paper; the released code begins
-            again at every pair.
+        num_layers: attention layers of the head, which start as copies of the target's last ones.
+        recurrent: carry the LSTM's state along the text, as in the paper; the released code resets
+            it at every pair.
         fused: read three earlier states of the target as well, as EAGLE-3 does (Li et al. 2025,
             arXiv 2503.01840); the paper reads the last one.
-        dropout: between the LSTM layers, in training.
+        dropout: dropout between the LSTM layers, in training.
     """
 
     block_size: Annotated[int, Within(1, 4)] = 2
@@ -42,23 +43,25 @@ class FalconShape(Settings):
 
 @dataclass(frozen=True)
 class CsgdSettings(Settings):
-    """What a Falcon head is taught; `hf_spec.methods.falcon.csgd` explains the choices.
+    """Loss of a Falcon head; `hf_spec.methods.falcon.csgd` explains the choices.
 
     Attributes:
-        schedule: of the share of glanced inputs; steps lets it fall to 0 within any number of
+        schedule: share of glanced inputs over the epochs; steps lowers it to 0 within any number of
             epochs, off replaces none. See hf_spec.methods.falcon.csgd.
-        noise: on the input features; see hf_spec.methods.falcon.csgd.
-        hard_label: the token in the data, or one drawn from the target.
-        replaced_token: put in by glancing: the target's first choice, or the token in the data.
-        feature_weight: of the feature loss, a smooth L1 distance.
-        soft_weight: of the cross-entropy with the target's distribution.
-        hard_weight: of the cross-entropy with the one right token.
-        soft_temperature: of the head's scores in the soft loss; in the released code 0.95.
-        own_features: share of the blocks fed with features that the head itself predicted.
-        own_passes: passes in a row that predict them, each from those of the one before it.
-        feature_scale: features are compared as they are (raw), or each dimension in units of its
-            root mean square.
-        learn_replaced: learn from replaced places, too, which were given their own answers.
+        noise: noise on the input features; see hf_spec.methods.falcon.csgd.
+        hard_label: hard label of a position: the token in the data, or one drawn from the target.
+        replaced_token: token that glancing inserts: the target's first choice, or the one in the
+            data.
+        feature_weight: weight of the feature loss, a smooth L1 distance.
+        soft_weight: weight of the cross-entropy with the target's distribution.
+        hard_weight: weight of the cross-entropy with the hard label.
+        soft_temperature: temperature of the head's scores in the soft loss; 0.95 in the released
+            code.
+        own_features: share of the blocks that read features which the head itself predicted.
+        own_passes: consecutive passes that predict those features, each from the pass before it.
+        feature_scale: compare features as they are (raw), or each dimension in units of its root
+            mean square.
+        learn_replaced: learn from replaced positions too, whose inputs contain the answer.
     """
 
     schedule: Annotated[Literal["paper", "released", "steps", "off"], Named("csgd")] = "paper"
@@ -80,7 +83,7 @@ class CsgdSettings(Settings):
             raise OptionError(f"soft_temperature={self.soft_temperature!r} must be positive")
 
     def share(self, epoch: int, num_epochs: int, done: float = 0.0) -> float:
-        """Lambda in an epoch counted from 0, of a run that has done such a share of its steps."""
+        """Return lambda in epoch `epoch` (from 0), when the share `done` of all steps is done."""
         left = (num_epochs - epoch) / num_epochs
         by_step = 0.4 * (1 - done)
         shares = {"paper": 0.4 * left, "released": 0.35 * left + 0.1, "steps": by_step, "off": 0.0}
@@ -89,16 +92,16 @@ class CsgdSettings(Settings):
 
 @dataclass(frozen=True)
 class FalconTrainSettings(Settings):
-    """What a Falcon head is trained to be.
+    """Shape, loss and vocabulary of a Falcon head.
 
     Attributes:
         shape: shape of the head.
-        csgd: what it is taught.
+        csgd: loss.
         vocabulary_size: most frequent tokens that it can propose; None for all.
-        keep_vocabulary: propose the tokens of the head to go on from, whatever these answers have.
+        keep_vocabulary: propose the tokens of the head to start from, whatever these answers have.
         max_context: last tokens of a prompt that are read in training; None for all.
-        max_depth: tokens that one draft may have, written into the adapter.
-        held_back: share of the prompts kept for evaluation, chosen by a hash of their ids.
+        max_depth: maximum depth of a draft, written into the adapter.
+        held_back: share of the prompts that are held out, chosen by a hash of their ids.
     """
 
     shape: FalconShape = field(default_factory=FalconShape)
@@ -108,3 +111,25 @@ class FalconTrainSettings(Settings):
     max_context: Count | None = 64
     max_depth: Internal[Count] = 8
     held_back: Internal[Share] = 0.03
+
+
+TRAINING = Training(
+    name="falcon",
+    settings=FalconTrainSettings,
+    run=FALCON_RUN,
+    features="last",
+    options=StartOptions,
+    function="hf_spec.methods.falcon.training:run_training",
+    result="the adapter",
+    strategy="falcon",
+    help="""Train a Falcon head, which drafts several tokens in one pass.
+
+    The target's features of all texts are computed first, once, and stored beside the answers. Loss
+    weights and CSGD's options are the paper's by default; on a small model --soft-weight 1
+    --hard-weight 0.1 train it faster. Use the head with
+    model.generate(..., spec_strategy="falcon", assistant=OUT).
+
+        hf-spec train falcon --model MODEL --responses answers.jsonl --out my-head
+        hf-spec train falcon --config falcon.yaml --seed 1
+    """,
+)

@@ -16,15 +16,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_spec.adapters.folder import SpecAdapter
+from hf_spec.adapters.folder import SpecAdapter, load_adapter
 from hf_spec.common.errors import OptionError
 from hf_spec.methods.falcon.csgd import GlancingLoss, cut_prompt, read_pairs
-from hf_spec.methods.falcon.head import FalconHead
+from hf_spec.methods.falcon.head import METHOD, FalconHead
 from hf_spec.methods.falcon.settings import FALCON_RUN, FalconShape, FalconTrainSettings
 from hf_spec.methods.feature_pairs.draft_head import check_plain_head
 from hf_spec.training.answers import learned_from
-from hf_spec.training.features import Text, num_features, text_features
+from hf_spec.training.features import LAST, Text, fused_layers, num_features, text_features
 from hf_spec.training.held_back import acceptance, learned_and_held
+from hf_spec.training.job import TrainingJob, TrainingResult
 from hf_spec.training.precision import mixed_precision
 from hf_spec.training.responses import answer_vocabulary
 from hf_spec.training.settings import TrainSettings
@@ -34,6 +35,14 @@ from hf_spec.training.trainer import micro_batches, save_trained, train
 SAMPLE = 32
 # Texts of one forward when the held-back ones are evaluated.
 EVALUATED = 8
+
+
+def run_training(job: TrainingJob) -> TrainingResult:
+    """Run `hf-spec train falcon`."""
+    texts = job.texts(fused_layers(job.target) if job.settings.shape.fused else LAST)
+    start = None if job.options.init is None else load_adapter(job.options.init, METHOD)
+    adapter = train_falcon(job.target, texts, job.out, job.settings, job.run, start)
+    return TrainingResult(adapter.options["held_back"])
 
 
 def train_falcon(

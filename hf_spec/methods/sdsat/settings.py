@@ -1,4 +1,4 @@
-"""Settings of the training of adaptive tokens."""
+"""Settings of adaptive tokens and their training."""
 
 # Imports neither torch nor transformers, see `hf_spec.common.settings`.
 
@@ -9,9 +9,10 @@ from typing import Annotated, Literal, get_args
 
 from hf_spec.common.errors import OptionError
 from hf_spec.common.settings import Count, Internal, Named, Settings, Share, Weight, Within
+from hf_spec.training.description import Training
 from hf_spec.training.settings import TrainSettings
 
-# What is trained; see `hf_spec.methods.sdsat.adaptive_tokens`.
+# Trained weights; see `hf_spec.methods.sdsat.adaptive_tokens`.
 Mode = Literal["gated", "embeddings", "lora", "full"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 # Modes that leave the weights and the output of the base model unchanged.
@@ -24,29 +25,31 @@ SDSAT_RUN = TrainSettings(warm_up=0.2)
 
 @dataclass(frozen=True)
 class SdsatTrainSettings(Settings):
-    """Adaptive tokens to train; `hf_spec.methods.sdsat.training` explains the choices.
+    """Kind and loss of adaptive tokens; `hf_spec.methods.sdsat.training` explains the choices.
 
     Attributes:
-        mode: what learns; see hf_spec.methods.sdsat.adaptive_tokens.
-        window: most adaptive tokens in a row, L.
-        diverse: one adaptive token per place, not one for all.
+        mode: trained weights; see hf_spec.methods.sdsat.adaptive_tokens.
+        window: maximum number of consecutive adaptive tokens, L.
+        diverse: one adaptive token per slot of the window, instead of one for all slots.
         rank: rank of the LoRA.
-        targets: layers that get a LoRA, such as q_proj; all linear ones by default.
+        targets: layers that get a LoRA, such as q_proj. Default: all linear layers.
         loss: equation 9 of the paper (improved), or equation 8 (basic).
-        layout: windows branch off the clean text, or replace tokens in it; chosen by mode and loss
-            by default.
-        start_share: of the answer's positions, where windows start.
-        adaptive_weight: of the adaptive positions beside the clean text, w of equation 9.
-        soft_weight: share of the cross-entropy with the target's own distribution.
+        layout: windows branch off the clean text, or replace tokens in it. Default: by mode and
+            loss.
+        start_share: share of the answer's positions at which windows start.
+        adaptive_weight: weight of the adaptive positions relative to the clean text, w of equation
+            9.
+        soft_weight: weight of the cross-entropy with the target's own distribution, 0 to 1.
         infilling: share of the code put into infilling format, one half PSM and one half SPM; 0.5
             in the paper.
-        infilling_task: which answers are code.
-        infilling_markers: prefix, suffix and middle marker, tokens of the vocabulary; by default
-            the tokenizer's own.
-        num_adaptive: adaptive tokens that decoding takes if it is told none; the window by default.
-        token_ids: spare rows of the vocabulary, for mode full; new ones are appended by default.
-        held_back: share of the prompts kept for evaluation, chosen by a hash of their ids.
-        evaluated_positions: per held-back answer, after which adaptive tokens are tried.
+        infilling_task: task whose answers are code.
+        infilling_markers: prefix, suffix and middle marker, tokens of the vocabulary. Default: the
+            tokenizer's own.
+        num_adaptive: default number of adaptive tokens in decoding. Default: the window.
+        token_ids: spare rows of the vocabulary, for mode full. Default: new rows.
+        held_back: share of the prompts that are held out, chosen by a hash of their ids.
+        evaluated_positions: positions per held-out answer after which adaptive tokens are
+            evaluated.
     """
 
     mode: Mode = "gated"
@@ -86,16 +89,36 @@ class SdsatTrainSettings(Settings):
 
     @property
     def frozen(self) -> bool:
-        """Whether the base keeps its weights and its output."""
+        """True if the base keeps its weights and its output."""
         return self.mode in FROZEN_BASE
 
     @property
     def chosen_layout(self) -> str:
-        """The layout, the default one if none was named."""
-        usual = "branches" if self.frozen and self.loss == "improved" else "replaced"
-        return self.layout or usual
+        """Layout, with the default resolved."""
+        default = "branches" if self.frozen and self.loss == "improved" else "replaced"
+        return self.layout or default
 
     @property
     def num_kinds(self) -> int:
-        """How many different adaptive tokens there are."""
+        """Number of different adaptive tokens."""
         return self.window if self.diverse else 1
+
+
+TRAINING = Training(
+    name="sdsat",
+    settings=SdsatTrainSettings,
+    run=SDSAT_RUN,
+    teacher=True,
+    function="hf_spec.methods.sdsat.training:run_training",
+    result="adapter or model",
+    strategy="sdsat",
+    help="""Train adaptive tokens, after which the target drafts for itself.
+
+    Modes gated and embeddings leave the target's output as it is; lora and full make another model
+    of it, full in OUT itself. See hf_spec.methods.sdsat.adaptive_tokens. The target's next-token
+    distributions are computed, and stored, only for --soft-weight. Use the adapter with
+    model.generate(..., spec_strategy="sdsat", assistant=OUT).
+
+        hf-spec train sdsat --model MODEL --responses answers.jsonl --out my-tokens --window 5
+    """,
+)

@@ -41,12 +41,32 @@ from hf_spec.methods.sdsat.settings import SDSAT_RUN, SdsatTrainSettings
 from hf_spec.methods.sdsat.training_chains import Text, Windows, agreement, draw_windows, run_chains
 from hf_spec.training.answers import Example, learned_from
 from hf_spec.training.held_back import learned_and_held
+from hf_spec.training.job import TrainingJob, TrainingResult
 from hf_spec.training.precision import mixed_precision
 from hf_spec.training.settings import TrainSettings
 from hf_spec.training.trainer import Loss, MicroBatch, micro_batches, processes, save_trained, train
 
 # (text, position) of tokens, each of which predicts the next position.
 Places = Sequence[tuple[int, int]]
+
+
+def run_training(job: TrainingJob) -> TrainingResult:
+    """Run `hf-spec train sdsat`."""
+    settings, target = job.settings, job.target
+    needs_tokenizer = settings.infilling or settings.mode == "full"
+    tokenizer = job.load_tokenizer() if needs_tokenizer else None
+    if settings.soft_weight:
+        examples = job.examples()
+    else:
+        examples = [Example.without_teacher(answer) for answer in job.answers()]
+    adapter = train_sdsat(target, examples, job.out, settings, job.run, tokenizer)
+    options = getattr(target.config, CONFIG_ENTRY) if adapter is None else adapter.options
+    merge = f"in Python, hf_spec.methods.sdsat.adaptive_tokens.merge_lora(model, {str(job.out)!r})"
+    return TrainingResult(
+        options["held_back"],
+        whole_model=settings.mode == "full",
+        next_step=merge if settings.mode == "lora" else None,
+    )
 
 
 def train_sdsat(

@@ -1,4 +1,4 @@
-"""What the commands share: the end of a training, and the files of its answers."""
+"""Output that the commands share: the end of a training, tables, suggested commands."""
 
 from __future__ import annotations
 
@@ -7,41 +7,34 @@ from pathlib import Path
 import pytest
 
 from hf_spec.cli.options import Placement
-from hf_spec.cli.train.common import (
-    bench_command,
-    conclude,
-    known_answers,
-    next_command,
-    show_table,
-)
-from hf_spec.training.responses import Response
-from tests.cli.train.cli_files import save_responses
+from hf_spec.cli.train.common import bench_command, conclude, next_command, show_table
+from hf_spec.training.job import ResultTable, TrainingResult
 
 
 def test_the_end_of_a_training(capsys: pytest.CaptureFixture[str]) -> None:
-    conclude({"loss": 0.5, "agreement": 0.25}, "hf-spec bench m")
+    conclude(TrainingResult({"loss": 0.5, "agreement": 0.25}), "hf-spec bench m")
     assert capsys.readouterr().out.splitlines() == [
-        "on the answers held back: loss 0.500, agreement 0.250",
+        "on the held-out answers: loss 0.500, agreement 0.250",
         "next: hf-spec bench m",
     ]
+
+
+def test_a_table_instead_of_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    table = ResultTable("a title", ("rule", "F1"), [("disco", "0.50")])
+    conclude(TrainingResult({"acceptance": 0.5}, table), "hf-spec bench m")
+    page = capsys.readouterr().out
+    assert "a title" in page
+    assert "0.50" in page
+    assert "on the held-out answers" not in page
+    assert page.endswith("next: hf-spec bench m\n")
 
 
 def test_one_process_of_several_says_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("accelerate.PartialState.is_main_process", False)
-    conclude({"loss": 0.5}, "hf-spec bench m")
+    conclude(TrainingResult({"loss": 0.5}), "hf-spec bench m")
     assert capsys.readouterr().out == ""
-
-
-def test_folders_beside_the_files_or_in_one(tmp_path: Path) -> None:
-    files = [save_responses(tmp_path / "a.jsonl"), save_responses(tmp_path / "b.jsonl")]
-
-    def named(answers: list[Response], own: Path) -> list[str]:
-        return [f"{own.relative_to(tmp_path)} {len(answers)}"]
-
-    assert known_answers(files, None, "teacher", named) == ["a.teacher 8", "b.teacher 8"]
-    assert known_answers(files, tmp_path / "all", "teacher", named) == ["all/a 8", "all/b 8"]
 
 
 def test_a_table(capsys: pytest.CaptureFixture[str]) -> None:

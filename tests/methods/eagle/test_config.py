@@ -171,7 +171,7 @@ class TestAssistants:
 
     def test_other_folders(self, tmp_path: Path) -> None:
         build("llama").save_pretrained(tmp_path / "model")
-        with pytest.raises(AssistantError, match=r"no published head.*'draft' or 'tree'"):
+        with pytest.raises(AssistantError, match=r"not a published head.*'draft' or 'tree'"):
             generate("eagle", str(tmp_path / "model"), input_ids=repetitive_prompt())
         (tmp_path / "model" / "config.json").write_text(json.dumps({"hydra_num_heads": 1}))
         for strategy in ("eagle", "draft", "auto"):
