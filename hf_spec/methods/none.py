@@ -1,7 +1,7 @@
-"""No drafts at all: the engine alone, one token per forward.
+"""The engine without drafting: one token per forward pass.
 
-What remains of a speed-up without speculation: batches without padding, rows that leave the batch
-when they end, packed weights on a CPU. The baseline that tells these from the gain of drafting.
+The baseline that separates the gain of drafting from that of the engine: batches without padding,
+rows that leave the batch when they end, and packed weights on a CPU.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from hf_spec.methods.registry import register
 
 
 def _make_drafter(config: NoneConfig, target: PreTrainedModel, assistant: object) -> NoDrafter:
-    # One that watches a generation, say to keep its hidden states.
+    # A drafter that only records a generation, such as its hidden states.
     if isinstance(assistant, NoDrafter):
         return assistant
     if assistant is not None:
-        raise AssistantError("spec_strategy='none' drafts nothing; leave assistant= away")
+        raise AssistantError("spec_strategy='none' drafts nothing; leave out assistant=")
     return NoDrafter()
 
 
 @register("none", _make_drafter)
 @dataclass(frozen=True)
 class NoneConfig(StrategyConfig):
-    """No options."""
+    """Options of the engine without drafting: none of its own."""

@@ -1,12 +1,13 @@
-"""The strategies by name.
+"""Strategies by name.
 
-A strategy is one file: a frozen config dataclass and a drafter, tied together by `register`.
+A strategy is a frozen config dataclass and a function that makes its drafter, tied together by
+`register`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -29,60 +30,75 @@ class _Strategy:
 
 
 _STRATEGIES: dict[str, _Strategy] = {}
+# Other name -> registered name.
+_ALIASES: dict[str, str] = {}
 
 
 def register(
-    name: str, make_drafter: MakeDrafter, make_for_auto: MakeForAuto | None = None
+    name: str,
+    make_drafter: MakeDrafter,
+    make_for_auto: MakeForAuto | None = None,
+    aliases: Sequence[str] = (),
 ) -> Callable[[Config], Config]:
-    """Class decorator: make a config known as `spec_strategy=name`.
+    """Register the decorated config class as `spec_strategy=name`.
 
     Args:
-        name: lower case, letters, digits and underscores, and not taken (`ValueError`).
+        name: lower-case letters, digits and underscores.
         make_drafter: called with (config, target model, assistant) for every generation.
-        make_for_auto: called with (target model, assistant, batching) where `auto` uses the
-            strategy beside others: a drafter that draws nothing at random and proposes all that it
-            can. By default it is that of the config without options.
+        make_for_auto: called with (target model, assistant, batching) when `auto` combines the
+            strategy with others; returns a drafter that samples nothing and proposes all that it
+            can. Default: the drafter of the config without options.
+        aliases: further names, which `parse_strategy` accepts and `known_strategies` leaves out.
+
+    Raises:
+        ValueError: if a name is malformed or taken.
     """
 
     def add(config_class: Config) -> Config:
-        if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
-            raise ValueError(f"strategy name {name!r} is not lower_case_with_underscores")
-        if name in _STRATEGIES:
-            owner = _STRATEGIES[name].config.__name__
-            raise ValueError(f"strategy name {name!r} belongs to {owner} already")
+        for new in (name, *aliases):
+            if not re.fullmatch(r"[a-z][a-z0-9_]*", new):
+                raise ValueError(f"strategy name {new!r} is not lower_case_with_underscores")
+            if (registered := _ALIASES.get(new, new)) in _STRATEGIES:
+                owner = _STRATEGIES[registered].config.__name__
+                raise ValueError(f"strategy name {new!r} belongs to {owner} already")
         config_class.strategy = name
         _STRATEGIES[name] = _Strategy(config_class, make_drafter, make_for_auto)
+        _ALIASES.update(dict.fromkeys(aliases, name))
         return config_class
 
     return add
 
 
 def known_strategies() -> list[str]:
-    """Names of all registered strategies, sorted."""
+    """Return the names of all registered strategies, sorted, without aliases."""
     return sorted(_STRATEGIES)
 
 
 def parse_strategy(value: object) -> StrategyConfig:
-    """Turn what the user passed as `spec_strategy` into a config.
+    """Return the config that the user passed as `spec_strategy`.
 
-    That is a name, a config, or the dictionary of one that a stored generation config holds; all
-    else is an `OptionError`.
+    Args:
+        value: a name, a config, or a config's dictionary from a stored generation config.
+
+    Raises:
+        OptionError: if it is anything else, or names an unknown strategy or option.
     """
     if isinstance(value, StrategyConfig) and value.strategy in _STRATEGIES:
         return value
     if isinstance(value, type) and issubclass(value, StrategyConfig):
         raise OptionError(
-            f"spec_strategy={value.__name__} is a class; pass an object of it: {value.__name__}()"
+            f"spec_strategy={value.__name__} is a class; pass an instance: {value.__name__}()"
         )
     options: dict[str, Any] = {}
     if isinstance(value, dict):
         options = {str(key): option for key, option in value.items()}
         if "strategy" not in options:
             raise OptionError(
-                f"spec_strategy={value!r:.80} has no key 'strategy', which names the strategy; "
+                f"spec_strategy={value!r:.80} has no key 'strategy' with the name; "
                 f"known: {', '.join(known_strategies())}"
             )
         value = options.pop("strategy")
+    value = _ALIASES.get(value, value) if isinstance(value, str) else value
     if not isinstance(value, str) or value not in _STRATEGIES:
         raise OptionError(
             f"unknown spec_strategy {value!r}; {choices(value, known_strategies())} "
@@ -92,12 +108,12 @@ def parse_strategy(value: object) -> StrategyConfig:
 
 
 def make_drafter(config: StrategyConfig, target: PreTrainedModel, assistant: object) -> Drafter:
-    """Build the drafter of a config for one generation."""
+    """Return the drafter of a config for one generation."""
     return _STRATEGIES[config.strategy].make(config, target, assistant)
 
 
 def make_for_auto(name: str, target: PreTrainedModel, assistant: object, batching: str) -> Drafter:
-    """Build the drafter of a strategy as `auto` uses it beside others; see `register`."""
+    """Return the drafter of a strategy that `auto` combines with others, see `register`."""
     strategy = _STRATEGIES[name]
     if strategy.make_for_auto is not None:
         return strategy.make_for_auto(target, assistant, batching)

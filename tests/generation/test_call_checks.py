@@ -102,17 +102,17 @@ class TestSettings:
 
 
 class TestStrategies:
-    @pytest.mark.parametrize("value", ["medusa", "", 3, False, ["lookup"], {"strategy": None}])
+    @pytest.mark.parametrize("value", ["meduza", "", 3, False, ["lookup"], {"strategy": None}])
     def test_unknown(self, value: Any) -> None:
         refuse("unknown spec_strategy .*; known: .*lookup", error=OptionError, spec_strategy=value)
 
     def test_a_class_instead_of_an_object(self) -> None:
-        match = r"spec_strategy=LookupConfig is a class; pass an object of it: LookupConfig\(\)"
+        match = r"spec_strategy=LookupConfig is a class; pass an instance: LookupConfig\(\)"
         refuse(match, error=OptionError, spec_strategy=LookupConfig)
 
     @pytest.mark.parametrize("value", [{}, {"name": "lookup"}, {"Strategy": "lookup"}])
     def test_a_dictionary_that_names_no_strategy(self, value: dict[str, str]) -> None:
-        match = "has no key 'strategy', which names the strategy; known: auto, .*lookup"
+        match = "has no key 'strategy' with the name; known: auto, .*lookup"
         refuse(match, error=OptionError, spec_strategy=value)
 
     def test_unknown_option(self) -> None:

@@ -21,5 +21,5 @@ def test_it_sends_nothing_and_changes_nothing() -> None:
 
 def test_it_wants_no_assistant() -> None:
     model = build("llama")
-    with pytest.raises(AssistantError, match="leave assistant= away"):
+    with pytest.raises(AssistantError, match="leave out assistant="):
         model.generate(**ragged_batch(), spec_strategy=NoneConfig(), assistant=model)

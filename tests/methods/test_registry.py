@@ -21,10 +21,12 @@ from hf_spec.methods.registry import (
 
 @pytest.fixture(autouse=True)
 def registry_as_it_was() -> Iterator[None]:
-    known = dict(registry._STRATEGIES)
+    tables: list[dict[str, Any]] = [registry._STRATEGIES, registry._ALIASES]
+    copies = [dict(table) for table in tables]
     yield
-    registry._STRATEGIES.clear()
-    registry._STRATEGIES.update(known)
+    for table, copy in zip(tables, copies, strict=True):
+        table.clear()
+        table.update(copy)
 
 
 def maker(config: Any, target: Any, assistant: Any) -> Any:
@@ -48,6 +50,26 @@ class TestRegister:
         with pytest.raises(ValueError, match="'lookup' belongs to LookupConfig already"):
             register("lookup", maker)(StrategyConfig)
         assert type(parse_strategy("lookup")) is LookupConfig
+
+    def test_other_names(self) -> None:
+        @register("echo_5", maker, aliases=("echo", "sound"))
+        @dataclass(frozen=True)
+        class EchoConfig(StrategyConfig):
+            length: int = 3
+
+        assert parse_strategy("echo") == parse_strategy("sound") == EchoConfig()
+        assert parse_strategy({"strategy": "echo", "length": 5}) == EchoConfig(length=5)
+        assert parse_strategy("echo").strategy == "echo_5"
+        assert not {"echo", "sound"} & set(known_strategies())
+
+    @pytest.mark.parametrize("name", ["medusa", "heads"])
+    def test_a_taken_other_name(self, name: str) -> None:
+        for arguments in ((name, maker), ("echo_6", maker, None, (name,))):
+            with pytest.raises(ValueError, match=f"{name!r} belongs to HeadsConfig already"):
+                register(*arguments)(StrategyConfig)
+        with pytest.raises(ValueError, match="not lower_case_with_underscores"):
+            register("echo_6", maker, aliases=("two-words",))(StrategyConfig)
+        assert "echo_6" not in known_strategies()
 
     @pytest.mark.parametrize("name", ["Lookup", "two-words", "", "2nd", "a b", "_a"])
     def test_a_badly_formed_name(self, name: str) -> None:

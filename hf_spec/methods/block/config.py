@@ -47,7 +47,7 @@ def _make_for_auto(target: PreTrainedModel, assistant: object, batching: str) ->
     return _make(config, target, assistant)
 
 
-@register("block", _make, _make_for_auto)
+@register("block", _make, _make_for_auto, aliases=("dflash", "dspark"))
 @dataclass(frozen=True)
 class BlockConfig(ProposalConfig):
     """Options of DFlash and DSpark heads; `length_policy="head"` uses DSpark's confidence head.

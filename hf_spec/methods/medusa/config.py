@@ -112,7 +112,7 @@ def _make_for_auto(target: PreTrainedModel, assistant: object, batching: str) ->
     return _make(config, target, assistant)
 
 
-@register("heads", _make, _make_for_auto)
+@register("heads", _make, _make_for_auto, aliases=("medusa",))
 @dataclass(frozen=True)
 class HeadsConfig(ProposalConfig):
     """Options of Medusa heads and MLP speculators.

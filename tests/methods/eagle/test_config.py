@@ -122,7 +122,7 @@ class TestAssistants:
         os.utime(Path(folder, "model.safetensors"), ns=(stamp, stamp))
         assert resolve(folder) is not head
         with pytest.raises(
-            OptionError, match=r"rope_theta override the config .*EagleHead is built already"
+            OptionError, match=r"rope_theta override the config .*Eagle1Head is built already"
         ):
             resolve(head, (("rope_theta", 5.0),))
 
