@@ -1,7 +1,7 @@
-"""What an adapter is: a trained part of a method, and the base model it belongs to.
+"""An adapter: a trained part of a method, and the identity of its base model.
 
-The base is known by its sizes and by a few of its weights, rounded, so that the same model is
-recognised in any dtype and another one is refused with a sentence.
+The base is identified by its sizes and by a sample of its weights, compared up to rounding, so it
+is recognized in any dtype.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_spec.adapters.base_name import base_name
-from hf_spec.adapters.few_bits import BITS, packed
+from hf_spec.adapters.quantized import BITS, quantize
 from hf_spec.backend.device.placement import weight_rows
 from hf_spec.common.errors import AssistantError, OptionError
 from hf_spec.common.files import written_whole
@@ -31,9 +31,8 @@ PEFT_TYPE = "HF_SPEC"
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 
-# The code that travels with an adapter, the same in every one, for users who have not met hf_spec.
-# Where `generate` is told custom_generate="org/adapter" and trust_remote_code=True, transformers
-# copies it out of the repository and calls its `generate`; only this ever runs it.
+# Code in every adapter folder, for users without `import hf_spec`. Only transformers runs it, after
+# generate(custom_generate="org/adapter", trust_remote_code=True).
 FOLDER = "custom_generate"
 FILES = {
     "generate.py": '''\
@@ -49,22 +48,22 @@ __all__ = ["generate"]
     "requirements.txt": f"# To install it, {how_to_install()}.\nhf-spec>=0.1\n",
 }
 
-# Weights of the embedding that identify a base; evenly spread over the table.
+# Number of embedding weights that identify a base, evenly spread over the table.
 FINGERPRINT_SIZE = 32
-# Share of the largest weight. Rounding to half precision changes a weight by less, and so do the
-# 8 bits that GGUF files store embeddings in: at these places by 1.5 % of it at most for SmolLM2, by
-# 2.6 % for Gemma-3-270M.
+# Tolerance, relative to the largest weight of the fingerprint. Rounding to half precision changes a
+# weight by less, and so does the 8-bit quantization of embeddings in GGUF files.
 FINGERPRINT_TOLERANCE = 2.0**-5
 
 
 @dataclass(frozen=True)
 class AdapterMethod:
-    """A method that has a trained part; the module of that part registers it.
+    """A method with a trained part; the module of that part registers it.
 
     Attributes:
-        name, strategy: as adapters name it, and what they are for where none is named.
-        title: of model cards, with {} for the base.
-        build: makes what the strategy works with from a `SpecAdapter` and the target.
+        name: name in adapter configs.
+        strategy: default strategy of its adapters.
+        title: title of model cards, with {} for the base.
+        build: builds the module that drafts from a `SpecAdapter` and the target.
     """
 
     name: str
@@ -77,25 +76,25 @@ _METHODS: dict[str, AdapterMethod] = {}
 
 
 def register_method(method: AdapterMethod) -> None:
-    """Make adapters of a method known, whose name must not be taken (`ValueError`)."""
+    """Register a method; a name that is taken raises `ValueError`."""
     if method.name in _METHODS:
         raise ValueError(f"there is an adapter method {method.name!r} already")
     _METHODS[method.name] = method
 
 
 def known_methods() -> list[str]:
-    """Names of all registered methods, sorted."""
+    """Return the names of all registered methods, sorted."""
     return sorted(_METHODS)
 
 
 @dataclass(frozen=True)
 class BaseModel:
-    """What identifies the model that an adapter was trained for.
+    """Identity of the model that an adapter was trained for.
 
     Attributes:
         name: Hub id or, if there is none, folder name, for messages and model cards.
-        hidden_size, num_layers, vocab_size: of its text model.
-        fingerprint: some of its embedding weights.
+        hidden_size, num_layers, vocab_size: sizes of its text model.
+        fingerprint: sample of its embedding weights.
     """
 
     name: str
@@ -106,29 +105,30 @@ class BaseModel:
 
     @classmethod
     def read(cls, values: Any, path: Path) -> BaseModel:
-        """The identity that the config at `path` holds.
+        """Return the identity that the config at `path` holds as `values`.
 
-        Incomplete ones, and values that cannot be used, are an `AssistantError`.
+        Raises:
+            AssistantError: if values are missing or of the wrong kind.
         """
         try:
             base = cls(**{**values, "fingerprint": tuple(values["fingerprint"])})
         except (KeyError, TypeError) as error:
             raise AssistantError(f"{path} is incomplete: {error!r}") from error
         sizes = (base.hidden_size, base.num_layers, base.vocab_size)
-        known = isinstance(base.name, str) and all(type(s) is int and s > 0 for s in sizes)
+        valid = isinstance(base.name, str) and all(type(s) is int and s > 0 for s in sizes)
         weights = base.fingerprint
-        if not known or not all(isinstance(w, (int, float)) and math.isfinite(w) for w in weights):
-            raise AssistantError(f"{path} does not say what its base model is: {base}"[:500])
+        if not valid or not all(isinstance(w, (int, float)) and math.isfinite(w) for w in weights):
+            raise AssistantError(f"{path} does not identify its base model: {base}"[:500])
         if len(weights) != FINGERPRINT_SIZE:
             raise AssistantError(
-                f"{path} knows its base model by {len(weights)} weights, not {FINGERPRINT_SIZE}: "
+                f"{path} identifies its base by {len(weights)} weights, not {FINGERPRINT_SIZE}: "
                 "get the file again, or train the adapter again"
             )
         return base
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> BaseModel:
-        """The identity of `model`."""
+        """Return the identity of `model`."""
         config: Any = model.config.get_text_config()
         embedding: Any = model.get_input_embeddings()
         size, width = embedding.weight.numel(), embedding.weight.shape[1]
@@ -144,11 +144,11 @@ class BaseModel:
         )
 
     def difference(self, other: BaseModel) -> str | None:
-        """What tells another model from this one, with both names; None if it is the same."""
+        """Return how `other` differs, with both names; None if it is the same model."""
         for name in ("hidden_size", "num_layers", "vocab_size"):
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if mine != theirs:
-                return f"{self.name!r} with {name} {mine}; {other.name!r} has {theirs}"
+            size, other_size = getattr(self, name), getattr(other, name)
+            if size != other_size:
+                return f"{self.name!r} with {name} {size}; {other.name!r} has {other_size}"
         pairs = zip(self.fingerprint, other.fingerprint, strict=True)
         scale = max(abs(value) for value in self.fingerprint)
         if any(abs(a - b) > FINGERPRINT_TOLERANCE * scale for a, b in pairs):
@@ -156,7 +156,7 @@ class BaseModel:
         return None
 
     def check(self, model: PreTrainedModel) -> None:
-        """Refuse a model that an adapter of this one is not for (`AssistantError`)."""
+        """Raise `AssistantError` if `model` is another model."""
         if (difference := self.difference(BaseModel.of(model))) is not None:
             raise AssistantError(
                 f"the adapter was trained for {difference}: load the adapter's own base model, or "
@@ -164,10 +164,10 @@ class BaseModel:
             )
 
 
-# Compared by identity: weights are no values.
+# Compared by identity: equality of tensors is not a bool.
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """What a `SpecAdapter` holds; that class loads, saves and pushes it."""
+    """Data of a `SpecAdapter`; that class loads, saves and pushes it."""
 
     method: str
     base: BaseModel
@@ -179,7 +179,7 @@ class Adapter:
 
     @property
     def record(self) -> AdapterMethod:
-        """Its method; an `AssistantError` if this version does not know it."""
+        """Its method; an unregistered one raises `AssistantError`."""
         if self.method not in _METHODS:
             raise AssistantError(
                 f"adapter {str(self.folder)!r} is one of method {self.method!r}; known methods: "
@@ -189,17 +189,17 @@ class Adapter:
 
     @property
     def strategy(self) -> str:
-        """The strategy that it is for, if no other is named."""
+        """Default strategy."""
         return self.record.strategy
 
     @property
     def largest(self) -> int:
-        """Numbers in its largest tensor, beyond which no size in its options can lie."""
+        """Number of values in its largest tensor, an upper bound of the sizes in its options."""
         return max((tensor.numel() for tensor in self.tensors.values()), default=1)
 
     @property
     def own_folder(self) -> Path:
-        """The folder it was loaded from, none of the Hub's cache; or an `AssistantError`."""
+        """Folder that it was loaded from; `AssistantError` if that is the Hub's cache, or none."""
         if self.folder is None or self.repo_id is not None:
             raise AssistantError("the adapter has no folder of its own; save it to one first")
         return self.folder
@@ -208,8 +208,8 @@ class Adapter:
 def save_adapter(folder: str | os.PathLike[str], adapter: Adapter) -> None:
     """Write `adapter` to `folder`, each file in one rename, the config last.
 
-    The folder is created if need be, and a model card in it stays. Tensors keep their dtypes, or
-    matrices are stored in as many bits as the adapter says.
+    The folder is created if it is missing; a model card in it stays. Tensors keep their dtypes, or
+    matrices are quantized to `adapter.bits`.
     """
     if adapter.bits not in BITS:
         raise OptionError(f"bits={adapter.bits!r}: weights are stored in 16, 8 or 4 bits")
@@ -217,7 +217,7 @@ def save_adapter(folder: str | os.PathLike[str], adapter: Adapter) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
         name: tensor.detach().cpu().contiguous()
-        for name, tensor in packed(adapter.tensors, adapter.bits).items()
+        for name, tensor in quantize(adapter.tensors, adapter.bits).items()
     }
     config = {
         "peft_type": PEFT_TYPE,
@@ -234,7 +234,7 @@ def save_adapter(folder: str | os.PathLike[str], adapter: Adapter) -> None:
 
 
 def write_custom_generate(folder: Path) -> None:
-    """Write the files to an adapter's `folder`."""
+    """Write `FILES` to an adapter's `folder`."""
     target = folder / FOLDER
     target.mkdir(exist_ok=True)
     for name, text in FILES.items():

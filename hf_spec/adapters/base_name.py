@@ -1,4 +1,4 @@
-"""What a model is called: on this machine, and on the Hugging Face Hub."""
+"""Names of a model: on this machine, and on the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from transformers import PreTrainedModel
 
 from hf_spec.common.small_models import hub_id_of
 
-# A model in the Hub's cache lies in <this><owner>--<name>/snapshots/<commit>.
+# Folder of a model in the Hub's cache: <prefix><owner>--<name>/snapshots/<commit>.
 CACHE_PREFIX = "models--"
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether `name` has the form "owner/name" of the Hub's ids."""
+    """Return True if `name` has the form "owner/name" of a Hub id."""
     try:
         validate_repo_id(name)
     except HFValidationError:
@@ -25,14 +25,14 @@ def is_hub_id(name: str) -> bool:
 
 
 def local_name(model: PreTrainedModel) -> str:
-    """The last part of the folder or Hub id that `model` was loaded from, else its class."""
+    """Return the last part of the folder or Hub id of `model`, or its class name."""
     return os.path.basename(os.path.normpath(_source(model)))
 
 
 def base_name(model: PreTrainedModel) -> str:
-    """The Hub id of `model` if that is known, else its local name.
+    """Return the Hub id of `model` if that is known, or its local name.
 
-    Known are the models that were loaded by their id, from the Hub's cache, or from a folder that
+    The id is known for models that were loaded by id, from the Hub's cache, or from a folder that
     `hf_spec.common.small_models` converted.
     """
     source = _source(model)
@@ -46,7 +46,7 @@ def base_name(model: PreTrainedModel) -> str:
 
 
 def source_path(model: PreTrainedModel) -> str:
-    """Return the absolute folder or the Hub id that `model` was loaded from, else its class."""
+    """Return the absolute folder or the Hub id that `model` was loaded from, or its class name."""
     source = _source(model)
     return os.path.realpath(source) if os.path.isdir(source) else source
 

@@ -1,4 +1,4 @@
-"""Model cards of adapters: what they are, how to use them, and what was measured."""
+"""Model cards of adapters: description, usage and measured figures."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from hf_spec.common.files import written_whole
 from hf_spec.common.installing import WHERE, install_command
 
 CARD_NAME = "README.md"
-# In every card that is written here; one without it is taken for one written by hand.
+# Marks generated cards; a card without it was written by hand.
 GENERATED = "<!-- Written by hf_spec, which replaces it. To keep changes, delete this line. -->"
 TASK = "text-generation"
 
-# Options with numbers that were measured on texts kept apart from the training.
-HELD_BACK = ("held_back", "validation")
-# What a row of a benchmark's summary is about if it covers every task.
+# Options with figures on held-out texts.
+HELD_OUT = ("held_back", "validation")
+# Task of the rows of a benchmark's summary that cover every task.
 ALL_TASKS = "all"
 
 TEMPLATE = """---
@@ -91,7 +91,7 @@ percentile. tau is the number of accepted draft tokens per forward of the model.
 
 
 def save_with_card(folder: str | os.PathLike[str], adapter: Adapter) -> None:
-    """Write an adapter and its model card to `folder`; a card that was written by hand stays."""
+    """Write an adapter and its model card to `folder`; keep a card that was written by hand."""
     save_adapter(folder, adapter)
     path = Path(folder) / CARD_NAME
     if not path.exists() or _is_generated(path):
@@ -107,33 +107,32 @@ def write_card(
     datasets: Sequence[str] = (),
     overwrite: bool = False,
 ) -> Path:
-    """Write the model card of an adapter into its folder; the card's path.
+    """Write the model card of an adapter into its folder; return the card's path.
 
-    Where a card that was written here is replaced, the base, the licence and the data sets that it
-    states are kept unless others are given.
+    A generated card is replaced; its base, license and data sets are kept unless others are passed.
 
     Args:
-        adapter: loaded from the folder; the measured numbers and the training are in its options.
-        results: what `hf-spec bench --out` wrote, with speeds of the adapter or its strategy.
-        base_model: Hub id of the base; by default the name that it had in training.
-        license: of the weights, such as "apache-2.0"; not stated by default.
-        datasets: Hub ids of the texts it was trained on.
-        overwrite: whether a card that was written by hand may be replaced.
+        adapter: loaded from the folder; measured figures and the training are in its options.
+        results: file of `hf-spec bench --out` with speeds of the adapter or its strategy.
+        base_model: Hub id of the base. Default: its name in training.
+        license: license of the weights, such as "apache-2.0". Default: none.
+        datasets: Hub ids of the texts that it was trained on.
+        overwrite: replace a card that was written by hand.
 
     Raises:
-        AssistantError: if the adapter has no folder, a card is there already, or the results have
-            nothing to say.
+        AssistantError: if the adapter has no folder, there is a card that was written by hand, or
+            the results do not contain the adapter.
     """
     path = adapter.own_folder / CARD_NAME
     stated = _stated(path, overwrite)
     method, name = adapter.record, adapter.own_folder.resolve().name
     base = str(base_model or stated.base_model or adapter.base.name)
-    found = {} if results is None else _read_results(Path(results), adapter, name)
-    speeds = found.get("summary", [])
-    held_back = [pair for kind in HELD_BACK for pair in _flat(adapter.options.get(kind))]
-    metrics = [*_held_back_metrics(adapter.method, held_back), *map(_speed_metric, speeds)]
+    bench = {} if results is None else _read_results(Path(results), adapter, name)
+    speeds = bench.get("summary", [])
+    held_out = [pair for kind in HELD_OUT for pair in _flat(adapter.options.get(kind))]
+    metrics = [*_held_out_metrics(adapter.method, held_out), *map(_speed_metric, speeds)]
     data = ModelCardData(
-        # The Hub refuses what is no id.
+        # The Hub rejects names that are not ids.
         base_model=base if is_hub_id(base) else None,
         library_name="hf_spec",
         license=license or stated.license,
@@ -155,9 +154,9 @@ def write_card(
         install=install_command(),
         base=json.dumps(base),
         name=json.dumps(name),
-        held_back=[(label, _cell(value)) for label, value in held_back],
+        held_back=[(label, _cell(value)) for label, value in held_out],
         speeds=[_speed_cells(row) for row in speeds],
-        machine=", ".join(f"{key} {value}" for key, value in found.get("environment", {}).items()),
+        machine=", ".join(f"{key} {value}" for key, value in bench.get("environment", {}).items()),
         training=[(label, _cell(v)) for label, v in _flat(adapter.options.get("training"))],
     )
     with written_whole(path) as part:
@@ -166,12 +165,12 @@ def write_card(
 
 
 def _stated(path: Path, overwrite: bool) -> ModelCardData:
-    """The metadata of a card that may be replaced; none of one that was written by hand."""
+    """Return the metadata of a generated card; none for a card written by hand."""
     if path.exists() and _is_generated(path):
         return ModelCard.load(path, ignore_metadata_errors=True).data
     if path.exists() and not overwrite:
         raise AssistantError(
-            f"{path} is there already, written by hand; overwrite=True (--overwrite) replaces it"
+            f"{path} was written by hand; overwrite=True (--overwrite) replaces it"
         )
     return ModelCardData()
 
@@ -181,12 +180,12 @@ def _is_generated(path: Path) -> bool:
 
 
 def _flat(values: Any) -> Iterator[tuple[str, Any]]:
-    """The single values of a JSON object by name; lists are too long for a table."""
+    """Yield the scalar values of a nested JSON object by dotted name, without lists."""
     if not isinstance(values, Mapping):
         return
     for name, value in values.items():
         if isinstance(value, Mapping):
-            yield from ((f"{name}.{inner}", found) for inner, found in _flat(value))
+            yield from ((f"{name}.{inner}", scalar) for inner, scalar in _flat(value))
         elif isinstance(value, (bool, int, float, str)):
             yield name, value
 
@@ -197,11 +196,11 @@ def _cell(value: Any) -> str:
     return str(value).replace("|", "\\|").replace("\n", " ")
 
 
-def _held_back_metrics(method: str, held_back: Iterable[tuple[str, Any]]) -> Iterator[EvalResult]:
-    """What the Hub shows: the figures of the adapter, not those of rules it is compared with."""
-    own = f"rules.{method}."
-    for label, value in held_back:
-        name = label.removeprefix(own)
+def _held_out_metrics(method: str, held_out: Iterable[tuple[str, Any]]) -> Iterator[EvalResult]:
+    """Yield the figures of the adapter for the Hub, without those of the rules beside it."""
+    prefix = f"rules.{method}."
+    for label, value in held_out:
+        name = label.removeprefix(prefix)
         if isinstance(value, float) and (name != label or "." not in label):
             yield _metric("held-back", "held-back answers of the base model", name, value)
 
@@ -225,21 +224,21 @@ def _metric(
 
 
 def _read_results(path: Path, adapter: Adapter, name: str) -> dict[str, Any]:
-    """The results with the rows that name the adapter or, without any, those of its strategy."""
+    """Return bench results with the rows of the adapter, or else those of its strategy."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        rows = [{"batch_size": 1, **row} for row in found["summary"] if row["task"] == ALL_TASKS]
+        results = json.loads(path.read_text(encoding="utf-8"))
+        rows = [{"batch_size": 1, **row} for row in results["summary"] if row["task"] == ALL_TASKS]
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise AssistantError(f"{path} holds no results of `hf-spec bench`: {error!r}") from error
     contenders = {row["contender"] for row in rows}
-    named = {one for one in contenders if one.rpartition("@")[2] == name}
-    named = named or {one for one in contenders if one == adapter.strategy}
+    named = {entry for entry in contenders if entry.rpartition("@")[2] == name}
+    named = named or contenders & {adapter.strategy}
     if not named:
         raise AssistantError(
-            f"the results have nothing of {name!r} or spec_strategy={adapter.strategy!r}; they "
-            f"have {', '.join(sorted(contenders)) or 'nothing'}"
+            f"the results have no rows of {name!r} or spec_strategy={adapter.strategy!r}; they "
+            f"have {', '.join(sorted(contenders)) or 'none'}"
         )
-    return {**found, "summary": [row for row in rows if row["contender"] in named]}
+    return {**results, "summary": [row for row in rows if row["contender"] in named]}
 
 
 def _speed_cells(row: Mapping[str, Any]) -> list[str]:

@@ -1,6 +1,6 @@
-"""Adapters as folders in the shape of PEFT's: `adapter_config.json`, `adapter_model.safetensors`.
+"""Adapter folders in PEFT's layout: `adapter_config.json` and `adapter_model.safetensors`.
 
-They are read from a folder or from the Hub. Nothing in them is executed.
+They are read from disk or from the Hub. Nothing in them is executed.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from hf_spec.adapters.adapter import (
     save_adapter,
 )
 from hf_spec.adapters.card import CARD_NAME, write_card
-from hf_spec.adapters.few_bits import unpacked
 from hf_spec.adapters.hub import Place, push_adapter
+from hf_spec.adapters.quantized import dequantize
 from hf_spec.adapters.reading import read_json, read_tensors, regular_file
 from hf_spec.common.errors import AssistantError
 
-# The module on a model that holds its adapters. PEFT looks over names with its prefix of the type
-# in them, "hf_spec_", for the weights of an adapter, which this is not.
+# Name of the module on a model that holds its adapters. It must not contain "hf_spec_", the prefix
+# by which PEFT finds adapter weights.
 LAYER_NAME = "spec_adapters"
 
 
@@ -37,12 +37,13 @@ class SpecAdapter(Adapter):
     """A trained part of a method.
 
     Attributes:
-        method, base: "draft", "disco", "falcon", "sdsat" or another that was registered, and the
-            model it belongs to.
-        options: JSON values; what the method needs to rebuild its module, and measured numbers.
+        method: a registered method, such as "draft", "disco", "falcon" or "sdsat".
+        base: the model that it belongs to.
+        options: JSON values from which the method rebuilds its module, and measured numbers.
         tensors: the weights.
-        folder, repo_id: where it was loaded from, and its name if that is the Hub.
-        bits: 16, or the 8 or 4 in which its matrices are stored.
+        folder: the folder that it was loaded from.
+        repo_id: its id if it was loaded from the Hub.
+        bits: 16; 8 or 4 if its matrices are quantized on disk.
     """
 
     @classmethod
@@ -53,11 +54,11 @@ class SpecAdapter(Adapter):
         revision: str | None = None,
         token: str | bool | None = None,
     ) -> SpecAdapter:
-        """Read an adapter from a folder or from the Hub; see `load_adapter`."""
+        """Read an adapter from a folder or from the Hub, see `load_adapter`."""
         return load_adapter(name, revision=revision, token=token)
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write it to `folder`; see `save_adapter`."""
+        """Write it to `folder`, see `save_adapter`."""
         save_adapter(folder, self)
 
     def push_to_hub(
@@ -68,13 +69,19 @@ class SpecAdapter(Adapter):
         token: str | None = None,
         revision: str | None = None,
     ) -> str:
-        """Put it on the Hub, with the card and the licence of its folder, or a new card.
+        """Push it to the Hub, with the card and the license of its folder, or a new card.
 
-        Repository "owner/name" (maybe `private`) and branch are made if need be; by default the
-        branch is the main one and the token the stored one.
+        Args:
+            repo_id: "owner/name"; created if it is missing.
+            private: create a private repository.
+            token: None for the stored token.
+            revision: branch, created if it is missing; None for the main branch.
 
         Returns:
-            The address of the commit. If the Hub refuses, an `AssistantError` says why.
+            The URL of the commit.
+
+        Raises:
+            AssistantError: if the Hub cannot be reached, or rejects it.
         """
         place = Place(repo_id, revision, token)
         place.check()
@@ -96,10 +103,13 @@ def load_adapter(
     revision: str | None = None,
     token: str | bool | None = None,
 ) -> SpecAdapter:
-    """Read an adapter. Nothing in it is executed, `custom_generate/` not even looked at.
+    """Read an adapter. Nothing in it is executed, and `custom_generate/` is not read.
 
-    It is in a folder, or on the Hub as "org/name" or "org/name@revision", where `revision` is a
-    branch, tag or commit and the stored token the default. It must be one of `method`, if given.
+    Args:
+        name: a folder, or "org/name" or "org/name@revision" on the Hub.
+        method: the method that it must have; None for any.
+        revision: branch, tag or commit.
+        token: None for the stored token.
 
     Raises:
         AssistantError: if it is missing, damaged, or of another method.
@@ -112,22 +122,22 @@ def load_adapter(
     if method is not None and config["method"] != method:
         raise AssistantError(
             f"adapter {os.fspath(name)!r} is one of method {config['method']!r}, not {method!r}; "
-            "name the strategy that it is for, or another adapter"
+            "use that method's strategy, or another adapter"
         )
     base = BaseModel.read(config["base"], folder / CONFIG_NAME)
-    # Saved by transformers, an adapter's names have PEFT's prefix in front.
+    # Adapters that transformers saved have PEFT's prefix in front of the names.
     tensors = {
         key.removeprefix("base_model.model."): tensor
         for key, tensor in read_tensors(folder, WEIGHTS_NAME).items()
     }
-    tensors, bits = unpacked(tensors, folder / WEIGHTS_NAME)
+    tensors, bits = dequantize(tensors, folder / WEIGHTS_NAME)
     return SpecAdapter(config["method"], base, config["options"], tensors, folder, repo_id, bits)
 
 
 def is_adapter(name: object, revision: str | None = None, token: str | bool | None = None) -> bool:
-    """Whether `name`, of any type, is a folder or a Hub id of an adapter of this library.
+    """Return True if `name`, of any type, is a folder or a Hub id of an adapter of this library.
 
-    A Hub id that is not available is none; `revision` and `token` as in `load_adapter`.
+    It is False for a Hub id that is not available. `revision` and `token` as in `load_adapter`.
     """
     if not isinstance(name, (str, os.PathLike)):
         return False
@@ -141,18 +151,19 @@ def is_adapter(name: object, revision: str | None = None, token: str | bool | No
 
 
 def active_adapters(model: nn.Module) -> list[SpecAdapter]:
-    """The adapters of this library that are attached to `model` and switched on."""
-    # PEFT is not imported for a model that has none; a module of somebody else's may have the name.
-    found = getattr(getattr(model, LAYER_NAME, None), "active", ())
-    known = found if isinstance(found, (list, tuple)) else ()
-    return [adapter for adapter in known if isinstance(adapter, SpecAdapter)]
+    """Return the adapters of this library that are attached to `model` and active."""
+    # Unrelated modules may have the same name. PEFT is not imported for this.
+    active = getattr(getattr(model, LAYER_NAME, None), "active", ())
+    if not isinstance(active, (list, tuple)):
+        return []
+    return [adapter for adapter in active if isinstance(adapter, SpecAdapter)]
 
 
 def beside(adapter: SpecAdapter, name: str) -> str:
-    """What an adapter means by the name of another folder or repository.
+    """Return the folder or Hub id that an adapter refers to by `name`.
 
-    "../name" is a folder beside its own or a repository of the same owner, "name" a folder inside
-    its own or a Hub id. What leads anywhere else is an `AssistantError`.
+    "../name" is a folder beside its own or a repository of the same owner; "name" is a folder
+    inside its own or a Hub id. Other paths raise `AssistantError`.
     """
     parts = PurePosixPath(name).parts
     inner = parts[1:] if parts[:1] == ("..",) else parts
@@ -171,7 +182,7 @@ def _read_config(folder: Path) -> Mapping[str, Any]:
     path = regular_file(folder, CONFIG_NAME)
     config = read_json(path)
     if "peft_type" not in config:
-        raise AssistantError(f"{path} names no peft_type, so it is no adapter")
+        raise AssistantError(f"{path} has no peft_type, so it is not an adapter")
     if config["peft_type"] != PEFT_TYPE:
         raise AssistantError(
             f"{path} is a PEFT adapter of type {config['peft_type']!r}; one of type "

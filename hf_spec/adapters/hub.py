@@ -1,4 +1,4 @@
-"""Adapters on the Hugging Face Hub: naming, fetching and pushing them."""
+"""Adapters on the Hugging Face Hub: names, download and upload."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hf_spec.adapters.reading import regular_file
 from hf_spec.common.errors import AssistantError, HubError, OptionError
 from hf_spec.common.hub import check_name, reach_hub
 
-# What an adapter's repository is made of; nothing else in a folder is sent.
+# Files of an adapter's repository; others in its folder are not uploaded.
 PUSHED = (
     "README.md",
     "LICENSE",
@@ -29,7 +29,7 @@ PUSHED = (
 
 @dataclass(frozen=True)
 class Place:
-    """A repository "owner/name" of the Hub; None is its main branch, and the stored token."""
+    """A repository "owner/name" of the Hub; None for the main branch, and for the stored token."""
 
     repo_id: str
     revision: str | None = None
@@ -37,9 +37,9 @@ class Place:
 
     @classmethod
     def of(cls, name: str, revision: str | None = None, token: str | bool | None = None) -> Place:
-        """The place that "owner/name" or "owner/name@revision" stands for.
+        """Return the place of "owner/name" or "owner/name@revision".
 
-        No Hub id has an "@" in it; a second revision is an `AssistantError`.
+        A second revision raises `AssistantError`. No Hub id contains "@".
         """
         repo_id, separator, named = name.partition("@")
         if separator and revision is not None:
@@ -49,7 +49,7 @@ class Place:
         return cls(repo_id, named if separator else revision, token)
 
     def check(self) -> None:
-        """Refuse a name that no repository can have (`AssistantError`)."""
+        """Raise `AssistantError` if the name of the repository is malformed."""
         try:
             validate_repo_id(self.repo_id)
         except HFValidationError as error:
@@ -58,7 +58,7 @@ class Place:
             ) from error
 
     def fetch(self, names: Sequence[str]) -> Path:
-        """The folder of the Hub's cache with the files called `names`, those that exist.
+        """Download those files of `names` that exist; return their folder in the Hub's cache.
 
         Raises:
             AssistantError: if there is no such repository, or folder.
@@ -82,22 +82,21 @@ class Place:
 
 
 def push_adapter(adapter: Adapter, place: Place, private: bool = False) -> str:
-    """Put the folder that an adapter was loaded from on the Hub, in one commit.
+    """Push the files `PUSHED` of an adapter's folder to the Hub, in one commit.
 
-    Its card and its `custom_generate/` go along, other files of the folder do not. Repository
-    (maybe `private`) and branch are made if need be.
+    The repository (`private` or not) and the branch are created if they are missing.
 
     Returns:
-        The address of the commit.
+        The URL of the commit.
 
     Raises:
-        AssistantError: if a file is not one of the folder, or the name of the repository is none.
-        HubError: if the Hub cannot be reached, or refuses.
+        AssistantError: if a file is a link out of the folder, or the repository's name malformed.
+        HubError: if the Hub cannot be reached, or rejects the commit.
     """
     folder = adapter.own_folder
     for name in PUSHED:
         if (folder / name).is_symlink() or (folder / name).exists():
-            # A link would send what lies elsewhere.
+            # A link would upload a file from elsewhere.
             regular_file(folder, name)
     place.check()
     reach_hub()

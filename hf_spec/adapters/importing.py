@@ -1,7 +1,7 @@
-"""Published pickles made into safetensors, at the user's explicit command.
+"""Conversion of published pickles to safetensors, at the user's explicit command.
 
-Nothing else of this library loads a pickle. Here torch unpickles with `weights_only=True`, which
-builds tensors and plain containers and refuses all else.
+No other part of the library loads pickles. Here torch unpickles with `weights_only=True`, which
+allows tensors and plain containers only.
 """
 
 from __future__ import annotations
@@ -19,36 +19,42 @@ from yaml import YAMLError
 
 from hf_spec.adapters.card import CARD_NAME, GENERATED
 from hf_spec.adapters.hub import Place
-from hf_spec.adapters.published import CONFIG, MTP_INSIDE, recognise, write_published
+from hf_spec.adapters.published import CONFIG, MTP_INSIDE, recognize, write_published
 from hf_spec.adapters.reading import PICKLES, read_json, regular_file
 from hf_spec.common.errors import AssistantError
 from hf_spec.common.files import check_new_folder
 
-# Of tensors that strategies can read, see `hf_spec.adapters.reading`.
+# Dtypes that `hf_spec.adapters.reading` allows.
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.bool)
-# Of the repository, what is looked at.
-LOOKED_AT = (CONFIG, CARD_NAME, *(f"*{ending}" for ending in sorted(PICKLES)))
+# Files of the repository that are fetched.
+FETCHED = (CONFIG, CARD_NAME, *(f"*{ending}" for ending in sorted(PICKLES)))
 
 
 def import_head(name: str | os.PathLike[str], out: Path) -> Path:
-    """Write the published head `name`, a folder or Hub id with pickles, as safetensors to `out`.
+    """Convert the pickles of a published head to safetensors.
 
-    `out` is a new or empty folder; it gets config, weights, and a card that says where they are
-    from. Returned is its path.
+    Args:
+        name: folder or Hub id of the head.
+        out: a new or empty folder; gets config, weights, and a card that names the source.
+
+    Returns:
+        The path of `out`.
 
     Raises:
-        OptionError: if there is something in `out`.
-        AssistantError: if it is no published head, or has no pickle that holds tensors alone.
+        OptionError: if `out` is not empty.
+        AssistantError: if it is not a published head, or has no pickle of tensors alone.
         HubError: if the Hub cannot be reached.
     """
     check_new_folder(out)
     folder = Path(name)
     if not folder.is_dir():
-        folder = Place.of(os.fspath(name)).fetch(LOOKED_AT)
+        folder = Place.of(os.fspath(name)).fetch(FETCHED)
     config = read_json(regular_file(folder, CONFIG))
-    family = recognise(config)
+    family = recognize(config)
     if family is None or family == MTP_INSIDE:
-        raise AssistantError(f"{os.fspath(name)!r} is no published head: its config describes none")
+        raise AssistantError(
+            f"{os.fspath(name)!r} is not a published head: its config describes none"
+        )
     files = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLES)
     if not files:
         raise AssistantError(f"{os.fspath(name)!r} has no pickle file; nothing needs converting")
@@ -61,24 +67,24 @@ def import_head(name: str | os.PathLike[str], out: Path) -> Path:
 
 
 def _unpickled(path: Path) -> dict[str, Tensor]:
-    """The tensors of a pickle that holds nothing else."""
+    """Return the tensors of a pickle that holds nothing else."""
     try:
-        found: Any = torch.load(path, map_location="cpu", weights_only=True)
+        content: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        # The unpickler raises whatever it stumbles over.
+        # The unpickler raises errors of any type.
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise AssistantError(f"{path} cannot be read as tensors alone: {reason}") from error
-    if not isinstance(found, Mapping) or not all(
-        isinstance(key, str) and isinstance(value, Tensor) for key, value in found.items()
+    if not isinstance(content, Mapping) or not all(
+        isinstance(key, str) and isinstance(value, Tensor) for key, value in content.items()
     ):
         raise AssistantError(f"{path} holds more than named tensors, so it is not converted")
-    for key, tensor in found.items():
+    for key, tensor in content.items():
         if tensor.dtype not in DTYPES or tensor.layout is not torch.strided or tensor.is_meta:
             raise AssistantError(
                 f"{path}: {key!r} is of {tensor.dtype}, {tensor.layout} on {tensor.device}, which "
-                "is no plain weight, so it is not converted"
+                "is not a plain weight, so it is not converted"
             )
-    return dict(found)
+    return dict(content)
 
 
 def _digest(path: Path) -> str:
@@ -89,29 +95,29 @@ def _digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def licence_of(folder: Path) -> str | None:
-    """The licence that the card in a folder names."""
+def license_of(folder: Path) -> str | None:
+    """Return the license that the card in a folder names."""
     if not (folder / CARD_NAME).is_file():
         return None
     try:
-        licence: str | None = ModelCard.load(regular_file(folder, CARD_NAME)).data.license
+        name: str | None = ModelCard.load(regular_file(folder, CARD_NAME)).data.license
     except (ValueError, TypeError, YAMLError):
         return None
-    return licence
+    return name
 
 
 def _card(name: str, family: str, digests: Mapping[str, str], folder: Path) -> str:
-    """A card with the source, and the licence that its own card names."""
-    licence = licence_of(folder)
+    """Return a card with the source, and the license that its own card names."""
+    license_name = license_of(folder)
     lines = [
-        *(["---", f"license: {licence}", "---", ""] if licence else []),
+        *(["---", f"license: {license_name}", "---", ""] if license_name else []),
         GENERATED,
         "",
         f"# {name} as safetensors",
         "",
         f"A head of the family `{family}`, converted by `hf-spec import-head`. The weights are",
-        f"those of `{name}`, whose licence applies"
-        + (f" ({licence})." if licence else "; its own card says which."),
+        f"those of `{name}`, whose license applies"
+        + (f" ({license_name})." if license_name else "; see its own card."),
         "",
         "| file | sha256 |",
         "|---|---|",

@@ -1,9 +1,8 @@
-"""Drafters that others have published: told apart by their config, read without executing anything.
+"""Drafters that others have published: recognized by their config, read without executing code.
 
-More than a hundred repositories of the Hub hold heads for popular models, in a dozen layouts. The
-config alone says which *family* one belongs to; sizes and counts are taken from the tensors, since
-configs are often wrong about them. A family that can be used is registered by the module that
-builds its head (`PublishedFamily`); the others are known by name, to be refused with a sentence.
+The config determines the *family*; sizes and counts are taken from the tensors, because configs are
+often wrong about them. The module that builds a family's head registers a `PublishedFamily`. Other
+families are recognized too, for a clear error message.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ from hf_spec.common.files import write_json, written_whole
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
-# Whole heads in one file, by the names under which they are published.
+# File names of whole heads.
 WEIGHTS = ("model.safetensors", "medusa_lm_head.safetensors")
 
-# A whole model whose config says that its own files hold layers that draft.
+# A whole model with MTP layers in its own files.
 MTP_INSIDE = "mtp_inside"
-# Families whose drafters are ordinary models too, which may draft as such.
+# Families whose drafters are also ordinary models.
 MODELS = ("pard",)
-# Families of which nothing here can use a head, and what users can do.
-UNSERVED = {
+# Recognized families that no strategy supports, and the name of their heads.
+UNSUPPORTED = {
     "domino": "Domino heads",
     "dflash2": "DFlash 2 heads",
     "hydra": "Hydra heads",
@@ -43,12 +42,12 @@ UNSERVED = {
 
 @dataclass(frozen=True)
 class PublishedFamily:
-    """A family of published heads that can be used; the module that builds them registers it.
+    """A supported family of published heads; the module that builds them registers it.
 
     Attributes:
-        name: as `recognise` has it.
-        strategy: what its heads are for where no strategy is named.
-        build: makes what the strategy works with from a `PublishedHead` and the target.
+        name: name that `recognize` returns.
+        strategy: default strategy of its heads.
+        build: builds the module that drafts from a `PublishedHead` and the target.
     """
 
     name: str
@@ -56,17 +55,17 @@ class PublishedFamily:
     build: Callable[[PublishedHead, PreTrainedModel], Any]
 
 
-# Compared by identity: weights are no values.
+# Compared by identity: equality of tensors is not a bool.
 @dataclass(frozen=True, eq=False)
 class PublishedHead:
-    """The files of a published drafter.
+    """Files of a published drafter.
 
     Attributes:
-        family: which one, see `recognise`.
-        config: what its config.json holds.
-        tensors: on the CPU, as they are stored.
-        folder: where the files are.
-        name: folder or Hub id as the user gave it.
+        family: see `recognize`.
+        config: contents of its config.json.
+        tensors: on the CPU, in their stored dtypes.
+        folder: folder of the files.
+        name: folder or Hub id as the user passed it.
         overrides: (name, value) pairs of its family that replace entries of the config.
     """
 
@@ -79,12 +78,12 @@ class PublishedHead:
 
     @property
     def record(self) -> PublishedFamily:
-        """What is registered of its family; an `AssistantError` if nothing here can use it."""
+        """Its registered family; an unsupported one raises `AssistantError`."""
         return family_record(self.family, self.name)
 
     @property
     def strategy(self) -> str:
-        """The strategy that it is for, if no other is named."""
+        """Default strategy."""
         return self.record.strategy
 
 
@@ -92,16 +91,16 @@ _FAMILIES: dict[str, PublishedFamily] = {}
 
 
 def register_family(family: PublishedFamily) -> None:
-    """Make a family usable, whose name must not be taken (`ValueError`)."""
+    """Register a family; a name that is taken raises `ValueError`."""
     if family.name in _FAMILIES:
         raise ValueError(f"there is a family of published heads {family.name!r} already")
     _FAMILIES[family.name] = family
 
 
 def family_record(family: str, name: str) -> PublishedFamily:
-    """What is registered of a family; an `AssistantError` about the head `name` otherwise."""
+    """Return a registered family; for others raise `AssistantError` about the head `name`."""
     if family not in _FAMILIES:
-        what = UNSERVED.get(family, f"heads of the family {family!r}")
+        what = UNSUPPORTED.get(family, f"heads of the family {family!r}")
         raise AssistantError(
             f"assistant={name!r}: {what} cannot be used yet; families that can: "
             f"{', '.join(sorted(_FAMILIES))}"
@@ -109,13 +108,12 @@ def family_record(family: str, name: str) -> PublishedFamily:
     return _FAMILIES[family]
 
 
-def recognise(config: Mapping[str, Any]) -> str | None:
-    """The family of published drafters that a config.json describes; None for all else.
+def recognize(config: Mapping[str, Any]) -> str | None:
+    """Return the family of published drafters that a config.json describes; None if it is none.
 
-    That is "eagle3", "peagle", "eagle", "dflash", "dspark", "mtp", "medusa", "mlp_speculator",
-    "gemma4_assistant", "pard" or one of `UNSERVED`. `MTP_INSIDE` is a whole model whose files hold
-    layers that draft. A plain Llama of one layer is "eagle" here; whether it is one, or a model,
-    its tensors say.
+    Families are "eagle3", "peagle", "eagle", "dflash", "dspark", "mtp", "medusa", "mlp_speculator",
+    "gemma4_assistant", "pard", those of `UNSUPPORTED`, and `MTP_INSIDE`. A plain Llama of one layer
+    is "eagle"; only its tensors tell it from a model.
     """
     architectures = config.get("architectures")
     names = " ".join(map(str, architectures)) if isinstance(architectures, list) else ""
@@ -123,69 +121,74 @@ def recognise(config: Mapping[str, Any]) -> str | None:
 
 
 def published_family(name: str | os.PathLike[str]) -> str | None:
-    """The family of the drafter in a folder or repository, None where it is none.
+    """Return the family of the drafter in a folder or repository; None if it is not a drafter.
 
-    Only the config is read, and the names of tensors where that leaves the family open.
+    Only the config is read, and the names of tensors if the config is ambiguous.
     """
-    found = _locate(name)
-    return None if found is None else found[2]
+    located = _locate(name)
+    return None if located is None else located[2]
 
 
 def read_published(name: str | os.PathLike[str]) -> PublishedHead | None:
     """Read a published drafter from a folder, or the Hub as "org/name" or "org/name@revision".
 
-    None where the config describes none, or a whole model (`MTP_INSIDE`).
+    Return None if the config describes no drafter, or a whole model (`MTP_INSIDE`).
 
     Raises:
         AssistantError: if it has no safetensors, or they are damaged.
         HubError: if the Hub cannot be reached, and its cache does not have the files.
     """
-    found = _locate(name)
-    if found is None:
+    located = _locate(name)
+    if located is None:
         return None
-    folder, config, family = found
+    folder, config, family = located
     return PublishedHead(family, config, read_weights(folder, os.fspath(name)), folder, str(name))
 
 
 def known_head(name: str | os.PathLike[str]) -> PublishedHead:
-    """As `read_published`; what is no published head is an `AssistantError`, too."""
+    """Return `read_published(name)`; raise `AssistantError` if that is None."""
     head = read_published(name)
     if head is None:
-        raise AssistantError(f"{os.fspath(name)!r} is no published head: its config describes none")
+        raise AssistantError(
+            f"{os.fspath(name)!r} is not a published head: its config describes none"
+        )
     return head
 
 
 def read_weights(
     folder: Path, name: str, wanted: Callable[[str], bool] | None = None
 ) -> dict[str, Tensor]:
-    """The tensors of a folder whose names are `wanted`, all by default, on the CPU as stored.
+    """Return the tensors of a folder, on the CPU, in their stored dtypes.
 
-    They are in one safetensors file or in several with an index; `name` is for messages.
+    Args:
+        folder: has one safetensors file, or several with an index.
+        name: for messages.
+        wanted: selects tensors by name; None reads all.
     """
     tensors: dict[str, Tensor] = {}
     for file in weight_files(folder, name):
-        tensors.update(tensors_of(regular_file(folder, file), wanted, kinds=("BOOL",)))
+        tensors.update(tensors_of(regular_file(folder, file), wanted, dtypes=("BOOL",)))
     return tensors
 
 
 def write_published(
     folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], card: str
 ) -> None:
-    """Write a head as it would be published, with its model card; `folder` is made if need be."""
+    """Write a head as it would be published, with its model card; create `folder` if needed."""
     folder.mkdir(parents=True, exist_ok=True)
     with written_whole(folder / WEIGHTS[0]) as part:
-        # Tensors may share their memory.
+        # Tensors that share memory cannot be saved.
         save_file(
             {name: tensor.cpu().clone().contiguous() for name, tensor in tensors.items()}, part
         )
     with written_whole(folder / CARD_NAME) as part:
         part.write_text(card, encoding="utf-8")
-    # Without it the folder is no head: it comes last.
+    # Last: without a config the folder is not a head.
     write_json(folder / CONFIG, config, indent=2)
 
 
 def weight_files(folder: Path, name: str) -> list[str]:
-    """Names of the safetensors files of a folder; an `AssistantError` where there are none."""
+    """Return the names of the safetensors files of a folder; none raises `AssistantError`."""
     for file in WEIGHTS:
         if (folder / file).exists():
             return [file]
@@ -193,10 +196,10 @@ def weight_files(folder: Path, name: str) -> list[str]:
         places = read_json(regular_file(folder, INDEX)).get("weight_map")
         files = set(places.values()) if isinstance(places, dict) else set()
         if not files or not all(isinstance(f, str) and f.endswith(".safetensors") for f in files):
-            raise AssistantError(f"{folder / INDEX} does not say where the weights are")
+            raise AssistantError(f"{folder / INDEX} has no weight_map with safetensors files")
         return sorted(files)
     pickles = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLES)
-    why = f"{pickles[0]} is a pickle file, which is never loaded" if pickles else "none was found"
+    why = f"{pickles[0]} is a pickle file, which is never loaded" if pickles else "there is none"
     raise AssistantError(
         f"{name!r} has no weights as safetensors ({why}); if it is published as a pickle, "
         f"`hf-spec import-head {name} OUT` writes a folder that can be read"
@@ -204,7 +207,7 @@ def weight_files(folder: Path, name: str) -> list[str]:
 
 
 def _locate(name: str | os.PathLike[str]) -> tuple[Path, dict[str, Any], str] | None:
-    """Folder, config and family of a published drafter, its files fetched; None if it is none."""
+    """Fetch a published drafter; return folder, config and family, or None if it is none."""
     folder, place = Path(name), None
     if not folder.is_dir():
         place = Place.of(os.fspath(name))
@@ -212,11 +215,11 @@ def _locate(name: str | os.PathLike[str]) -> tuple[Path, dict[str, Any], str] | 
     if not (folder / CONFIG).exists():
         return None
     config = read_json(regular_file(folder, CONFIG))
-    family = recognise(config)
+    family = recognize(config)
     if family is None or family == MTP_INSIDE:
         return None
     if place is not None:
-        # The card names the licence.
+        # The card names the license.
         folder = place.fetch((CONFIG, CARD_NAME, INDEX, "*.safetensors"))
     if family == "eagle" and not _says_eagle(config) and not _has_fc(folder, os.fspath(name)):
         return None
@@ -224,7 +227,7 @@ def _locate(name: str | os.PathLike[str]) -> tuple[Path, dict[str, Any], str] | 
 
 
 def _by_key(config: Mapping[str, Any], names: str) -> str | None:
-    """What keys of their own tell."""
+    """Return the family of a config with keys that only that family has."""
     kind = config.get("speculators_model_type")
     if kind:
         return str(kind)
@@ -241,7 +244,7 @@ def _by_key(config: Mapping[str, Any], names: str) -> str | None:
 
 
 def _by_name(config: Mapping[str, Any], names: str) -> str | None:
-    """What the names of classes tell, in the order in which one name contains another."""
+    """Return the family by class names, longer names before those that they contain."""
     block = config.get("dflash_config")
     kind = block.get("projector_type") if isinstance(block, dict) else None
     if "DSpark" in names or kind == "dspark":
@@ -261,7 +264,7 @@ def _by_name(config: Mapping[str, Any], names: str) -> str | None:
 
 
 def _whole_model(config: Mapping[str, Any], names: str) -> str | None:
-    """Drafters, and models with drafters inside, that look like ordinary models."""
+    """Return the family of drafters, or of models with MTP layers, that look like plain models."""
     if config.get("pard_token") is not None or config.get("spd_type") is not None:
         return "pard"
     if _says_eagle(config) or (
@@ -279,8 +282,8 @@ def _says_eagle(config: Mapping[str, Any]) -> bool:
 
 
 def _has_fc(folder: Path, name: str) -> bool:
-    """Whether weights hold what joins a token with a feature, which no whole model has."""
+    """Return True if there is a weight that joins token and feature, which no whole model has."""
     if not any((folder / file).exists() for file in (*WEIGHTS, INDEX)):
-        # What its pickle holds nobody looks at; a whole model would be loaded as safetensors.
+        # Pickles are not read; a whole model would have safetensors.
         return True
     return bool(read_weights(folder, name, lambda key: key == "fc.weight"))

@@ -1,8 +1,8 @@
-"""Reading the files of an adapter as what they may be: written by somebody else, or damaged.
+"""Safe reading of adapter files, which may be malicious or damaged.
 
-Nothing here executes, follows a link out of the folder, or takes more memory than the files do,
-but for weights in few bits: eight times as much at most.
-Whatever is wrong is an `AssistantError` that names the file, or the option or weight.
+Nothing is executed, and no link out of the folder is followed. Memory is bounded by the size of the
+files, or eight times that for quantized weights. Problems raise an `AssistantError` that names the
+file, option or weight.
 """
 
 from __future__ import annotations
@@ -17,80 +17,83 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from hf_spec.adapters.few_bits import KINDS
+from hf_spec.adapters.quantized import DTYPE_NAMES
 from hf_spec.common.errors import AssistantError
 
-# More than the config of any adapter that was ever made here, by a factor of a hundred.
+# Configs are far smaller.
 MAX_CONFIG_BYTES = 4 << 20
-# The tensor with the tokens that an adapter can propose, if these are not all.
+# Name of the tensor with the tokens that an adapter can draft, if these are not all.
 VOCABULARY = "vocabulary"
 PICKLES = {".bin", ".pt", ".pth", ".pkl", ".ckpt"}
-# What weights are stored in, and what token ids are, as safetensors calls them.
+# Names that safetensors gives the dtypes of weights and of token ids.
 FLOATS = {"F32", "F16", "BF16"}
 INTEGERS = {"I32", "I64"}
 
 
 def regular_file(folder: Path, name: str) -> Path:
-    """The file `name` of an adapter folder; no link that leads out of it."""
+    """Return the path of file `name` in `folder`, which must not be a link out of the folder."""
     path = folder / name
     try:
         real = path.resolve(strict=True)
         kind = real.stat().st_mode
     except FileNotFoundError as error:
-        raise AssistantError(f"{folder} has no {name}, so it is no adapter") from error
+        raise AssistantError(f"{folder} has no {name}, so it is not an adapter") from error
     except (OSError, RuntimeError) as error:
         raise AssistantError(f"{path} cannot be read: {error}") from error
     home = folder.resolve()
-    # The Hub's cache keeps the contents of a snapshot beside it.
+    # In the Hub's cache the files of a snapshot are links to blobs/.
     homes = [home, home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [home]
-    if not any(real.is_relative_to(one) for one in homes):
-        raise AssistantError(f"{path} is a link out of its folder, which is not followed")
+    if not any(real.is_relative_to(parent) for parent in homes):
+        raise AssistantError(f"{path} is a link out of its folder; links are not followed")
     if not stat.S_ISREG(kind):
-        raise AssistantError(f"{path} is no regular file")
+        raise AssistantError(f"{path} is not a regular file")
     return path
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of at most `MAX_CONFIG_BYTES`."""
+    """Return the JSON object in a file of at most `MAX_CONFIG_BYTES`."""
     try:
         size = path.stat().st_size
-        found = json.loads(path.read_text(encoding="utf-8")) if size <= MAX_CONFIG_BYTES else None
+        config = json.loads(path.read_text(encoding="utf-8")) if size <= MAX_CONFIG_BYTES else None
     except (ValueError, RecursionError) as error:
-        raise AssistantError(f"{path} is no JSON: {error}") from error
+        raise AssistantError(f"{path} is not JSON: {error}") from error
     except OSError as error:
         raise AssistantError(f"{path} cannot be read: {error}") from error
     if size > MAX_CONFIG_BYTES:
-        raise AssistantError(f"{path} has {size} bytes; a config has {MAX_CONFIG_BYTES} at most")
-    if not isinstance(found, dict):
-        raise AssistantError(f"{path} holds a {type(found).__name__}, not the object of a config")
-    return found
+        raise AssistantError(f"{path} has {size} bytes; a config has at most {MAX_CONFIG_BYTES}")
+    if not isinstance(config, dict):
+        raise AssistantError(f"{path} holds a {type(config).__name__}, not the object of a config")
+    return config
 
 
 def read_tensors(folder: Path, name: str) -> dict[str, Tensor]:
-    """The tensors of an adapter's safetensors file; see `tensors_of`."""
+    """Return the tensors of an adapter's safetensors file, see `tensors_of`."""
     if not (folder / name).exists():
         pickles = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLES)
         hint = f"; {pickles[0]} is a pickle file, which is never loaded" if pickles else ""
         raise AssistantError(f"adapter {str(folder)!r} has no {name}{hint}")
-    return tensors_of(regular_file(folder, name), kinds=KINDS)
+    return tensors_of(regular_file(folder, name), dtypes=DTYPE_NAMES)
 
 
 def tensors_of(
-    path: Path, wanted: Callable[[str], bool] | None = None, kinds: Collection[str] = ()
+    path: Path, wanted: Callable[[str], bool] | None = None, dtypes: Collection[str] = ()
 ) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, of finite floats or whole numbers or `kinds`, on the CPU.
+    """Return the tensors of a safetensors file, on the CPU.
 
-    Only those whose name is `wanted` are read, all by default.
+    Args:
+        path: the file.
+        wanted: selects tensors by name; None reads all.
+        dtypes: allowed besides finite floats and token ids.
     """
     tensors = {}
-    # Its own error class derives from Exception alone, and odd dtypes raise others.
+    # safetensors' own error derives from Exception alone, and unknown dtypes raise other errors.
     try:
         with safe_open(path, framework="pt") as file:
             for key in filter(wanted, file.keys()):
-                kind = file.get_slice(key).get_dtype()
-                if kind not in {*FLOATS, *INTEGERS, *kinds}:
+                dtype = file.get_slice(key).get_dtype()
+                if dtype not in {*FLOATS, *INTEGERS, *dtypes}:
                     raise AssistantError(
-                        f"{path}: {key!r} is of type {kind}; weights are of "
+                        f"{path}: {key!r} is of type {dtype}; weights are of "
                         f"{', '.join(sorted(FLOATS))}"
                     )
                 tensors[key] = file.get_tensor(key)
@@ -108,34 +111,34 @@ def tensors_of(
 
 def check_tensors(
     what: str,
-    found: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
     expected: Mapping[str, Sequence[int]],
     source: str = "its own config",
 ) -> None:
-    """Refuse weights that are not floats of the shapes which follow from their `source`."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
+    """Raise `AssistantError` unless `tensors` are floats of the shapes `expected` from `source`."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     for name in sorted({*shapes, *expected}):
         wanted = tuple(expected[name]) if name in expected else "absent"
         if (shape := shapes.get(name, "missing")) != wanted:
             raise AssistantError(f"{what} does not fit {source}: {name} is {shape}, not {wanted}")
-        if not found[name].is_floating_point():
-            raise AssistantError(f"{what} is damaged: {name} is of {found[name].dtype}")
+        if not tensors[name].is_floating_point():
+            raise AssistantError(f"{what} is damaged: {name} is of {tensors[name].dtype}")
 
 
 def read_vocabulary(what: str, tensors: Mapping[str, Tensor], size: int) -> Tensor | None:
-    """The tokens that an adapter can propose, listed in the tensor `VOCABULARY`.
+    """Return the token ids that an adapter can draft: (R,) int64 below `size`, ascending.
 
-    (R,) int64 below `size`, ascending, or None if there is no list and all are meant.
+    None if the tensor `VOCABULARY` is missing, which means all tokens.
     """
-    found = tensors.get(VOCABULARY)
-    if found is None:
+    listed = tensors.get(VOCABULARY)
+    if listed is None:
         return None
-    if found.ndim != 1 or found.is_floating_point() or not len(found):
+    if listed.ndim != 1 or listed.is_floating_point() or not len(listed):
         raise AssistantError(
-            f"{what} is damaged: {VOCABULARY} is of shape {tuple(found.shape)} and {found.dtype}, "
-            "not a list of tokens"
+            f"{what} is damaged: {VOCABULARY} is of shape {tuple(listed.shape)} and "
+            f"{listed.dtype}, not a list of tokens"
         )
-    tokens = found.long()
+    tokens = listed.long()
     if int(tokens[0]) < 0 or int(tokens[-1]) >= size or bool((tokens.diff() <= 0).any()):
         raise AssistantError(
             f"{what} is damaged: {VOCABULARY} does not list tokens below {size} in ascending order"
@@ -144,7 +147,7 @@ def read_vocabulary(what: str, tensors: Mapping[str, Tensor], size: int) -> Tens
 
 
 def whole_number(what: str, options: Mapping[str, Any], name: str, low: int, high: int) -> int:
-    """An option that is a whole number from `low` to `high`."""
+    """Return the option `name`, which must be a whole number from `low` to `high`."""
     value = options.get(name)
     if type(value) is not int or not low <= value <= high:
         raise AssistantError(

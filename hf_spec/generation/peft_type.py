@@ -22,8 +22,8 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils import register_peft_method
 from torch import Tensor, nn
 
-from hf_spec.adapters.few_bits import packed, unpacked
 from hf_spec.adapters.folder import LAYER_NAME, PEFT_TYPE, SpecAdapter, load_adapter
+from hf_spec.adapters.quantized import dequantize, quantize
 from hf_spec.common.errors import AssistantError, SpecError
 from hf_spec.methods.loading import cached_adapter
 
@@ -156,7 +156,7 @@ class SpecTuner(BaseTuner):
         cls, model: nn.Module, config: PeftConfig, *args: Any, **kwargs: Any
     ) -> dict[str, Tensor]:
         adapter = _usable(config)
-        return packed(adapter.tensors, adapter.bits)
+        return quantize(adapter.tensors, adapter.bits)
 
     @classmethod
     def _remove_adapter_name_from_key(cls, key: str, adapter_name: str) -> str:
@@ -168,7 +168,7 @@ class SpecTuner(BaseTuner):
     ) -> dict[str, Tensor]:
         """Nothing: the weights came with the config. Others cannot take their place."""
         known = _usable(config).tensors
-        given, _ = unpacked(state_dict, f"the adapter {adapter_name!r}")
+        given, _ = dequantize(state_dict, f"the adapter {adapter_name!r}")
         same = known.keys() == given.keys() and all(
             known[name].equal(tensor.to(known[name])) for name, tensor in given.items()
         )

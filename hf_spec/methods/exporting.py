@@ -1,4 +1,4 @@
-"""`hf-spec export`: EAGLE-3 heads in a folder that another engine reads."""
+"""`hf-spec export`: EAGLE-3 heads in the layout of another engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from hf_spec.adapters.card import GENERATED
 from hf_spec.adapters.folder import is_adapter, load_adapter
-from hf_spec.adapters.importing import licence_of
+from hf_spec.adapters.importing import license_of
 from hf_spec.adapters.published import PublishedHead, known_head, write_published
 from hf_spec.common.errors import AssistantError, OptionError
 from hf_spec.common.files import check_new_folder
@@ -21,77 +21,78 @@ from hf_spec.common.hub import load_named
 from hf_spec.methods.eagle.layouts import LAYOUTS, Verifier
 from hf_spec.methods.eagle.spec import EagleSpec, canonical_names, read_spec
 
-# Tokens of a draft where a head does not say for how many it was trained.
+# Draft tokens for heads whose config has no number of steps.
 STEPS = 3
 
 
 def export_head(
     name: str | os.PathLike[str], out: Path, engine: str, model: str | None = None
 ) -> str:
-    """Write the EAGLE-3 head `name`, a folder or Hub id, to `out` as `engine` reads it.
+    """Write an EAGLE-3 head in the layout of another engine.
 
     Args:
-        name: what `hf-spec train eagle` has written, or others have published in any layout.
-        out: a new or empty folder; it gets config, weights and a card.
+        name: folder or Hub id of a head of `hf-spec train eagle`, or a published one.
+        out: a new or empty folder; gets config, weights and a card.
         engine: "vllm" or "sglang".
-        model: the target, of which only the config is read; by default what the head names.
+        model: the target, of which only the config is read. Default: the one that the head names.
 
     Returns:
-        The command that starts the engine with it.
+        The command that starts the engine with the head.
 
     Raises:
-        OptionError: if there is something in `out`, or nobody says what the target is.
-        AssistantError: if it is no head, or one that the engine has no network for.
+        OptionError: if `out` is not empty, or the target is not known.
+        AssistantError: if it is not a head, or one that the engine has no network for.
         HubError: if the Hub cannot be reached.
     """
     check_new_folder(out)
     head = _exportable(os.fspath(name))
     named = _verifier_name(head.config)
     if model is None and named is None:
-        raise OptionError(f"{head.name} does not name its target; say which one it is: --model")
+        raise OptionError(f"{head.name} does not name its target; pass --model")
     verifier = _verifier(model or str(named), named)
     tensors = canonical_names(head.tensors)
     spec = read_spec(head, tensors, verifier.text)
     steps = _steps(head.config)
     config, tensors = LAYOUTS[engine](spec, tensors, verifier, steps)
-    # The card goes to others, whom this machine's folders do not concern.
+    # Cards are shared: no local paths.
     card = _card(head, verifier, _command(engine, verifier, out.name, spec, steps))
     write_published(out, config, tensors, card)
     return _command(engine, verifier, str(out), spec, steps)
 
 
 def _exportable(name: str) -> PublishedHead:
-    """The head, if it is one whose network other engines have under another layout."""
+    """Return the head `name` if other engines have its network."""
     if is_adapter(name):
         adapter = load_adapter(name)
         raise AssistantError(
             f"{name} is an adapter of the method {adapter.method!r} "
-            f"({adapter.record.title.format(adapter.base.name)}), whose network no other engine "
-            "has; train a head that they have on the same answers: `hf-spec train eagle`"
+            f"({adapter.record.title.format(adapter.base.name)}), which no other "
+            "engine supports; train a head that they support on the same answers: "
+            "`hf-spec train eagle`"
         )
     head = known_head(name)
     if head.family not in ("eagle3", "peagle"):
         raise AssistantError(
-            f"{name} is of the family {head.family!r}, of which there is one layout; engines that "
-            "run such heads read it as it is, and only EAGLE-3 heads are exported"
+            f"{name} is of the family {head.family!r}, which needs no export: engines that "
+            "run such heads read this layout; only EAGLE-3 heads are exported"
         )
     return head
 
 
 def _verifier_name(config: Mapping[str, Any]) -> str | None:
-    """The target that a head names, if it does."""
+    """Return the target that a head names; None if it names none."""
     inner = config.get("speculators_config")
     verifier = inner.get("verifier") if isinstance(inner, Mapping) else None
     name = verifier.get("name_or_path") if isinstance(verifier, Mapping) else None
     return name if isinstance(name, str) and name else None
 
 
-def _verifier(place: str, named: str | None) -> Verifier:
-    """The target whose config is at `place`, by the name that its head has for it."""
-    # Left open, transformers would ask on the terminal whether to run a model's own code.
-    config = load_named(AutoConfig, place, trust_remote_code=False)
+def _verifier(model: str, named: str | None) -> Verifier:
+    """Return the target `model` under the name that its head has for it, if any."""
+    # By default transformers asks on the terminal whether to run a model's own code.
+    config = load_named(AutoConfig, model, trust_remote_code=False)
     architectures = tuple(config.architectures or ())
-    return Verifier(named or place, architectures, config.get_text_config())
+    return Verifier(named or model, architectures, config.get_text_config())
 
 
 def _steps(config: Mapping[str, Any]) -> int:
@@ -103,12 +104,12 @@ def _steps(config: Mapping[str, Any]) -> int:
 
 
 def _command(engine: str, verifier: Verifier, head: str, spec: EagleSpec, steps: int) -> str:
-    """How an engine is started with a head."""
+    """Return the command that starts an engine with a head."""
     if engine == "vllm":
-        told = {"method": "eagle3", "model": head, "num_speculative_tokens": steps}
+        speculation = {"method": "eagle3", "model": head, "num_speculative_tokens": steps}
         if spec.mask_token is not None:
-            told["parallel_drafting"] = True
-        words = ["vllm", "serve", verifier.name, "--speculative-config", json.dumps(told)]
+            speculation["parallel_drafting"] = True
+        words = ["vllm", "serve", verifier.name, "--speculative-config", json.dumps(speculation)]
         return shlex.join(words)
     options = {
         "model-path": verifier.name,
@@ -123,16 +124,16 @@ def _command(engine: str, verifier: Verifier, head: str, spec: EagleSpec, steps:
 
 
 def _card(head: PublishedHead, verifier: Verifier, command: str) -> str:
-    """What it is, where it is from, and how the engine is started with it."""
-    licence = licence_of(head.folder)
+    """Return a card with source, license and the engine's command."""
+    license_name = license_of(head.folder)
     lines = [
-        *(["---", f"license: {licence}", "---", ""] if licence else []),
+        *(["---", f"license: {license_name}", "---", ""] if license_name else []),
         GENERATED,
         "",
         f"# An EAGLE-3 head for {verifier.name}",
         "",
-        f"Written by `hf-spec export` from `{Path(head.name).name}`, whose licence applies"
-        + (f" ({licence})." if licence else "."),
+        f"Written by `hf-spec export` from `{Path(head.name).name}`, whose license applies"
+        + (f" ({license_name})." if license_name else "."),
         "",
         "```bash",
         command,

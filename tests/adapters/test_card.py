@@ -156,7 +156,7 @@ def test_results_without_a_name_go_by_the_strategy(tmp_path: Path) -> None:
 def test_results_that_say_nothing(tmp_path: Path) -> None:
     folder = save_sample(tmp_path / "head", "falcon")
     path = results(tmp_path / "r.json", result("lookup"), result("falcon@other"))
-    with pytest.raises(AssistantError, match=r"nothing of 'head' .* have falcon@other, lookup"):
+    with pytest.raises(AssistantError, match=r"no rows of 'head' .* have falcon@other, lookup"):
         write_card(load_adapter(folder), results=path)
     for content in ("{", "[]", '{"summary": [1]}', "{}"):
         path.write_text(content)

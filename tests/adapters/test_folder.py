@@ -72,7 +72,7 @@ class TestDamage:
         ("changes", "message"),
         [
             ({"peft_type": "LORA"}, "type 'LORA'"),
-            ({"peft_type": None}, "names no peft_type"),
+            ({"peft_type": None}, "has no peft_type"),
             ({"options": None}, "lacks options"),
             ({"base": {"fingerprint": []}}, "incomplete"),
         ],
@@ -102,7 +102,7 @@ class TestDamage:
     def test_no_json(self, tmp_path: Path, adapter: SpecAdapter) -> None:
         save_adapter(tmp_path, adapter)
         (tmp_path / CONFIG_NAME).write_text("{")
-        with pytest.raises(AssistantError, match="is no JSON"):
+        with pytest.raises(AssistantError, match="is not JSON"):
             load_adapter(tmp_path)
 
     def test_cut_off_weights(self, tmp_path: Path, adapter: SpecAdapter) -> None:

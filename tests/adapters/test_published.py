@@ -18,7 +18,7 @@ from hf_spec.adapters.published import (
     published_family,
     read_published,
     read_weights,
-    recognise,
+    recognize,
     register_family,
 )
 from hf_spec.adapters.reading import MAX_CONFIG_BYTES
@@ -33,7 +33,7 @@ NO_DRAFT_VOCABULARY = {k: v for k, v in plain_config().items() if k != "draft_vo
     ("family", "config"), [one[1:] for one in CONFIGS], ids=[one[0] for one in CONFIGS]
 )
 def test_the_config_decides(family: str | None, config: dict[str, Any]) -> None:
-    assert recognise(config) == family
+    assert recognize(config) == family
 
 
 def head(folder: Path, **files: Any) -> Path:

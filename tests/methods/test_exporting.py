@@ -41,7 +41,7 @@ def changed(folder: str, to: Path, **config: Any) -> str:
 
 def test_a_head_that_names_nobody_is_told_its_target(target: str, tmp_path: Path) -> None:
     source = heads.sample("specforge").folder
-    with pytest.raises(OptionError, match="does not name its target; say"):
+    with pytest.raises(OptionError, match="does not name its target; pass --model"):
         export_head(source, tmp_path / "out", "vllm")
     command = export_head(source, tmp_path / "out", "vllm", target)
     config = known_head(tmp_path / "out").config
@@ -88,14 +88,14 @@ def test_the_licence_of_a_repository_is_named(
     monkeypatch.setattr("hf_spec.adapters.hub.snapshot_download", download)
     export_head("org/head", tmp_path / "out", "vllm", target)
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "from `head`, whose licence applies (mit)" in card
+    assert "from `head`, whose license applies (mit)" in card
 
 
 def test_a_card_that_is_no_yaml_names_no_licence(target: str, tmp_path: Path) -> None:
     source = Path(changed(heads.sample().folder, tmp_path / "my-head"))
     (source / "README.md").write_text("---\nlicense: [mit\n---\n")
     export_head(str(source), tmp_path / "out", "vllm", target)
-    assert "whose licence applies." in (tmp_path / "out" / "README.md").read_text()
+    assert "whose license applies." in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_the_card_has_source_licence_and_command(target: str, tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_the_card_has_source_licence_and_command(target: str, tmp_path: Path) ->
     assert "--speculative-num-draft-tokens 4" in command
     card = (tmp_path / "out" / "README.md").read_text()
     assert card.startswith("---\nlicense: mit\n---\n")
-    assert "from `my-head`, whose licence applies (mit)" in card
+    assert "from `my-head`, whose license applies (mit)" in card
     assert "--speculative-draft-model-path out " in card
     assert str(tmp_path / "out") not in card
 
@@ -114,10 +114,10 @@ def test_the_card_has_source_licence_and_command(target: str, tmp_path: Path) ->
 def test_what_stays_here_is_named(tmp_path: Path) -> None:
     with pytest.raises(AssistantError, match=r"method 'disco' .* `hf-spec train eagle`"):
         export_head(disco_adapter("llama"), tmp_path / "out", "vllm")
-    with pytest.raises(AssistantError, match="of the family 'eagle', of which there is one layout"):
+    with pytest.raises(AssistantError, match="of the family 'eagle', which needs no export"):
         export_head(heads.sample("eagle").folder, tmp_path / "out", "vllm")
     build("llama").config.save_pretrained(tmp_path / "model")
-    with pytest.raises(AssistantError, match="no published head"):
+    with pytest.raises(AssistantError, match="not a published head"):
         export_head(tmp_path / "model", tmp_path / "out", "vllm")
     assert not (tmp_path / "out").exists()
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from hf_spec.adapters.published import MODELS, recognise
+from hf_spec.adapters.published import MODELS, recognize
 from hf_spec.backend.device.distributed_checks import tensor_parallel_size
 from hf_spec.common.errors import AssistantError, OptionError, UnsupportedError
 from hf_spec.drafting.config import StrategyConfig
@@ -139,7 +139,7 @@ def _as_list(assistant: object) -> list[Any]:
 def _strategy_of(assistant: Any, target: PreTrainedModel) -> str:
     """The strategy that an assistant is for: adapters and heads name one, a model's is "tree"."""
     if isinstance(assistant, PreTrainedModel):
-        family = recognise(assistant.config.to_dict())
+        family = recognize(assistant.config.to_dict())
         return family if family in MODELS else "tree"
     if not isinstance(assistant, (str, os.PathLike)):
         return getattr(assistant, "strategy", "tree")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_spec import AssistantError, OptionError, SpecAdapter
 from hf_spec.adapters.adapter import WEIGHTS_NAME
-from hf_spec.adapters.few_bits import packed, unpacked
+from hf_spec.adapters.quantized import dequantize, quantize
 from tests.adapters.samples import METHODS, PROMPT, drafted, fresh_model, plain, sample
 
 FEW = (8, 4)
@@ -36,7 +36,7 @@ def tensors() -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("bits", FEW)
 def test_numbers_are_off_by_half_a_step_at_most(tensors: dict[str, Tensor], bits: int) -> None:
-    found, said = unpacked(packed(tensors, bits), "here")
+    found, said = dequantize(quantize(tensors, bits), "here")
     assert (said, found.keys()) == (bits, tensors.keys())
     for name in ("matrix", "deep"):
         groups = tensors[name].float().reshape(-1, 64)
@@ -52,8 +52,8 @@ def test_numbers_are_off_by_half_a_step_at_most(tensors: dict[str, Tensor], bits
 
 @pytest.mark.parametrize("bits", FEW)
 def test_to_store_it_again_changes_nothing(tensors: dict[str, Tensor], bits: int) -> None:
-    once = packed(tensors, bits)
-    again = packed(unpacked(once, "here")[0], bits)
+    once = quantize(tensors, bits)
+    again = quantize(dequantize(once, "here")[0], bits)
     assert all(again[name].equal(once[name]) for name in once)
 
 
@@ -113,9 +113,9 @@ class TestDamaged:
             SpecAdapter.from_pretrained(tmp_path)
 
     def test_a_weight_that_is_there_twice(self, tensors: dict[str, Tensor]) -> None:
-        both = {**tensors, **packed({"matrix": tensors["matrix"]}, 8)}
+        both = {**tensors, **quantize({"matrix": tensors["matrix"]}, 8)}
         with pytest.raises(AssistantError, match=r"matrix\.int8"):
-            unpacked(both, "here")
+            dequantize(both, "here")
 
 
 def test_generate_takes_the_folder(tmp_path: Path) -> None:
