@@ -1,7 +1,7 @@
 """Keys of stored answers: the model, the settings and the prompt that an answer belongs to.
 
 A file of answers is resumed by key, so a prompt keeps its answer when prompts are reordered or
-added, and an answer of another model or of other settings is never taken for one of this run.
+added, and an answer of another model or of other settings is never reused.
 """
 
 from __future__ import annotations

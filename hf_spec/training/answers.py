@@ -1,8 +1,8 @@
-"""Packed forwards over answers, and what they gave, kept on disk in shards.
+"""Packed forward passes over answers, with results cached on disk in shards.
 
-A pass over all answers costs minutes to hours. Its results are written shard by shard, so an
-interrupted pass goes on where it stopped and a later training reads them back. `teacher_examples`
-keeps so the target's top tokens at each place of an answer, which distilling needs.
+A pass over all answers takes minutes to hours. Its results are written shard by shard, so an
+interrupted pass resumes and later trainings read them. `teacher_examples` caches the target's most
+probable tokens at each position of an answer, for distillation.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from hf_spec.engine.forward.runner import ModelRunner
 from hf_spec.training.responses import Response
 
 SHARD_RESPONSES = 256
-# Answer tokens of one packed forward: their logits over the whole vocabulary are held at once.
+# Answer tokens per packed forward pass; limits the memory of their logits.
 FORWARD_TOKENS = 1024
 
-# What `learned_from` tells.
+# Keys of `learned_from`.
 LEARNED_FROM = ("target", "weights", "answers")
 
 
 def answer_logits(
     model: PreTrainedModel, batch: Sequence[Response], vocab_size: int | None = None
 ) -> Tensor:
-    """(answer tokens, V) logits before each answer token, by the engine's packed forward.
+    """Return (answer tokens, V) logits before each answer token, by one packed forward pass.
 
-    `vocab_size` is V where the model's own differs by padding.
+    `vocab_size` is V if the model's own differs by padding.
     """
     chains = [[*r.prompt[-1:], *r.response[:-1]] for r in batch]
     tree = DraftTree.from_rows([(chain, list(range(-1, len(chain) - 1))) for chain in chains])
@@ -52,14 +52,14 @@ def answer_logits(
 
 
 def answer_len(response: Response) -> int:
-    """Tokens of an answer."""
+    """Return the number of tokens of an answer."""
     return len(response.response)
 
 
 def answer_batches(
     responses: Sequence[Response], length: Callable[[Response], int] = answer_len
 ) -> Iterator[list[Response]]:
-    """Neighbours in groups of at most FORWARD_TOKENS tokens by `length`; a longer text is alone."""
+    """Yield consecutive answers in groups of at most FORWARD_TOKENS tokens, counted by `length`."""
     batch: list[Response] = []
     size = 0
     for response in responses:
@@ -73,25 +73,25 @@ def answer_batches(
 
 
 def learned_from(model: PreTrainedModel, responses: Sequence[Response]) -> dict[str, str]:
-    """What a checkpoint must agree with beside settings: the target, and a digest of answers."""
+    """Return what a checkpoint must agree with besides settings: target and digest of answers."""
     digests = "".join(map(_digest, responses))
-    return {**known_target(model), "answers": hashlib.sha256(digests.encode()).hexdigest()[:16]}
+    return {**target_facts(model), "answers": hashlib.sha256(digests.encode()).hexdigest()[:16]}
 
 
-def known_target(model: PreTrainedModel) -> dict[str, str]:
-    """What tells a target from others: its name, and sizes and weights to compare by `agrees`."""
+def target_facts(model: PreTrainedModel) -> dict[str, str]:
+    """Return the identity of a target: its name, and sizes and weights to compare by `agrees`."""
     return {"target": local_name(model), "weights": json.dumps(asdict(BaseModel.of(model)))}
 
 
-def agrees(name: str, told: Any, now: Any) -> bool:
-    """Whether a fact that was noted, None where there is none, is the one that holds now."""
+def agrees(name: str, stored: Any, current: Any) -> bool:
+    """Return True if a stored fact equals the current one; a missing fact is None."""
     if name != "weights":
-        return bool(told == now)
-    # Older versions knew targets by their names alone.
-    if told is None or now is None:
+        return bool(stored == current)
+    # Files of older versions have the target's name alone.
+    if stored is None or current is None:
         return True
-    # Weights are compared up to rounding: another dtype makes no other model.
-    before, after = (BaseModel.read(json.loads(said), Path(name)) for said in (told, now))
+    # Weights are compared up to rounding, because the dtype may differ.
+    before, after = (BaseModel.read(json.loads(text), Path(name)) for text in (stored, current))
     return before.difference(after) is None
 
 
@@ -103,18 +103,18 @@ def stored(
     compute: Callable[[Sequence[Response]], dict[str, Tensor]],
     length: Callable[[Response], int] = answer_len,
 ) -> Iterator[tuple[Response, dict[str, Tensor]]]:
-    """What `compute` says of every answer, computed where `folder` does not hold it yet.
+    """Yield the result of `compute` for every answer, computed if `folder` lacks it.
 
     Args:
-        folder: created if need be; one safetensors file per 256 answers.
-        name: of the files, and of the pass on the progress bar.
+        folder: created if it is missing; one safetensors file per 256 answers.
+        name: name of the files and of the progress bar.
         responses: in a fixed order, none of them empty; more may be appended between calls.
-        facts: what the result depends on beside the answers.
-        compute: answers -> tensors whose first dimension is all their tokens, one after the other.
-        length: how many places of that dimension an answer takes.
+        facts: what the result depends on besides the answers.
+        compute: answers -> tensors whose first dimension is the concatenated tokens of all answers.
+        length: entries of that dimension per answer.
 
     Yields:
-        Each answer with its own part of the tensors, on a CPU read from the file when used.
+        Each answer with its own part of the tensors, on the CPU.
 
     Raises:
         OptionError: if `folder` holds the results of other facts or answers.
@@ -125,15 +125,15 @@ def stored(
         shard = responses[start : start + SHARD_RESPONSES]
         digests = [_digest(response) for response in shard]
         path = _shard(folder, name, index)
-        known = _check(path, facts, digests) if path.exists() else 0
-        if known < len(shard):
+        num_stored = _check(path, facts, digests) if path.exists() else 0
+        if num_stored < len(shard):
             with torch.inference_mode():
                 tensors = compute(shard)
             write_shard(folder, name, index, shard, facts, tensors)
         lengths = [length(response) for response in shard]
         columns = {key: tensor.split(lengths) for key, tensor in load_file(path).items()}
-        for place, response in enumerate(shard):
-            yield response, {key: column[place] for key, column in columns.items()}
+        for position, response in enumerate(shard):
+            yield response, {key: column[position] for key, column in columns.items()}
 
 
 def write_shard(
@@ -144,7 +144,7 @@ def write_shard(
     facts: dict[str, str],
     tensors: dict[str, Tensor],
 ) -> None:
-    """Write one file of `stored`: what was computed of up to 256 answers, from 256 * `index` on."""
+    """Write one file of `stored`, with the results of up to 256 answers, from 256 * `index` on."""
     digests = json.dumps([_digest(response) for response in responses])
     with written_whole(_shard(folder, name, index)) as part:
         save_file(tensors, part, metadata={**facts, "answers": digests})
@@ -155,10 +155,10 @@ def _shard(folder: Path, name: str, index: int) -> Path:
 
 
 def _check(path: Path, facts: dict[str, str], digests: Sequence[str]) -> int:
-    """Return how many answers a shard holds; they must be the first ones of `digests`."""
-    found = read_metadata(path, "delete it, and it is computed again")
-    answers = json.loads(found.pop("answers", "[]"))
-    differing = sorted(name for name in facts if not agrees(name, found.get(name), facts[name]))
+    """Return the number of answers in a shard, which must be the first ones of `digests`."""
+    metadata = read_metadata(path, "delete it, and it is computed again")
+    answers = json.loads(metadata.pop("answers", "[]"))
+    differing = sorted(name for name in facts if not agrees(name, metadata.get(name), facts[name]))
     if answers != digests[: len(answers)] or not answers:
         differing.append("answers")
     if differing:
@@ -170,7 +170,7 @@ def _check(path: Path, facts: dict[str, str], digests: Sequence[str]) -> int:
 
 
 def read_metadata(path: Path, remedy: str) -> dict[str, str]:
-    """Return the metadata of a safetensors file of tensors that a run has stored.
+    """Return the metadata of a safetensors file that a run has stored.
 
     Raises:
         OptionError: if the file is damaged or cut off; the message ends with `remedy`.
@@ -189,10 +189,10 @@ def _digest(response: Response) -> str:
 
 @dataclass(frozen=True)
 class Example:
-    """An answer of T tokens with the target's opinion at each of them.
+    """An answer of T tokens with the target's predictions.
 
     Attributes:
-        top_tokens: (T, K) int64, the target's K most probable tokens, given what precedes.
+        top_tokens: (T, K) int64, the target's K most probable tokens at each position.
         top_probs: (T, K) float32, their probabilities over the whole vocabulary.
     """
 
@@ -210,13 +210,13 @@ class Example:
 def teacher_examples(
     model: PreTrainedModel, responses: Sequence[Response], folder: Path, top: int = 32
 ) -> list[Example]:
-    """Examples for `responses` with the `top` K tokens, computed where `folder` lacks them.
+    """Return examples with the `top` K tokens, computed if `folder` lacks them.
 
-    The answers are in a fixed order, more may be appended between calls. `folder` holds about 6 x K
+    The answers are in a fixed order; more may be appended between calls. `folder` takes about 6 x K
     bytes per answer token.
 
     Raises:
-        OptionError: if `folder` was made from another model, K or other answers.
+        OptionError: if `folder` was made with another model, K or other answers.
     """
 
     def compute(shard: Sequence[Response]) -> dict[str, Tensor]:
@@ -229,8 +229,8 @@ def teacher_examples(
             "log_probs": torch.cat([values.half().cpu() for values, _ in parts]),
         }
 
-    facts = {**known_target(model), "top": str(top)}
+    facts = {**target_facts(model), "top": str(top)}
     return [
-        Example(response, found["tokens"].long(), found["log_probs"].float().exp())
-        for response, found in stored(folder, "teacher", responses, facts, compute)
+        Example(response, top["tokens"].long(), top["log_probs"].float().exp())
+        for response, top in stored(folder, "teacher", responses, facts, compute)
     ]

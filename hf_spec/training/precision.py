@@ -1,4 +1,4 @@
-"""The precision that trainings compute in."""
+"""Precision of training computations."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 def mixed_precision(model: PreTrainedModel) -> torch.autocast:
-    """Products in bfloat16, but for a float32 model on a CPU that has no instruction for them.
+    """Return autocast to bfloat16, disabled for float32 models on CPUs without bfloat16.
 
-    There each product is emulated, which took four to eleven times as long as float32.
+    Those CPUs emulate bfloat16 matmuls, which is several times slower than float32.
     """
-    # Weights of one dtype and states of another need autocast to bring them together.
+    # Half-precision models need autocast to combine weights and states of different dtypes.
     enabled = model.device.type != "cpu" or model.dtype in HALF or has_bfloat16()
     return torch.autocast(model.device.type, torch.bfloat16, enabled=enabled)

@@ -1,8 +1,7 @@
-"""The target's features of answers, kept while these are written.
+"""Recording of the target's features while answers are generated.
 
-Every forward of a generation computes the features of the tokens that it runs. Kept beside the
-answers, they spare the trainings of heads a pass of the target over all texts, which costs nearly
-what writing them did.
+Every forward pass computes the features of its tokens. Stored beside the answers, they save the
+trainings of heads a pass of the target over all texts.
 """
 
 from __future__ import annotations
@@ -23,49 +22,51 @@ from hf_spec.training.responses import Recorder, Response
 
 
 class FeatureRecorder(Recorder):
-    """Drafts nothing, and keeps the features of the newest generation of `target` in `folder`.
+    """Recorder that stores the features of the latest generation of `target` in `folder`.
 
-    They are those that `stored_texts` would compute there of `layers`, in the same files; it
-    computes what is missing, such as the rest of a file that an interrupted run had begun.
+    The files are those of `stored_texts` for `layers`, which computes what is missing, such as the
+    rest of a file that an interrupted run had started.
     """
 
     def __init__(self, target: PreTrainedModel, folder: Path, layers: Sequence[int] = LAST):
         self.hidden_layers = tuple(layers)
         self._facts = feature_facts(target, layers)
         self._folder = folder
-        # Of the file that is being filled.
+        # Contents of the file that is being filled.
         self._answers: list[Response] = []
         self._features: list[Tensor] = []
 
     def start(self, state: GenerationState) -> None:
-        """Forget what an earlier generation had."""
+        """Discard the features of an earlier generation."""
         self._rows: list[int] = []
         self._states: list[Tensor] = []
 
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
-        """Take the features of all tokens that were run."""
+        """Record the features of all tokens that the target ran."""
         kept = output.kept_places(verdict)
-        places = [place for mine in kept.values() for place in mine]
-        states = [output.hidden[layer][places] for layer in self.hidden_layers]
+        indices = [index for row_indices in kept.values() for index in row_indices]
+        states = [output.hidden[layer][indices] for layer in self.hidden_layers]
         self._states.append(torch.cat(states, dim=-1).to(torch.bfloat16).cpu())
-        self._rows += [row for row, mine in kept.items() for _ in mine]
+        self._rows += [row for row, row_indices in kept.items() for _ in row_indices]
 
     def keep(self, answers: Sequence[Response], first: int) -> None:
-        """Write the features of the newest generation."""
+        """Write the features of the latest generation."""
         order = torch.tensor(self._rows).argsort(stable=True)
-        features = torch.cat(self._states)[order].split([num_features(one) for one in answers])
+        features = torch.cat(self._states)[order].split(
+            [num_features(answer) for answer in answers]
+        )
         self._folder.mkdir(parents=True, exist_ok=True)
-        for place, (answer, states) in enumerate(zip(answers, features, strict=True), start=first):
-            if place % SHARD_RESPONSES == 0:
+        for index, (answer, states) in enumerate(zip(answers, features, strict=True), start=first):
+            if index % SHARD_RESPONSES == 0:
                 self._answers, self._features = [], []
             elif not self._answers:
-                # The beginning of this file was written in another run.
+                # Another run wrote the beginning of this file.
                 continue
             self._answers.append(answer)
             self._features.append(states)
             full = len(self._answers) == SHARD_RESPONSES
-            if full or place + 1 == first + len(answers):
-                self._write(place // SHARD_RESPONSES)
+            if full or index + 1 == first + len(answers):
+                self._write(index // SHARD_RESPONSES)
 
     def _write(self, index: int) -> None:
         tensors = {FEATURES: torch.cat(self._features)}

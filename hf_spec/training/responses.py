@@ -1,9 +1,9 @@
-"""The target's own answers to a list of prompts: the data that every training here reads.
+"""The target's own answers to a list of prompts: the data of every training.
 
-Greedy ones are what a greedy generation will ask of a drafter; sampled ones are further texts of
-the target's own when the prompts are few.
+Greedy answers are what a drafter has to predict in greedy decoding; sampled ones add texts if there
+are few prompts.
 
-A file of JSON lines. The first line holds the model and the settings, every other line an answer
+The format is JSON lines. The first line has the model and the settings, every other line an answer
 with its token ids and its key (see `answer_keys`). Lines are written batch by batch, so an
 interrupted run resumes after the last whole line.
 """
@@ -37,10 +37,10 @@ FORMAT = "hf_spec.responses"
 
 @dataclass(frozen=True)
 class Response:
-    """A prompt, of which `id` and `task` are, and what the target answered, as token ids.
+    """A prompt with its `id` and `task`, and the target's answer, as token ids.
 
-    The prompt is with the chat template, the answer with the end-of-sequence token, unless the
-    length limit came first.
+    The prompt includes the chat template; the answer includes the end-of-sequence token, unless it
+    was cut at the length limit.
     """
 
     id: str
@@ -50,7 +50,7 @@ class Response:
 
     @property
     def num_tokens(self) -> int:
-        """Of prompt and answer together."""
+        """Number of tokens of prompt and answer."""
         return len(self.prompt) + len(self.response)
 
 
@@ -58,17 +58,17 @@ FIELDS = tuple(field.name for field in fields(Response))
 
 
 class Recorder(NoDrafter):
-    """Watches generations without drafts."""
+    """Drafter that proposes nothing and records generations."""
 
     @abstractmethod
     def keep(self, answers: Sequence[Response], first: int) -> None:
-        """Keep what was seen of the newest generation, whose rows became these `answers`.
+        """Store the records of the latest generation, whose rows became `answers`.
 
-        `first` is the place of the first one in its file of answers.
+        `first` is the index of the first answer in its file.
         """
 
 
-def generate_responses(  # noqa: PLR0913 - what is answered, where, how, and who is told
+def generate_responses(  # noqa: PLR0913 - prompts, file, settings, and callbacks
     model: PreTrainedModel,
     tokenizer: Any,
     prompts: Sequence[Prompt],
@@ -81,30 +81,37 @@ def generate_responses(  # noqa: PLR0913 - what is answered, where, how, and who
     """Write the answers of `model` to JSON lines in `path`, resuming from what it already holds.
 
     Answers are matched with prompts by content, so prompts may be reordered or added between calls.
-    The tokenizer may have a chat template, or be plain. On a CPU about 128 prompts a batch give the
-    most tokens per second; `progress` is called after each with the prompts and the new tokens in
-    it. `recorder` keeps what a generation computes beside its answers.
+
+    Args:
+        model: the target.
+        tokenizer: its tokenizer, with or without a chat template.
+        prompts: the prompts to answer.
+        path: file of answers.
+        settings: lengths and sampling.
+        batch_size: prompts per batch.
+        progress: called after every batch with its numbers of prompts and of new tokens.
+        recorder: stores more than the answers.
 
     Returns:
-        The number of prompts that were left out because they are too long.
+        The number of prompts that were skipped because they are too long.
 
     Raises:
-        OptionError: if `path` was made by another model or with other settings, or holds answers to
-            other prompts.
+        OptionError: if `path` was written by another model or with other settings, or holds answers
+            to other prompts.
     """
     head = {"format": FORMAT, **model_facts(model), **asdict(settings)}
     encoded = [(p, p.encode(tokenizer)[0]) for p in prompts]
     fitting = [(p, ids) for p, ids in encoded if len(ids) <= settings.max_prompt_tokens]
     keys = answer_keys(head, (ids.tolist() for _, ids in fitting))
-    known = {line.get("key") for line in resume_lines(path, head)}
-    check_answered(path, known, keys)
-    todo = [(key, *rest) for key, rest in zip(keys, fitting, strict=True) if key not in known]
+    answered = {line.get("key") for line in resume_lines(path, head)}
+    check_answered(path, answered, keys)
+    todo = [(key, *rest) for key, rest in zip(keys, fitting, strict=True) if key not in answered]
     ends = end_tokens(model)
     with path.open("a", encoding="utf-8") as file:
         for start in range(0, len(todo), batch_size):
             batch = todo[start : start + batch_size]
-            # Seeded by the place in the file, so that a run that goes on equals an unbroken one.
-            torch.manual_seed(settings.seed * 1_000_003 + len(known) + start)
+            # Seeded by the index in the file, so a resumed run equals an uninterrupted one.
+            torch.manual_seed(settings.seed * 1_000_003 + len(answered) + start)
             answers = _answer(model, [ids for _, _, ids in batch], settings, ends, recorder)
             responses = [
                 Response(prompt.id, prompt.task, ids.tolist(), answer)
@@ -114,15 +121,15 @@ def generate_responses(  # noqa: PLR0913 - what is answered, where, how, and who
                 file.write(json.dumps({**asdict(response), "key": key}) + "\n")
             file.flush()
             if recorder is not None:
-                recorder.keep(responses, len(known) + start)
+                recorder.keep(responses, len(answered) + start)
             progress(len(batch), sum(map(len, answers)))
     return len(encoded) - len(fitting)
 
 
 def read_responses(path: Path) -> Iterator[Response]:
-    """Yield the answers in a file of `generate_responses`, which may be writing to it.
+    """Yield the answers in a file of `generate_responses`, even while it is written.
 
-    An incomplete last line is left out.
+    An incomplete last line is skipped.
 
     Raises:
         OptionError: if it is another file, or a line is not a prompt with an answer.
@@ -134,7 +141,9 @@ def read_responses(path: Path) -> Iterator[Response]:
         except (ValueError, RecursionError):
             head = None
         if not isinstance(head, dict) or head.get("format") != FORMAT:
-            raise OptionError(f"{path} is no file of responses; make one: hf-spec train responses")
+            raise OptionError(
+                f"{path} is not a file of responses; write one: hf-spec train responses"
+            )
         for number, line in enumerate(file, start=2):
             if line.endswith((b"\n", b"}")):
                 yield _response(f"{path}, line {number}", line)
@@ -144,29 +153,29 @@ def _response(where: str, line: bytes) -> Response:
     """Return the answer that a line holds."""
     row = parse_json(line, where)
     try:
-        found = Response(**{name: row[name] for name in FIELDS if name in row})
-        texts = found.prompt, found.response
-        whole = all(text and all(type(token) is int for token in text) for text in texts)
+        response = Response(**{name: row[name] for name in FIELDS if name in row})
+        texts = response.prompt, response.response
+        valid = all(text and all(type(token) is int for token in text) for text in texts)
     except TypeError:
-        whole = False
-    if not whole:
+        valid = False
+    if not valid:
         text = line.decode(errors="replace").strip()
         raise OptionError(
             f"{where}: {text[:60]!r} is not the id, task, prompt and response of an answer, with "
             "at least one token of each text; leave the line out"
         )
-    return found
+    return response
 
 
 def end_tokens(model: PreTrainedModel) -> set[int]:
-    """The end-of-sequence tokens of a model; none if it has none."""
+    """Return the end-of-sequence tokens of a model."""
     config: Any = model.generation_config
     ends = config.eos_token_id
     return set(ends) if isinstance(ends, list) else {ends} - {None}
 
 
 def frequent_tokens(texts: Iterable[Iterable[int]], size: int, always: Iterable[int]) -> Tensor:
-    """(size or fewer,) int64, ascending: the most frequent of `texts`, and those of `always`.
+    """Return up to `size` token ids, ascending: those of `always`, and the most frequent ones.
 
     Ties go to the lower id.
     """
@@ -182,18 +191,19 @@ def frequent_tokens(texts: Iterable[Iterable[int]], size: int, always: Iterable[
 def answer_vocabulary(
     model: PreTrainedModel, responses: Iterable[Response], size: int | None
 ) -> Tensor | None:
-    """(R,) the most frequent tokens of the answers with the end tokens, None for no limit.
+    """Return (R,) int64, the end tokens and the most frequent tokens of the answers.
 
-    Where a few answers have fewer different tokens than `size`, those of the prompts follow.
+    If the answers have fewer than `size` different tokens, those of the prompts are added. None for
+    no limit.
     """
     if size is None:
         return None
-    given = list(responses)
+    answers = list(responses)
     ends = end_tokens(model)
-    answered = frequent_tokens((r.response for r in given), size, ends)
+    answered = frequent_tokens((r.response for r in answers), size, ends)
     if len(answered) >= size:
         return answered
-    return frequent_tokens((r.prompt for r in given), size, answered.tolist())
+    return frequent_tokens((r.prompt for r in answers), size, answered.tolist())
 
 
 def _answer(
@@ -203,7 +213,7 @@ def _answer(
     ends: set[int],
     recorder: Recorder | None,
 ) -> list[list[int]]:
-    """Answers to prompts of any lengths, cut after their end-of-sequence token."""
+    """Return the answers to prompts of any lengths, cut after their end-of-sequence token."""
     padded = partial(pad_sequence, batch_first=True, padding_side="left")
     rows, mask = padded(list(prompts)), padded([torch.ones_like(ids) for ids in prompts])
     sampling: dict[str, Any] = {"do_sample": False}

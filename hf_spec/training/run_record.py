@@ -1,6 +1,6 @@
-"""`run.json` beside a checkpoint: what was run, with what and on what, one entry for each start.
+"""`run.json` beside a checkpoint: command, settings and environment of every start.
 
-A training that goes on from its checkpoint adds an entry; what the earlier starts were stays.
+A training that resumes from its checkpoint adds an entry and keeps the earlier ones.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hf_spec.common.machine import environment
 
 RUN = "run.json"
 
-# Of torch and transformers, and of hf_spec itself, `environment` knows.
+# `environment` has the versions of torch, transformers and hf_spec.
 PACKAGES = ("accelerate", "huggingface_hub", "peft", "safetensors", "tokenizers")
 
 _options: ContextVar[Mapping[str, Any] | None] = ContextVar("options", default=None)
@@ -31,7 +31,7 @@ _options: ContextVar[Mapping[str, Any] | None] = ContextVar("options", default=N
 
 @contextmanager
 def with_options(options: Mapping[str, Any]) -> Iterator[None]:
-    """Let the starts within know the options of their command, from all sources and by default."""
+    """Add `options`, all options of the command, to the run records of starts within."""
     token = _options.set(options)
     try:
         yield
@@ -57,5 +57,5 @@ def record_start(
         }
     )
     with written_whole(path) as part:
-        # Paths are written as the user types them.
+        # default=str writes paths as the user typed them.
         part.write_text(json.dumps({"starts": starts}, indent=1, default=str), "utf-8")

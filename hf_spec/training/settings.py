@@ -9,19 +9,19 @@ from dataclasses import dataclass
 
 from hf_spec.common.settings import Count, Internal, Settings, Share, Weight
 
-# Prompts that are answered at once.
+# Prompts per batch of `hf-spec train responses`.
 BATCH_SIZE = 128
 
 
 @dataclass(frozen=True)
 class ResponseSettings(Settings):
-    """How answers are made; stored as the first line of the file.
+    """Settings of answers; stored as the first line of their file.
 
     Attributes:
         max_new_tokens: longest answer, in tokens.
-        max_prompt_tokens: longest prompt, in tokens; longer ones are left out, and counted.
-        temperature: 0 is greedy.
-        seed: of sampled answers.
+        max_prompt_tokens: longest prompt, in tokens; longer ones are skipped, and counted.
+        temperature: sampling temperature; 0 is greedy.
+        seed: seed of sampled answers.
     """
 
     max_new_tokens: Count = 160
@@ -32,19 +32,19 @@ class ResponseSettings(Settings):
 
 @dataclass(frozen=True)
 class TrainSettings(Settings):
-    """How a training runs.
+    """Settings of the shared training loop.
 
     Attributes:
         epochs: passes over the answers.
-        batch_tokens: tokens of a micro-batch, padding included.
-        accumulate: micro-batches of a step, over all processes.
-        learning_rate: highest; rises over the first steps, falls to a tenth.
+        batch_tokens: tokens per micro-batch, padding included.
+        accumulate: micro-batches per step, over all processes.
+        learning_rate: peak learning rate; it rises over the first steps and falls to a tenth.
         warm_up: share of the steps over which the rate rises.
-        weight_decay: of AdamW.
-        clip: largest norm of the gradient.
-        seed: of the order and of every random number.
-        evaluate_every: steps between two looks at the answers held back.
-        save_every: steps between two checkpoints.
+        weight_decay: weight decay of AdamW.
+        clip: maximum norm of the gradient.
+        seed: seed of the order and of every random number.
+        evaluate_every: steps between evaluations on the held-out answers.
+        save_every: steps between checkpoints.
     """
 
     epochs: Count = 3
@@ -59,7 +59,7 @@ class TrainSettings(Settings):
     save_every: Internal[Count] = 100
 
     def rate(self, step: int, num_steps: int) -> float:
-        """Learning rate of a step counted from 0: a rise, then a cosine down to a tenth."""
+        """Return the learning rate of a step, from 0: linear warm-up, then cosine to a tenth."""
         rising = max(1, round(self.warm_up * num_steps))
         if step < rising:
             return self.learning_rate * (step + 1) / rising

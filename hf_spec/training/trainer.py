@@ -1,9 +1,8 @@
-"""One training loop for every method: deterministic, resumable, the same on several processes.
+"""One training loop for every method: deterministic, resumable, and data-parallel.
 
-A step adds up the losses of its micro-batches, and of all processes, before it divides by the
-number of tokens they stand for; so the result does not depend on how a batch is cut up. Batches
-are a function of their index and random numbers are seeded by the step: a run that was interrupted
-and goes on equals one that was not.
+A step sums the losses of its micro-batches over all processes and divides by their tokens, so the
+result does not depend on how a batch is split. Batches are a function of their index and random
+numbers are seeded by the step, so a resumed run equals an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -35,15 +34,19 @@ METRICS = "metrics.jsonl"
 
 Item = TypeVar("Item")
 
-# (sum of the losses, number of tokens they belong to)
+# (summed loss, number of tokens)
 Loss = tuple[Tensor, int]
 
 
 @dataclass(frozen=True)
 class MicroBatch(Generic[Item]):
-    """Items of a pass, in an `epoch` counted from 0, with the share of the run `done` before them.
+    """Items of one forward and backward pass.
 
-    `seed` is that of every random number that they meet, so it does not matter who runs them.
+    Attributes:
+        items: texts or examples.
+        epoch: counted from 0.
+        seed: seed of all random numbers of the batch, independent of the process that runs it.
+        done: share of the run before this batch.
     """
 
     items: Sequence[Item]
@@ -52,7 +55,7 @@ class MicroBatch(Generic[Item]):
     done: float = 0.0
 
 
-def train(  # noqa: PLR0913 - what learns, from what, how, and what is told
+def train(  # noqa: PLR0913 - parameters, data, loss, settings and evaluation
     parameters: Mapping[str, nn.Parameter],
     loss: Callable[[Any], Loss],
     epochs: Callable[[int], Sequence[Any]],
@@ -61,20 +64,23 @@ def train(  # noqa: PLR0913 - what learns, from what, how, and what is told
     evaluate: Callable[[], dict[str, float]] = dict,
     facts: dict[str, Any] | None = None,
 ) -> dict[str, float]:
-    """Train `parameters` in place, going on from the checkpoint in `folder` if there is one.
+    """Train `parameters` in place, resuming from the checkpoint in `folder` if there is one.
 
     Args:
-        parameters: what is trained; turned into float32.
-        loss: the summed loss of a micro-batch and its number of tokens.
-        epochs: epoch -> its micro-batches in order, the same whenever it is asked.
+        parameters: trained parameters by name; converted to float32.
+        loss: returns the summed loss of a micro-batch and its number of tokens.
+        epochs: epoch -> its micro-batches in order, the same on every call.
         settings: rates, lengths and seed.
-        folder: receives `metrics.jsonl` (one JSON object a line), `run.json` and the checkpoint.
-        evaluate: figures on held-back data, which are returned for the trained parameters.
-        facts: what a checkpoint must agree with beside `settings`.
+        folder: gets `metrics.jsonl` (one JSON object per line), `run.json` and the checkpoint.
+        evaluate: returns figures on the held-out set.
+        facts: what a checkpoint must agree with besides `settings`.
+
+    Returns:
+        The figures of the trained parameters.
 
     Raises:
         OptionError: if the checkpoint comes from a run with other settings.
-        UnsupportedError: if the processes were started to share what is trained.
+        UnsupportedError: if the processes are set up to shard the trained parameters.
     """
     trained = list(parameters.values())
     accelerator = Accelerator(cpu=trained[0].device.type == "cpu")
@@ -88,7 +94,7 @@ def train(  # noqa: PLR0913 - what learns, from what, how, and what is told
     resolved = {**asdict(settings), **(facts or {})}
     run = {"settings": json.dumps(resolved, sort_keys=True)}
     done = _load(folder, parameters, optimizer, run)
-    # Texts are shuffled before those of like lengths are put together: epochs may differ in length.
+    # Epochs may differ in length: texts are shuffled before they are grouped by length.
     steps = [
         batches[start : start + settings.accumulate]
         for batches in map(epochs, range(settings.epochs))
@@ -107,8 +113,8 @@ def train(  # noqa: PLR0913 - what learns, from what, how, and what is told
         for group in optimizer.param_groups:
             group["lr"] = settings.rate(step, num_steps)
         start = time.perf_counter()
-        mine = batches[accelerator.process_index :: accelerator.num_processes]
-        total, tokens = _step(accelerator, optimizer, trained, map(loss, mine), settings.clip)
+        share = batches[accelerator.process_index :: accelerator.num_processes]
+        total, tokens = _step(accelerator, optimizer, trained, map(loss, share), settings.clip)
         last = step + 1 == num_steps
         row: dict[str, float] = {"step": step + 1, "loss": total / max(tokens, 1)}
         if last or (step + 1) % settings.evaluate_every == 0:
@@ -116,45 +122,44 @@ def train(  # noqa: PLR0913 - what learns, from what, how, and what is told
             row |= figures
         if main:
             row["seconds"] = round(time.perf_counter() - start, 3)
-            told = {**row, "tokens": tokens, "rate": settings.rate(step, num_steps)}
+            line = {**row, "tokens": tokens, "rate": settings.rate(step, num_steps)}
             with (folder / METRICS).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(told) + "\n")
+                file.write(json.dumps(line) + "\n")
             if last or (step + 1) % settings.save_every == 0:
                 _save(folder, parameters, optimizer, {**run, "step": str(step + 1)})
         bar.set_postfix({k: f"{v:.3f}" for k, v in row.items() if k != "step"}, refresh=False)
         bar.update()
     bar.close()
     accelerator.wait_for_everyone()
-    # A finished run that is started again took no step.
+    # A finished run that is started again takes no step.
     return figures if done < num_steps else evaluate()
 
 
 def processes() -> PartialState:
-    """The processes of this run, also before a training begins."""
-    # Without a GPU accelerate takes processes for one another's strangers unless it is told.
+    """Return the processes of this run, even before a training starts."""
+    # Without a GPU accelerate connects processes only with cpu=True.
     return PartialState(cpu=not torch.cuda.is_available())
 
 
 def save_trained(folder: Path, adapter: SpecAdapter) -> SpecAdapter:
-    """Write an adapter and its card, once for all processes; the adapter itself."""
+    """Write an adapter and its card, in the main process; return the adapter."""
     if processes().is_main_process:
         save_with_card(folder, adapter)
     return adapter
 
 
 def _check_whole(accelerator: Accelerator, parameters: Sequence[nn.Parameter]) -> None:
-    """Refuse what would divide the weights that are trained among the processes."""
+    """Raise `UnsupportedError` if processes would shard the trained weights."""
     sharing = [DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM]
-    # On a CPU accelerate passes over what its launcher was told.
-    asked = [kind for kind in sharing if parse_flag_from_env(f"ACCELERATE_USE_{kind.value}")]
-    asked += [kind for kind in sharing if kind is accelerator.distributed_type]
-    divided = any(hasattr(parameter, "device_mesh") for parameter in parameters)
-    if asked or divided:
-        kind = asked[0].value if asked else "tensor parallelism"
+    # On a CPU accelerate ignores the options of its launcher.
+    requested = [kind for kind in sharing if parse_flag_from_env(f"ACCELERATE_USE_{kind.value}")]
+    requested += [kind for kind in sharing if kind is accelerator.distributed_type]
+    is_sharded = any(hasattr(parameter, "device_mesh") for parameter in parameters)
+    if requested or is_sharded:
+        kind = requested[0].value if requested else "tensor parallelism"
         raise UnsupportedError(
-            f"the processes are to share the weights ({kind}), but "
-            "each needs all of the little that is trained here, and they add up its gradients; "
-            "start them with torchrun or accelerate launch --multi_gpu"
+            f"sharded training ({kind}) is not supported: each process needs all trained weights; "
+            "start data-parallel processes with torchrun or accelerate launch --multi_gpu"
         )
 
 
@@ -165,7 +170,7 @@ def _step(
     losses: Iterable[Loss],
     clip: float,
 ) -> tuple[float, int]:
-    """One optimizer step; the summed loss and the tokens of all processes."""
+    """Take one optimizer step; return the summed loss and the tokens of all processes."""
     counts = torch.zeros(2, device=accelerator.device, dtype=torch.float64)
     for value, tokens in losses:
         accelerator.backward(value)
@@ -184,15 +189,15 @@ def _step(
 def shuffled_batches(
     lengths: Sequence[int], batch_tokens: int, seed: int, epoch: int
 ) -> list[list[int]]:
-    """Indices of texts in batches of like lengths, in an order that the seed and epoch fix.
+    """Return batches of text indices with similar lengths, in an order fixed by seed and epoch.
 
-    A batch has at most `batch_tokens` once its texts are padded to the longest; a single text may
+    A batch has at most `batch_tokens` tokens after padding to its longest text; a single text may
     be longer.
     """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     order = torch.randperm(len(lengths), generator=generator).tolist()
     batches: list[list[int]] = [[]]
-    # Sorting whole chunks keeps batches different from epoch to epoch.
+    # Sorted within shuffled chunks, so batches differ from epoch to epoch.
     chunk = 2048
     for start in range(0, len(order), chunk):
         for index in sorted(order[start : start + chunk], key=lambda i: lengths[i]):
@@ -201,34 +206,34 @@ def shuffled_batches(
                 batches.append([])
             batches[-1].append(index)
     shuffle = torch.randperm(len(batches), generator=generator).tolist()
-    return [batches[place] for place in shuffle if batches[place]]
+    return [batches[index] for index in shuffle if batches[index]]
 
 
 def micro_batches(
     items: Sequence[Item], lengths: Sequence[int], settings: TrainSettings
 ) -> Callable[[int], list[MicroBatch[Item]]]:
-    """What `train` takes as `epochs`: shuffled items of like lengths, each batch with its seed."""
+    """Return the `epochs` of `train`: shuffled items of similar lengths, each batch with a seed."""
 
     def epochs(epoch: int) -> list[MicroBatch[Item]]:
         batches = shuffled_batches(lengths, settings.batch_tokens, settings.seed, epoch)
         first = (settings.seed * 1009 + epoch) * 1_000_003
         return [
             MicroBatch(
-                [items[index] for index in batch],
+                [items[item] for item in batch],
                 epoch,
-                first + place,
-                (epoch + place / len(batches)) / settings.epochs,
+                first + index,
+                (epoch + index / len(batches)) / settings.epochs,
             )
-            for place, batch in enumerate(batches)
+            for index, batch in enumerate(batches)
         ]
 
     return epochs
 
 
 def _cut_metrics(path: Path, done: int) -> None:
-    """Cut a file of JSON lines back to the step that a checkpoint holds."""
-    kept = path.read_text().splitlines() if path.exists() and done else []
-    kept = [line for line in kept if line.endswith("}") and json.loads(line)["step"] <= done]
+    """Truncate a file of JSON lines to the `done` steps of a checkpoint."""
+    lines = path.read_text().splitlines() if path.exists() and done else []
+    kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= done]
     path.write_text("".join(line + "\n" for line in kept))
 
 
@@ -238,7 +243,7 @@ def _save(
     optimizer: torch.optim.Optimizer,
     facts: dict[str, str],
 ) -> None:
-    """A checkpoint: of each parameter the value and the state of AdamW."""
+    """Write a checkpoint with the value and the AdamW state of each parameter."""
     tensors = {
         f"{name}.{key}": tensor.cpu().contiguous()
         for name, parameter in parameters.items()
@@ -261,22 +266,22 @@ def _load(folder: Path, parameters: Mapping[str, nn.Parameter], optimizer: Any, 
     if not {"step", "settings"} <= facts.keys():
         raise OptionError(f"{path} is not a checkpoint of a training; {remedy}")
     step = int(facts.pop("step"))
-    told, now = json.loads(facts["settings"]), json.loads(run["settings"])
-    # Those of older versions do not say what was learned from.
-    told = {**{name: now[name] for name in LEARNED_FROM if name in now}, **told}
-    names = sorted({*told, *now})
-    if differing := [k for k in names if not agrees(k, told.get(k), now.get(k))]:
-        said = {k: f"{k}={told.get(k)!r} (now {now.get(k)!r})" for k in differing}
-        if "weights" in said:
-            said["weights"] = f"other weights of {told.get('target')!r}"
+    before, now = json.loads(facts["settings"]), json.loads(run["settings"])
+    # Checkpoints of older versions have no training data.
+    before = {**{name: now[name] for name in LEARNED_FROM if name in now}, **before}
+    names = sorted({*before, *now})
+    if differing := [k for k in names if not agrees(k, before.get(k), now.get(k))]:
+        changes = {k: f"{k}={before.get(k)!r} (now {now.get(k)!r})" for k in differing}
+        if "weights" in changes:
+            changes["weights"] = f"other weights of {before.get('target')!r}"
         raise OptionError(
-            f"{path} comes from a run with other settings: {', '.join(said.values())}; use them, "
-            "or another folder"
+            f"{path} comes from a run with other settings: {', '.join(changes.values())}; use "
+            "them, or another folder"
         )
     states: dict[str, dict[str, Tensor]] = {name: {} for name in parameters}
     for key, tensor in load_file(path).items():
         name, _, part = key.rpartition(".")
-        # AdamW counts its steps on the host.
+        # AdamW keeps its step counter on the host.
         states[name][part] = tensor if part == "step" else tensor.to(parameters[name].device)
     for name, parameter in parameters.items():
         parameter.data.copy_(states[name].pop("value"))

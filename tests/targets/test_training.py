@@ -144,7 +144,7 @@ def test_fsdp_is_refused(tmp_path: Path) -> None:
     switches = {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_USE_CPU": "true"}
     done = run_together(script, {tmp_path / "out": 2}, **switches)
     assert done.returncode != 0
-    assert "UnsupportedError: the processes are to share the weights (FSDP)" in done.stderr
+    assert "UnsupportedError: sharded training (FSDP) is not supported" in done.stderr
     assert not (tmp_path / "out").exists()
 
 

@@ -141,7 +141,7 @@ class TestAnotherTarget:
     ) -> None:
         """Those of older versions."""
         with monkeypatch.context() as patch:
-            patch.setattr(module, "known_target", lambda model: {"target": "LlamaForCausalLM"})
+            patch.setattr(module, "target_facts", lambda model: {"target": "LlamaForCausalLM"})
             before = stored_texts(model, responses, tmp_path)
         monkeypatch.setattr(module, "text_features", None)
         assert len(stored_texts(model, responses, tmp_path)) == len(before)

@@ -182,14 +182,14 @@ def test_prompts_that_are_too_long_are_counted(
 @pytest.mark.parametrize("content", [b'{"id": "a", "turns": ["b"]}\n', b"text", b"[1]", b"\xff"])
 def test_another_kind_of_file_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "prompts.jsonl").write_bytes(content)
-    with pytest.raises(OptionError, match="no file of responses"):
+    with pytest.raises(OptionError, match="not a file of responses"):
         list(read_responses(tmp_path / "prompts.jsonl"))
 
 
 @pytest.mark.parametrize("first", ["hello", "[1]", '"text"', ""])
 def test_a_file_without_a_head_is_refused(tmp_path: Path, first: str) -> None:
     (tmp_path / "some.jsonl").write_text(first + "\n")
-    with pytest.raises(OptionError, match="no file of responses"):
+    with pytest.raises(OptionError, match="not a file of responses"):
         list(read_responses(tmp_path / "some.jsonl"))
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hf_spec import OptionError
-from hf_spec.training.answers import known_target
+from hf_spec.training.answers import target_facts
 from hf_spec.training.trainer import (
     CHECKPOINT,
     METRICS,
@@ -186,10 +186,10 @@ def test_checkpoints_that_do_not_say_what_was_learned_from(tmp_path: Path) -> No
 
 
 def test_another_target_of_the_same_name(tmp_path: Path) -> None:
-    Line().fit(tmp_path, facts=known_target(build("llama")))
-    Line().fit(tmp_path, facts=known_target(copy.deepcopy(build("llama")).bfloat16()))
+    Line().fit(tmp_path, facts=target_facts(build("llama")))
+    Line().fit(tmp_path, facts=target_facts(copy.deepcopy(build("llama")).bfloat16()))
     with pytest.raises(OptionError, match="settings: other weights of 'LlamaForCausalLM'; use"):
-        Line().fit(tmp_path, facts=known_target(build("llama", seed=1)))
+        Line().fit(tmp_path, facts=target_facts(build("llama", seed=1)))
 
 
 def test_an_unfinished_file_does_not_count(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from hf_spec.methods.disco.classifier import DiscoClassifier
 from hf_spec.methods.disco.settings import FEATURES, DiscoTrainSettings
 from hf_spec.methods.disco.training import Observed, evaluate, fit, observe
 from hf_spec.methods.draft_model.loading import resolve_draft_model
-from hf_spec.training.held_back import split_by_seed
+from hf_spec.training.held_out import split_by_seed
 from hf_spec.training.responses import read_responses
 
 LABELS = ("hard", "soft")

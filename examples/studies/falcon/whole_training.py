@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from hf_spec.methods.falcon.settings import FalconTrainSettings
-from hf_spec.training.held_back import split_by_hash
+from hf_spec.training.held_out import split_by_hash
 from hf_spec.training.responses import read_responses
 
 # What `hf-spec calibrate falcon` reads.

@@ -1,4 +1,4 @@
-"""`hf-spec calibrate ...`: thin commands over `hf_spec.evaluation.bench.calibrate`."""
+"""`hf-spec calibrate ...`: commands for `hf_spec.evaluation.bench.calibrate`."""
 
 from __future__ import annotations
 
@@ -23,20 +23,19 @@ def calibrate_disco_command(  # noqa: PLR0913 - one parameter an option
     adapter: Annotated[Path, typer.Option(exists=True, help="The folder of `train disco`.")],
     prompts: Annotated[
         Path,
-        typer.Option(exists=True, help="JSON lines; those held back in training are used."),
+        typer.Option(exists=True, help="JSON lines; the held-out ones are used."),
     ],
     use_all: Annotated[
         bool, typer.Option("--all", help="Use every prompt, for a file of validation prompts.")
     ] = False,
-    max_prompts: Annotated[int, typer.Option(min=1, help="At most so many prompts.")] = 12,
+    max_prompts: Annotated[int, typer.Option(min=1, help="Maximum number of prompts.")] = 12,
     settings: CalibrationSettings,
     placement: options.Placement,
 ) -> None:
     """Choose DISCO's threshold and longest draft by speed on this machine.
 
-    Tries every pair, in turn with static lengths, on prompts that the classifier was not trained
-    on, and writes the fastest pair and the table into the adapter. Leave the machine alone
-    meanwhile.
+    Tries every pair, alternating with static lengths, on held-out prompts, and writes the fastest
+    pair and the table into the adapter. Run this on an otherwise idle machine.
 
         hf-spec calibrate disco --model MODEL --adapter my-disco --prompts prompts.jsonl
     """
@@ -48,17 +47,17 @@ def calibrate_disco_command(  # noqa: PLR0913 - one parameter an option
     from hf_spec.evaluation.bench.calibrate.disco import calibrate_disco, validation_prompts
     from hf_spec.methods.disco.classifier import METHOD
 
-    known = load_prompts(prompts)
-    chosen = known if use_all else validation_prompts(load_adapter(adapter, METHOD), known)
+    loaded = load_prompts(prompts)
+    chosen = loaded if use_all else validation_prompts(load_adapter(adapter, METHOD), loaded)
     chosen = chosen[:max_prompts]
     target, tokenizer = load_target(model, placement), load_tokenizer(model)
     total = settings.num_ways * len(chosen) * settings.repeats
     with tqdm(total=total, desc="runs", disable=None) as bar:
-        made = calibrate_disco(target, tokenizer, adapter, chosen, settings, progress=bar.update)
-    found = made.options["calibration"]
-    best = {found["best"], found["best_static"]}
+        result = calibrate_disco(target, tokenizer, adapter, chosen, settings, progress=bar.update)
+    calibration = result.options["calibration"]
+    best = {calibration["best"], calibration["best_static"]}
     show_table(
-        f"speed relative to drafts of {found['reference']} tokens",
+        f"speed relative to drafts of {calibration['reference']} tokens",
         ("", "median", "p20 - p80", "at one price a forward", "tau"),
         (
             (
@@ -68,7 +67,7 @@ def calibrate_disco_command(  # noqa: PLR0913 - one parameter an option
                 f"{row['ratio_at_one_price']:.2f}",
                 f"{row['tau']:.2f}",
             )
-            for name, row in found["table"].items()
+            for name, row in calibration["table"].items()
         ),
     )
     typer.echo(f"next: {bench_command(model, f'disco@{adapter}', placement)}")
@@ -81,16 +80,18 @@ def calibrate_falcon_command(
     model: options.ModelOption,
     adapter: Annotated[Path, typer.Option(exists=True, help="The folder of `train falcon`.")],
     responses: Responses,
-    max_answers: Annotated[int, typer.Option(min=1, help="The first so many answers.")] = 100,
+    max_answers: Annotated[
+        int, typer.Option(min=1, help="Number of answers, from the first.")
+    ] = 100,
     settings: TreeSettings,
     placement: options.Placement,
 ) -> None:
     """Choose a Falcon head's tree by acceptance and by speed on this machine.
 
-    Reads off answers that the head was not trained on how often each path would be accepted, times
-    rounds with trees of several sizes, and writes the tree with the most tokens per second, and how
-    many of its nodes are worth sending, into the adapter, which model.generate(...,
-    spec_strategy="falcon", assistant=ADAPTER) then drafts. Leave the machine alone meanwhile.
+    Counts on answers that the head was not trained on how often each path would be accepted, times
+    rounds with trees of several sizes, and writes the tree with the most tokens per second, and the
+    best number of sent nodes, into the adapter. model.generate(..., spec_strategy="falcon",
+    assistant=ADAPTER) then drafts that tree. Run this on an otherwise idle machine.
 
         hf-spec calibrate falcon --model MODEL --adapter my-head --responses others.jsonl
     """
@@ -103,10 +104,10 @@ def calibrate_falcon_command(
     answers = list(islice(read_responses(responses), max_answers))
     target = load_target(model, placement)
     with tqdm(desc="answers and runs", disable=None) as bar:
-        made = calibrate_falcon(target, adapter, answers, settings, progress=bar.update)
-    found = made.options["calibration"]
-    trees = [[f"{value:g}" for value in one.values()] for one in found["choices"]]
-    trees[found["best"]][-1] += " <"
+        result = calibrate_falcon(target, adapter, answers, settings, progress=bar.update)
+    calibration = result.options["calibration"]
+    trees = [[f"{value:g}" for value in choice.values()] for choice in calibration["choices"]]
+    trees[calibration["best"]][-1] += " <"
     columns = ("drafted nodes", "depth", "sent", "tau", "tokens / s")
     show_table("the likeliest paths of every tree", columns, trees)
     show_table(
@@ -115,7 +116,7 @@ def calibrate_falcon_command(
         (
             (f"{kind} {count} {unit}", f"{1000 * seconds:.2f}")
             for kind, unit in (("verify", "nodes"), ("draft", "passes"))
-            for count, seconds in found["seconds"][kind].items()
+            for count, seconds in calibration["seconds"][kind].items()
         ),
     )
     typer.echo(f"next: {bench_command(model, f'falcon@{adapter}', placement)}")

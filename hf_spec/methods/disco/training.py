@@ -41,7 +41,7 @@ from hf_spec.methods.disco.settings import DiscoTrainSettings
 from hf_spec.methods.draft_model.loading import resolve_draft_model
 from hf_spec.methods.draft_model.truncated import named_layers
 from hf_spec.training.answers import answer_batches, answer_logits, stored
-from hf_spec.training.held_back import split_by_seed
+from hf_spec.training.held_out import split_by_seed
 from hf_spec.training.job import ResultTable, TrainingJob, TrainingResult
 from hf_spec.training.responses import Response
 from hf_spec.training.run_record import record_start

@@ -22,7 +22,7 @@ from hf_spec.methods.draft_model.trained import TrainableDraft
 from hf_spec.methods.draft_model.truncated import without_head
 from hf_spec.methods.feature_pairs.draft_head import check_plain_head
 from hf_spec.training.answers import Example, learned_from
-from hf_spec.training.held_back import learned_and_held, tau
+from hf_spec.training.held_out import learned_and_held, tau
 from hf_spec.training.job import TrainingJob, TrainingResult
 from hf_spec.training.precision import mixed_precision
 from hf_spec.training.responses import Response, answer_vocabulary

@@ -39,7 +39,7 @@ from hf_spec.methods.falcon.csgd import Pairs, cut_prompt, read_pairs
 from hf_spec.methods.feature_pairs.draft_head import FewTokensHead, check_plain_head
 from hf_spec.training.answers import learned_from
 from hf_spec.training.features import Text, fused_layers, num_features
-from hf_spec.training.held_back import acceptance, learned_and_held
+from hf_spec.training.held_out import acceptance, learned_and_held
 from hf_spec.training.job import TrainingJob, TrainingResult
 from hf_spec.training.responses import answer_vocabulary
 from hf_spec.training.settings import TrainSettings

@@ -24,7 +24,7 @@ from hf_spec.methods.falcon.settings import FALCON_RUN, FalconShape, FalconTrain
 from hf_spec.methods.feature_pairs.draft_head import check_plain_head
 from hf_spec.training.answers import learned_from
 from hf_spec.training.features import LAST, Text, fused_layers, num_features, text_features
-from hf_spec.training.held_back import acceptance, learned_and_held
+from hf_spec.training.held_out import acceptance, learned_and_held
 from hf_spec.training.job import TrainingJob, TrainingResult
 from hf_spec.training.precision import mixed_precision
 from hf_spec.training.responses import answer_vocabulary

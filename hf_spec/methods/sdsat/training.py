@@ -40,7 +40,7 @@ from hf_spec.methods.sdsat.infilling import Infilling
 from hf_spec.methods.sdsat.settings import SDSAT_RUN, SdsatTrainSettings
 from hf_spec.methods.sdsat.training_chains import Text, Windows, agreement, draw_windows, run_chains
 from hf_spec.training.answers import Example, learned_from
-from hf_spec.training.held_back import learned_and_held
+from hf_spec.training.held_out import learned_and_held
 from hf_spec.training.job import TrainingJob, TrainingResult
 from hf_spec.training.precision import mixed_precision
 from hf_spec.training.settings import TrainSettings

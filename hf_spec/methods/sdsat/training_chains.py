@@ -26,7 +26,7 @@ from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.engine.forward.runner import ModelRunner
 from hf_spec.methods.sdsat.adaptive_tokens import AdaptiveTokens
 from hf_spec.training.answers import Example
-from hf_spec.training.held_back import by_slot
+from hf_spec.training.held_out import by_slot
 
 # Texts of one forward when the held-back ones are evaluated.
 EVALUATED = 8

@@ -64,7 +64,7 @@ def test_errors_come_in_one_sentence(model_folder: Path, tmp_path: Path) -> None
         *("--out", tmp_path / "a", "--draft-layers", 1),
     )
     assert result.exit_code == 2
-    assert "no file of responses" in " ".join(result.output.split())
+    assert "not a file of responses" in " ".join(result.output.split())
     assert "Traceback" not in result.output
 
 

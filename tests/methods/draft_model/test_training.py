@@ -19,7 +19,7 @@ from hf_spec.methods.draft_model.training import (
     train_draft,
 )
 from hf_spec.training.answers import Example
-from hf_spec.training.held_back import split_by_hash
+from hf_spec.training.held_out import split_by_hash
 from hf_spec.training.trainer import METRICS, TrainSettings
 from tests.adapters.cards import card_metrics, rounded
 from tests.tiny_models import build

@@ -17,7 +17,7 @@ from hf_spec.methods.eagle.head import EagleHead, build
 from hf_spec.methods.eagle.settings import EagleTrainSettings
 from hf_spec.methods.eagle.training import StepsLoss, draft_steps, new_head, train_eagle
 from hf_spec.training.features import Text, fused_layers, stored_texts
-from hf_spec.training.held_back import acceptance, split_by_hash
+from hf_spec.training.held_out import acceptance, split_by_hash
 from hf_spec.training.responses import Response
 from hf_spec.training.settings import TrainSettings
 from hf_spec.training.trainer import METRICS, MicroBatch

@@ -21,7 +21,7 @@ from hf_spec.methods.falcon.training import (
     train_falcon,
 )
 from hf_spec.training.features import Text, fused_layers, stored_texts, text_features
-from hf_spec.training.held_back import acceptance, split_by_hash
+from hf_spec.training.held_out import acceptance, split_by_hash
 from hf_spec.training.responses import Response
 from hf_spec.training.trainer import CHECKPOINT, METRICS, TrainSettings
 from tests.adapters.cards import card_metrics, rounded

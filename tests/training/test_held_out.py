@@ -7,7 +7,7 @@ import torch
 
 from hf_spec import OptionError
 from hf_spec.training.features import Text
-from hf_spec.training.held_back import (
+from hf_spec.training.held_out import (
     acceptance,
     by_slot,
     learned_and_held,
@@ -48,7 +48,7 @@ class TestAnswers:
 
     @pytest.mark.parametrize("prompt", ["p0", "p1"])
     def test_neither_side_may_be_empty(self, prompt: str) -> None:
-        with pytest.raises(OptionError, match="1 answers are too few to train and to hold some"):
+        with pytest.raises(OptionError, match="1 answers are too few for a training set"):
             learned_and_held([Text(Response(prompt, "chat", [1], [2]))], 0.25, "answers")
 
 
