@@ -1,7 +1,4 @@
-"""Drafts from a smaller model: a chain (`draft`) or a tree (`tree`).
-
-Both are one drafter, see `hf_spec.methods.draft_model.drafter`.
-"""
+"""Options of `draft` (a chain) and `tree`; both use `DraftModelDrafter`."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from hf_spec.methods.registry import register
 
 
 def make_drafter(config: DraftModelConfig, target: PreTrainedModel, assistant: object) -> Drafter:
-    """The drafter of this family of configs, with its draft model found and checked."""
+    """Return the drafter of `draft` and `tree` configs, with its draft model loaded and checked."""
     draft = find_draft(config.strategy, assistant, target)
     make = partial(draft.drafter, target=target)
     return with_policy(config, target, make, config.shape.children)
@@ -30,13 +27,13 @@ def make_drafter(config: DraftModelConfig, target: PreTrainedModel, assistant: o
 @register("draft", make_drafter)
 @dataclass(frozen=True)
 class DraftConfig(DraftModelConfig):
-    """Options of a drafted chain."""
+    """Options of a chain from a draft model."""
 
     adapter_methods: ClassVar[tuple[str, ...] | None] = ("draft",)
 
 
 def wide_tree(batching: str) -> TreeConfig:
-    """What a draft model grows for `auto`, before the nodes to send are chosen."""
+    """Return the tree that a draft model grows for `auto`, which chooses the nodes to send."""
     return TreeConfig(max_draft_tokens=5, max_nodes=24, batching=batching)
 
 
@@ -47,13 +44,13 @@ def _make_for_auto(target: PreTrainedModel, assistant: object, batching: str) ->
 @register("tree", make_drafter, _make_for_auto)
 @dataclass(frozen=True)
 class TreeConfig(DraftConfig):
-    """Options of a drafted tree; `max_draft_tokens` is its depth.
+    """Options of a tree from a draft model; `max_draft_tokens` is its depth.
 
     Attributes:
         children: most children per node.
-        expanded_per_level: most nodes per level that get children, the likeliest paths first.
-        max_nodes: most nodes sent to the target, root excluded, the likeliest paths first; "auto",
-            as many as are worth their time; None is 15.
+        expanded_per_level: most nodes per level that get children, the most probable paths first.
+        max_nodes: most nodes sent to the target, root excluded, the most probable paths first;
+            "auto" lets the cost model choose; None is 15.
         min_probability: a node less probable than this gets no children.
         min_sibling_ratio: a child less probable than this share of its best sibling is dropped.
     """

@@ -1,6 +1,7 @@
-"""A trained draft model: the target's first layers with a LoRA merged into copies of them.
+"""Trained draft model: the target's first layers with a LoRA merged into copies of them.
 
-Embeddings are the target's own, and so is the head after a learned bridge, or some rows of it.
+Embeddings are shared with the target. The output head is the target's, or some of its rows, after a
+trained square matrix (the bridge).
 """
 
 from __future__ import annotations
@@ -22,20 +23,23 @@ LORA_PREFIX = "lora."
 
 
 class TrainableDraft:
-    """A truncated model with a LoRA on copies of its layers, ready for training or decoding.
+    """Truncated model with a LoRA on copies of its layers, for training or decoding.
 
-    The first `num_layers` of `target` are taken, which is not changed; it can propose the (R,)
-    int64 tokens of `vocabulary`, None for all.
+    Args:
+        target: not changed.
+        num_layers: number of its first layers to copy.
+        rank: of the LoRA.
+        vocabulary: (R,) int64 token ids that the model can draft; None for all.
 
     Attributes:
-        model: the draft model; the LoRA, the final norm and the bridge need gradients.
-        head: its head.
+        model: the draft model; the LoRA, the final norm and the bridge require gradients.
+        head: its output head.
     """
 
     def __init__(
         self, target: PreTrainedModel, num_layers: int, rank: int, vocabulary: Tensor | None
     ):
-        # PEFT takes as long to import as all the rest of this package.
+        # Importing PEFT takes as long as importing the rest of this package.
         from peft import LoraConfig, LoraModel
 
         self.num_layers, self.rank, self.vocabulary = num_layers, rank, vocabulary
@@ -52,11 +56,11 @@ class TrainableDraft:
         self._tuner = LoraModel(self.model, config, "default")
         self.head = DraftHead(ends[1], vocabulary)
         self.model.set_output_embeddings(self.head)
-        for parameter in self._others().values():
+        for parameter in self._norm_and_bridge().values():
             parameter.requires_grad_(True)
 
     def to_adapter(self, options: dict[str, Any]) -> SpecAdapter:
-        """What has been trained, in bfloat16, with the sizes added to `options`."""
+        """Return the trained tensors in bfloat16, with the sizes added to `options`."""
         tensors = {name: t.detach().to(torch.bfloat16) for name, t in self._trained().items()}
         if self.vocabulary is not None:
             tensors[VOCABULARY] = self.vocabulary.int()
@@ -64,49 +68,57 @@ class TrainableDraft:
         return SpecAdapter(METHOD, self._base, {**sizes, **options}, tensors)
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Take over trained weights, by the names of the file."""
+        """Load trained weights under the names of the adapter file."""
         from peft import set_peft_model_state_dict
 
-        found = {name: t for name, t in tensors.items() if name != VOCABULARY}
+        weights = {name: t for name, t in tensors.items() if name != VOCABULARY}
         expected = {name: t.shape for name, t in self._trained().items()}
-        check_tensors("the draft adapter", found, expected)
-        lora = {n.removeprefix(LORA_PREFIX): found[n] for n in found if n.startswith(LORA_PREFIX)}
+        check_tensors("the draft adapter", weights, expected)
+        lora = {
+            name.removeprefix(LORA_PREFIX): weight
+            for name, weight in weights.items()
+            if name.startswith(LORA_PREFIX)
+        }
         set_peft_model_state_dict(self._tuner, lora, adapter_name="default")
         with torch.no_grad():
-            for name, parameter in self._others().items():
+            for name, parameter in self._norm_and_bridge().items():
                 parameter.copy_(tensors[name])
 
     def merge(self) -> PreTrainedModel:
-        """The draft model with the LoRA added into its weights; training ends here."""
+        """Return the draft model with the LoRA merged into its weights; it cannot be trained on."""
         self._tuner.merge_and_unload()
         return self.model.requires_grad_(False).eval()
 
     def _trained(self) -> dict[str, Tensor]:
-        """All that learns, by the names of the file."""
+        """Return everything that is trained, under the names of the adapter file."""
         from peft import get_peft_model_state_dict
 
         lora = get_peft_model_state_dict(self._tuner, adapter_name="default")
-        return {**{LORA_PREFIX + name: t for name, t in lora.items()}, **self._others()}
+        return {**{LORA_PREFIX + name: t for name, t in lora.items()}, **self._norm_and_bridge()}
 
-    def _others(self) -> dict[str, nn.Parameter]:
-        """What learns beside the LoRA: the final norm (vectors outside the layers), the bridge."""
-        apart = [self.model.get_input_embeddings(), self.head]
-        apart += [module for module in self.model.modules() if isinstance(module, nn.ModuleList)]
-        inside = {id(parameter) for module in apart for parameter in module.parameters()}
+    def _norm_and_bridge(self) -> dict[str, nn.Parameter]:
+        """Return what is trained beside the LoRA: final norm (vectors outside layers), bridge."""
+        excluded = [self.model.get_input_embeddings(), self.head]
+        excluded += [module for module in self.model.modules() if isinstance(module, nn.ModuleList)]
+        excluded_ids = {id(parameter) for module in excluded for parameter in module.parameters()}
         norm = {
             name: parameter
             for name, parameter in self.model.named_parameters()
-            if id(parameter) not in inside and parameter.ndim == 1
+            if id(parameter) not in excluded_ids and parameter.ndim == 1
         }
         return {**norm, "bridge": self.head.bridge.weight}
 
 
 def draft_from_adapter(adapter: SpecAdapter, target: PreTrainedModel) -> PreTrainedModel:
-    """The trained draft model of `adapter`, in the dtype and on the device of `target`."""
+    """Return the trained draft model of `adapter`, in the dtype and on the device of `target`.
+
+    Raises:
+        AssistantError: if the adapter is damaged or belongs to another base.
+    """
     adapter.base.check(target)
     what, options = "the draft adapter", adapter.options
     num_layers = whole_number(what, options, "num_layers", 1, adapter.base.num_layers - 1)
-    # No weight of a LoRA is of a higher rank than the file has numbers.
+    # The rank cannot exceed the size of the largest tensor in the file.
     rank = whole_number(what, options, "rank", 1, adapter.largest)
     vocabulary = read_vocabulary(what, adapter.tensors, adapter.base.vocab_size)
     draft = TrainableDraft(target, num_layers, rank, vocabulary)

@@ -1,8 +1,11 @@
 """Training of a truncated draft model on the target's own answers (`hf-spec train draft`).
 
-The first layers of the target with a LoRA learn its next-token distribution: cross-entropy with the
-target's top probabilities, renormalised over the tokens that the draft model knows, and a share of
-cross-entropy with the token that the target chose. Loss on answers only.
+The target's first layers with a LoRA learn its next-token distribution, on answer tokens only::
+
+    loss = (1 - hard_weight) CE(p, q) + hard_weight CE(chosen token, q)
+
+p are the target's top probabilities, renormalized over the R tokens that the draft model can draft,
+and q is the draft model's distribution. Chosen tokens outside R have no hard loss.
 """
 
 from __future__ import annotations
@@ -48,11 +51,11 @@ def train_draft(
 ) -> SpecAdapter:
     """Train a draft model on a frozen target's answers and write its adapter to `folder`.
 
-    Checkpoint and metrics go into the `training` folder in it.
+    Checkpoint and metrics are written to its `training` folder.
 
     Raises:
         UnsupportedError: if the target changes its logits after the head.
-        OptionError: if nothing is left to train on or to evaluate with.
+        OptionError: if the training or the held-out set is empty.
     """
     check_plain_head(model)
     learned, held = learned_and_held(examples, settings.held_back, "examples")
@@ -61,35 +64,43 @@ def train_draft(
     torch.manual_seed(run.seed)
     draft = TrainableDraft(model, settings.num_layers, settings.rank, vocabulary)
     parameters = {n: p for n, p in draft.model.named_parameters() if p.requires_grad}
-    teacher = _Distillation(draft, settings.hard_weight)
+    distillation = _Distillation(draft, settings.hard_weight)
     epochs = micro_batches(learned, [e.response.num_tokens for e in learned], run)
 
     def evaluate() -> dict[str, float]:
-        return acceptance(teacher.matches([held[i : i + 16] for i in range(0, len(held), 16)]))
+        return acceptance(distillation.matches([held[i : i + 16] for i in range(0, len(held), 16)]))
 
-    facts = {**asdict(settings), "examples": len(examples)}
-    known = {**facts, **learned_from(model, [example.response for example in examples])}
-    figures = train(parameters, teacher.loss, epochs, run, folder / "training", evaluate, known)
-    options = {"training": {**facts, **asdict(run)}, "held_back": figures}
+    record = {**asdict(settings), "examples": len(examples)}
+    sources = learned_from(model, [example.response for example in examples])
+    metrics = train(
+        parameters,
+        distillation.loss,
+        epochs,
+        run,
+        folder / "training",
+        evaluate,
+        {**record, **sources},
+    )
+    options = {"training": {**record, **asdict(run)}, "held_back": metrics}
     return save_trained(folder, draft.to_adapter(options))
 
 
 class _Distillation:
-    """Losses and matches of a draft model on batches of examples."""
+    """Losses of a draft model on batches of examples, and its agreement with the target."""
 
     def __init__(self, draft: TrainableDraft, hard_weight: float):
         self.model, self.head = draft.model.eval(), draft.head
         self.hard_weight = hard_weight
-        # Per token its place in the draft model's vocabulary, -1 for those it does not know.
-        self._places = self.head.places()
+        # (V,) index of each token in the draft vocabulary, -1 outside.
+        self._indices = self.head.places()
 
     def loss(self, batch: MicroBatch[Example]) -> tuple[Tensor, int]:
-        """Summed cross-entropies with the target's probabilities and with its choice."""
+        """Return the loss summed over answer tokens, and their number."""
         logits, chosen = self._logits([example.response for example in batch.items])
         scores = logits.float().log_softmax(dim=-1)
         top = torch.cat([example.top_tokens for example in batch.items])
         probs = torch.cat([example.top_probs for example in batch.items]).to(scores.device)
-        top, chosen = self._places[top].to(scores.device), chosen.to(scores.device)
+        top, chosen = self._indices[top].to(scores.device), chosen.to(scores.device)
         probs = probs * (top >= 0)
         probs = probs / probs.sum(dim=-1, keepdim=True).clamp_min(1e-9)
         soft = -(probs * scores.gather(-1, top.clamp_min(0))).sum()
@@ -98,41 +109,41 @@ class _Distillation:
 
     @torch.no_grad()
     def matches(self, batches: Sequence[Sequence[Example]]) -> list[Tensor]:
-        """Per answer (T,) bool: whether the draft model's first choice was the target's."""
-        found: list[Tensor] = []
+        """Return per answer (T,) bool: the draft model's first choice is the target's token."""
+        matches: list[Tensor] = []
         for batch in batches:
             logits, chosen = self._logits([example.response for example in batch])
             same = logits.argmax(dim=-1).cpu() == chosen
-            found.extend(same.split([len(example.response.response) for example in batch]))
-        return found
+            matches.extend(same.split([len(example.response.response) for example in batch]))
+        return matches
 
     def _logits(self, batch: Sequence[Response]) -> tuple[Tensor, Tensor]:
-        """(answer tokens, R) logits before each answer token, and where it stands in R, or -1."""
-        texts = [torch.tensor([*one.prompt, *one.response[:-1]]) for one in batch]
+        """Return (answer tokens, R) logits, and each answer token's index in R, -1 outside."""
+        texts = [torch.tensor([*item.prompt, *item.response[:-1]]) for item in batch]
         ids = nn.utils.rnn.pad_sequence(texts, batch_first=True)
-        rows = [row for row, one in enumerate(batch) for _ in one.response]
-        places = [len(one.prompt) - 1 + i for one in batch for i in range(len(one.response))]
+        rows = [row for row, item in enumerate(batch) for _ in item.response]
+        positions = [len(item.prompt) - 1 + i for item in batch for i in range(len(item.response))]
         device = self.model.device
         with mixed_precision(self.model):
             hidden = without_head(self.model)(input_ids=ids.to(device), use_cache=False)[0]
-            logits = self.head.known(hidden[rows, places])
-        return logits, self._places[[token for one in batch for token in one.response]]
+            logits = self.head.known(hidden[rows, positions])
+        return logits, self._indices[[token for item in batch for token in item.response]]
 
 
 def acceptance(matches: Sequence[Tensor]) -> dict[str, float]:
-    """Share of agreeing tokens, and tau of greedy chains of some lengths.
+    """Return the share of agreeing tokens, and tau of greedy chains of `TAU_LENGTHS`.
 
-    A drafted token is accepted if it and all before it agree, in which case their contexts were the
-    target's own; so `matches` under the target's text, (T,) bool per answer, give the exact tau.
+    `matches`, (T,) bool per answer, were computed on the target's text. They give the exact tau: a
+    drafted token is accepted only if all before it agree, so the draft's context was that text.
     """
-    figures = {"agreement": float(torch.cat(list(matches)).float().mean())}
+    metrics = {"agreement": float(torch.cat(list(matches)).float().mean())}
     for length in TAU_LENGTHS:
         runs = []
         for answer in matches:
-            # Agreeing tokens in a row from each position on, counted from the end.
+            # Length of the run of agreeing tokens from each position on, counted from the end.
             row = [0]
             for same in reversed(answer.tolist()):
                 row.append(row[-1] + 1 if same else 0)
             runs.append([min(count, length) for count in row[:0:-1]])
-        figures[f"tau_{length}"] = tau(runs)
-    return figures
+        metrics[f"tau_{length}"] = tau(runs)
+    return metrics

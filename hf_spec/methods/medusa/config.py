@@ -1,4 +1,4 @@
-"""Options of drafts from heads that propose several levels at once: Medusa, MLP speculators, blocks.
+"""Options of heads that propose several levels at once: Medusa, MLP speculators and blocks.
 
 A tree depends only on committed tokens and features, so it is verified by node draw. By default the
 most probable paths are sent; a fixed tree of ranks can be given instead.

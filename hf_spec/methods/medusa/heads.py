@@ -66,7 +66,9 @@ class MedusaHeads(nn.Module):
             depth = _depth(tensors, level)
             self.blocks.append(
                 nn.ModuleList(
-                    linear(tensors[f"{level}.{j}.linear.weight"], tensors[f"{level}.{j}.linear.bias"])
+                    linear(
+                        tensors[f"{level}.{j}.linear.weight"], tensors[f"{level}.{j}.linear.bias"]
+                    )
                     for j in range(depth)
                 )
             )

@@ -1,18 +1,16 @@
-"""SDSAT: the target drafts for itself after adaptive tokens.
+"""SDSAT rounds: drafts are what the target predicts at its adaptive tokens.
 
-Published loop, two forwards of the target (Liu et al. 2024, arXiv 2403.18647, section 2.1). The
-first runs the last token and a chain of k adaptive ones: it says the next token for certain, and
-what it predicts at the adaptive tokens are drafts for the k after that. The second runs the
-certain token and the drafts, as a chain or as a tree of ranks, which verifies them: 2 to k + 2
-tokens for two forwards. Adaptive tokens are virtual nodes of the draft tree, so their keys and
-values go the way of rejected drafts.
+Published loop (Liu and Zhu 2024, arXiv 2403.18647, section 2.1), two forward passes per round. The
+first runs the last token and k adaptive tokens; it gives one exact token and k drafts. The second
+runs the exact token and the drafts, as a chain or a tree of ranks, and verifies them. A round
+commits 2 to k + 2 tokens. Adaptive tokens are virtual nodes of the draft tree, so their keys and
+values are dropped like those of rejected drafts.
 
-With `fused=True`, our own step, every tree also carries adaptive chains after the nodes where the
-walk may end, and what is predicted after its last accepted node is the next draft: 1 to k + 1
-tokens for each forward. Where the walk ends without such a chain, the next tree is a chain alone.
+`fused=True`, ours: each draft tree also carries adaptive chains after the nodes where verification
+may end; the predictions after the last accepted node are the next draft. A forward pass commits 1
+to k + 1 tokens. If verification ends at a node without a chain, the next pass runs a chain alone.
 
-Drafts depend on the text alone, so both are judged by node draw. The rule that the paper samples
-by changes the distribution; it is there as `SdsatConfig(lossy=True)`.
+Drafts depend only on committed tokens, so both are verified by node draw.
 """
 
 from __future__ import annotations
@@ -58,19 +56,19 @@ def _make_for_auto(target: PreTrainedModel, assistant: object, batching: str) ->
 @register("sdsat", _make, _make_for_auto)
 @dataclass(frozen=True)
 class SdsatConfig(StrategyConfig):
-    """Options of drafts after adaptive tokens.
+    """Options of SDSAT drafts.
 
     Attributes:
-        num_adaptive: k, adaptive tokens in a row; None is the depth of the tree or, without one,
-            what the adapter says.
-        fused: draft and verify in one forward, see the module.
-        tree: None is a chain of the likeliest tokens; "sdsat-5", "-7", "-9", "-11" and "-13" are
-            the paper's; or a list of rank paths, see `hf_spec.drafting.rank_tree`.
-        min_probability: drafts whose path is less probable than this, by what was predicted, are
-            not sent; without any draft left, another adaptive chain is.
-        max_adaptive_nodes: most adaptive nodes of a fused tree, the likeliest ones; None for all.
-        lossy: when sampling, accept as the paper does (`PathSampling`). That changes the
-            distribution of the output; greedy decoding stays exact.
+        num_adaptive: k, adaptive tokens in a row; None for the depth of the tree or, without one,
+            the adapter's default.
+        fused: draft and verify in one forward pass, see the module.
+        tree: None is a chain of the most probable tokens; "sdsat-5", "-7", "-9", "-11" and "-13"
+            are the paper's trees; or a list of rank paths, see `hf_spec.drafting.rank_tree`.
+        min_probability: drafts with a smaller predicted path probability are not sent; if none is
+            left, the next pass runs an adaptive chain.
+        max_adaptive_nodes: most adaptive nodes of a fused tree, the most useful ones; None for all.
+        lossy: when sampling, accept as in the paper (`PathSampling`). This changes the distribution
+            of the output; greedy decoding stays exact.
     """
 
     adapter_methods = (METHOD,)
@@ -93,13 +91,13 @@ class SdsatConfig(StrategyConfig):
         height = self.rank_tree and self.rank_tree.height
         if self.num_adaptive is not None and height and height > self.num_adaptive:
             raise OptionError(
-                f"num_adaptive={self.num_adaptive}: the tree is {height} deep, and each depth "
+                f"num_adaptive={self.num_adaptive}: the tree has depth {height}, and each depth "
                 "needs an adaptive token; raise it, leave it out, or choose a flatter tree"
             )
 
     @property
     def rank_tree(self) -> RankTree | None:
-        """The configured tree, None for a chain."""
+        """Configured tree; None for a chain."""
         if self.tree is None:
             return None
         if isinstance(self.tree, str):
@@ -107,82 +105,91 @@ class SdsatConfig(StrategyConfig):
         return RankTree(self.tree)
 
 
-def chain_length(config: SdsatConfig, tokens: AdaptiveTokens, usual: object) -> int:
-    """k: the configured one, the tree's depth, or what the adapter says; refused if too long."""
+def chain_length(config: SdsatConfig, tokens: AdaptiveTokens, default: object) -> int:
+    """Return k: the configured length, the tree's depth, the adapter's `default`, or L.
+
+    Raises:
+        OptionError: if k exceeds the number of diverse adaptive tokens.
+    """
     length, tree = config.num_adaptive, config.rank_tree
     if length is None:
-        length = tree.height if tree else usual if isinstance(usual, int) else tokens.shape.window
+        fallback = default if isinstance(default, int) else tokens.shape.window
+        length = tree.height if tree else fallback
     longest = tokens.longest_chain
     if longest is not None and length > longest:
         raise OptionError(
-            f"num_adaptive={length}: the adaptive tokens are diverse, {longest} of them, each for "
-            f"a place of its own; choose at most {longest}, or train identical ones"
+            f"num_adaptive={length}: there are {longest} diverse adaptive tokens, one per position "
+            f"of a chain; choose at most {longest}, or train identical ones"
         )
     return length
 
 
-class _Plan(TokenGraph):
-    """A tree under construction for one row; `chains` has adaptive nodes by the node before."""
+class _DraftPlan(TokenGraph):
+    """Draft tree of one row with adaptive chains.
+
+    Attributes:
+        chains: node -> adaptive nodes of the chain after it.
+    """
 
     def __init__(self, root: int):
         super().__init__([root])
         self.chains: dict[int, list[int]] = {}
 
-    def ends(self) -> list[float]:
-        """Per node the probability that the walk goes there and no further."""
-        left = list(self.reach)
+    def end_probabilities(self) -> list[float]:
+        """Return per node the probability that it is the last accepted one."""
+        ends = list(self.reach)
         for node, parent in enumerate(self.parents[1:], start=1):
-            left[parent] -= self.reach[node]
-        return left
+            ends[parent] -= self.reach[node]
+        return ends
 
 
-# Per depth the predicted tokens with their probabilities, the likeliest first.
+# Per depth the predicted tokens and their probabilities, the most probable first.
 Predicted = Sequence[tuple[Sequence[int], Sequence[float]]]
 
 
 class SdsatDrafter(Drafter):
-    """Drafts what the target predicts at its adaptive tokens.
+    """Drafts the target's predictions at its adaptive tokens.
 
-    `usual_length` is k where the config leaves it open.
+    `default_length` is the adapter's k, for configs without one.
 
     Attributes:
-        counters: per row and forward of the target, "adaptive_rounds" are those that draft only
-            (the paper's first forward), "verify_rounds" those that verify only, "fused_rounds"
-            those that do both; "adaptive_nodes" counts the adaptive tokens run.
+        counters: counts per row and forward pass of the target: "adaptive_rounds" draft only (draft
+            step 1 of the paper), "verify_rounds" verify only, "fused_rounds" do both;
+            "adaptive_nodes" counts adaptive tokens.
     """
 
     assisted_refusal_reason = (
-        "adaptive tokens are run by the target itself, which assisted decoding does not do; use "
+        "adaptive tokens run in the target itself, which assisted decoding does not support; use "
         "spec_strategy='sdsat'"
     )
 
-    def __init__(self, config: SdsatConfig, tokens: AdaptiveTokens, usual_length: object = None):
+    def __init__(self, config: SdsatConfig, tokens: AdaptiveTokens, default_length: object = None):
         self.config = config
         self.virtual_tokens = tokens
-        self.length = self.max_depth = chain_length(config, tokens, usual_length)
+        self.length = self.max_depth = chain_length(config, tokens, default_length)
         self.tree = config.rank_tree or RankTree.chain(self.length)
         self._adaptive_ids = tokens.chain(self.length)
-        self._plans: dict[int, _Plan] = {}
-        self._said: dict[int, Tensor] = {}
+        self._plans: dict[int, _DraftPlan] = {}
+        self._chain_logits: dict[int, Tensor] = {}
         self.counters: dict[str, int] = {}
 
     def start(self, state: GenerationState) -> None:
-        """Forget an earlier generation."""
-        self._plans, self._said = {}, {}
+        """Reset plans, predictions and counters."""
+        self._plans, self._chain_logits = {}, {}
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.rule = PathSampling if self.config.lossy and state.do_sample else None
         self._processors = NodeProcessors(state.processors, state.num_rows, stateless_only=True)
 
     def restart(self, row: int) -> None:
-        """Forget what was predicted to the sequence before."""
-        self._said.pop(row, None)
+        """Forget the predictions of a row."""
+        self._chain_logits.pop(row, None)
 
     def draft(self, state: GenerationState, limits: Mapping[int, int]) -> DraftTree:
-        """Per unfinished row the newest drafts, adaptive tokens, or both."""
+        """Return per unfinished row a tree of drafts, adaptive tokens, or both."""
         predicted = self._predicted(state)
         self._plans = {}
         for row, limit in limits.items():
-            plan = _Plan(state.tokens[row][-1])
+            plan = _DraftPlan(state.tokens[row][-1])
             self._add_drafts(plan, predicted.get(row, ()), limit, state)
             drafted = len(plan.tokens) > 1
             if self.config.fused:
@@ -195,52 +202,53 @@ class SdsatDrafter(Drafter):
         return DraftTree.from_drafts(drafts, state.num_rows)
 
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
-        """Keep what was predicted after the last accepted node of each row."""
-        self._said = {}
+        """Keep the predictions at the adaptive chain after the last accepted node of each row."""
+        self._chain_logits = {}
         starts, paths = verdict.tree.row_start, verdict.paths
         for row, plan in self._plans.items():
             path = paths[row]
             if chain := plan.chains.get(path[-1] if path else 0):
-                # Those of a chain follow each other; a list of places would have to be sent.
+                # Nodes of a chain are consecutive, so a slice avoids sending indices to the device.
                 first, last = starts[row] + chain[0], starts[row] + chain[-1]
-                self._said[row] = output.logits[first : last + 1]
+                self._chain_logits[row] = output.logits[first : last + 1]
 
     def _predicted(self, state: GenerationState) -> dict[int, Predicted]:
-        """Per row what was predicted, as lists on the host; one transfer for all rows."""
-        rows = [row for row in state.unfinished if row in self._said]
+        """Return the predictions of each row on the host, with one transfer for all rows."""
+        rows = [row for row in state.unfinished if row in self._chain_logits]
         if not rows:
             return {}
-        said = [self._said[row] for row in rows]
-        owners = [row for row, logits in zip(rows, said, strict=True) for _ in range(len(logits))]
-        scores = torch.cat(said).to(state.device, torch.float32)
-        # The tokens between are not known yet: the text so far stands in for a node's prefix.
+        logits = [self._chain_logits[row] for row in rows]
+        owners = [row for row, part in zip(rows, logits, strict=True) for _ in range(len(part))]
+        scores = torch.cat(logits).to(state.device, torch.float32)
+        # Tokens in between are unknown, so processors get the committed text as every prefix.
         reads = self._processors.reads_prefix
         prefixes = state.prefixes(owners, [()] * len(owners)) if reads else None
         probs = distribution(self._processors(owners, prefixes, scores))
-        likely, tokens = probs.topk(min(self.tree.num_ranks, probs.shape[-1]), dim=-1)
-        found: dict[int, Any] = {row: [] for row in rows}
-        for row, *lists in zip(owners, *fetch_all([tokens, likely]), strict=True):
-            found[row].append(lists)
-        return found
+        top_probs, tokens = probs.topk(min(self.tree.num_ranks, probs.shape[-1]), dim=-1)
+        predicted: dict[int, Any] = {row: [] for row in rows}
+        for row, *lists in zip(owners, *fetch_all([tokens, top_probs]), strict=True):
+            predicted[row].append(lists)
+        return predicted
 
     def _add_drafts(
-        self, plan: _Plan, predicted: Predicted, longest: int, state: GenerationState
+        self, plan: _DraftPlan, predicted: Predicted, longest: int, state: GenerationState
     ) -> None:
-        """Fill the rank tree from the lists; nothing below an end of sequence."""
+        """Fill the rank tree with predicted tokens; nothing follows an end of sequence."""
         node_of: dict[tuple[int, ...], int] = {(): 0}
         for path in self.tree.paths:
             parent = node_of.get(path[:-1])
             depth, rank = len(path), path[-1]
             if parent is None or depth > min(longest, len(predicted)):
                 continue
-            tokens, likely = predicted[depth - 1]
-            chance = likely[rank] if rank < len(likely) else 0.0
-            if chance <= 0 or plan.reach[parent] * chance < self.config.min_probability:
+            tokens, probs = predicted[depth - 1]
+            prob = probs[rank] if rank < len(probs) else 0.0
+            if prob <= 0 or plan.reach[parent] * prob < self.config.min_probability:
                 continue
             if not (parent and state.stop.ends_sequence(plan.tokens[parent])):
-                node_of[path] = plan.hang(parent, tokens[rank], chance)
+                node_of[path] = plan.hang(parent, tokens[rank], prob)
 
-    def _add_chain(self, plan: _Plan, node: int, length: int) -> None:
+    def _add_chain(self, plan: _DraftPlan, node: int, length: int) -> None:
+        """Add a chain of adaptive tokens after a node."""
         chain = [node]
         for token in self._adaptive_ids[: max(length, 0)]:
             chain.append(plan.hang(chain[-1], token))
@@ -248,29 +256,30 @@ class SdsatDrafter(Drafter):
             plan.chains[node] = chain[1:]
 
     def _add_chains(
-        self, plan: _Plan, predicted: Predicted, limit: int, state: GenerationState
+        self, plan: _DraftPlan, predicted: Predicted, limit: int, state: GenerationState
     ) -> None:
-        """Adaptive chains after the nodes where the walk is likely to end.
+        """Add adaptive chains after the nodes where verification is likely to end.
 
-        The j-th adaptive token after a node is worth the probability that the walk ends there,
-        times that of the drafts before it being right, for which this round's own must stand in.
+        The j-th adaptive token after a node is useful with the probability that the node is the
+        last accepted one, times that of the drafts at slots before j. The latter is estimated from
+        this round's predictions.
         """
-        going_on = [1.0]
-        for _, likely in list(predicted)[: self.length - 1]:
-            going_on.append(going_on[-1] * likely[0])
-        going_on += [going_on[-1]] * (self.length - len(going_on))
-        cells = []
-        for node, chance in enumerate(plan.ends()):
+        prefix_probs = [1.0]
+        for _, probs in list(predicted)[: self.length - 1]:
+            prefix_probs.append(prefix_probs[-1] * probs[0])
+        prefix_probs += [prefix_probs[-1]] * (self.length - len(prefix_probs))
+        candidates = []
+        for node, end_prob in enumerate(plan.end_probabilities()):
             if node and state.stop.ends_sequence(plan.tokens[node]):
                 continue
-            # After this node there are its bonus token and then the next draft.
+            # After this node come its bonus token and then the next draft.
             longest = min(self.length, limit - plan.depth[node] - 1)
-            cells += [(-chance * going_on[place], place, node) for place in range(longest)]
-        best = sorted(cells)[: self.config.max_adaptive_nodes]
+            candidates += [(-end_prob * prefix_probs[slot], slot, node) for slot in range(longest)]
+        best = sorted(candidates)[: self.config.max_adaptive_nodes]
         for node, length in Counter(node for _, _, node in best).items():
             self._add_chain(plan, node, length)
 
-    def _count(self, plan: _Plan, drafted: bool) -> None:
+    def _count(self, plan: _DraftPlan, drafted: bool) -> None:
         adaptive = sum(map(len, plan.chains.values()))
         self.counters["adaptive_nodes"] += adaptive
         if drafted or adaptive:
@@ -279,10 +288,10 @@ class SdsatDrafter(Drafter):
 
 
 def _resolve(target: PreTrainedModel, assistant: object) -> tuple[AdaptiveTokens, dict[str, Any]]:
-    """The adaptive tokens for one generation; those of a folder are read once."""
+    """Return the adaptive tokens for one generation; those of a folder are cached."""
     if not isinstance(assistant, (str, os.PathLike)):
         return adaptive_tokens(target, assistant)
     name = os.fspath(assistant)
     tokens, options = read_once(target, METHOD, name, lambda: adaptive_tokens(target, name))
-    # Hooks belong to one generation, weights to all of them.
+    # Hooks belong to one generation; weights are shared.
     return AdaptiveTokens(tokens.shape, tokens.embeddings, tokens.lora.weights), options

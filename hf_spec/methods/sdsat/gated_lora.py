@@ -1,10 +1,9 @@
-"""A LoRA that acts on some positions of a forward only.
+"""A LoRA that acts at some positions of a forward pass only.
 
-A forward hook on every chosen linear layer adds x A^T B^T to the rows that were named for this
-forward (Hu et al. 2022, arXiv 2106.09685, with its factor inside B). All other rows are not
-touched, not even by a sum with zero, so what the model says of them stays bit for bit its own.
-Hooks go on layers of any class that keeps rows apart: `nn.Linear`, GPT-2's `Conv1D`, quantised
-layers.
+A forward hook on each chosen linear layer adds x A^T B^T to the selected rows (Hu et al. 2022,
+arXiv 2106.09685, with its scaling factor inside B). All other rows stay bit-identical: nothing is
+added to them, not even zero. The hooks work on layers of any class that maps rows independently:
+`nn.Linear`, GPT-2's `Conv1D`, quantized layers.
 """
 
 from __future__ import annotations
@@ -23,50 +22,53 @@ from transformers.pytorch_utils import Conv1D
 from hf_spec.common.errors import AssistantError, UnsupportedError
 from hf_spec.engine.models.recurrent_layers import mixers_of
 
-# Down (rank, inputs) and up (outputs, rank) of each layer.
+# A (rank, inputs) and B (outputs, rank) by layer name.
 LoraWeights = Mapping[str, tuple[Tensor, Tensor]]
-# Rows of a forward, counted over batch and sequence.
+# Rows of a forward pass with batch and sequence flattened.
 Rows = slice | Tensor
 
-# Layers inside these see some tokens only, in an order of their own.
+# Layers of routed experts get some tokens only, reordered.
 ROUTED = "experts"
 SHARED = "shared_expert"
 
 
 def linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """The linear layers that every token passes one by one, by name; not the head."""
-    others = {id(model.get_output_embeddings()), *_in_mixers(model)}
-    found: dict[str, nn.Module] = {
+    """Return by name the linear layers that map each token once, without the output head."""
+    excluded = {id(model.get_output_embeddings()), *_in_mixers(model)}
+    layers: dict[str, nn.Module] = {
         name: module
         for name, module in model.named_modules()
         if isinstance(module, (nn.Linear, Conv1D))
-        and id(module) not in others
+        and id(module) not in excluded
         and not _is_routed(name)
-        # That of Llama 4 is a linear layer, and gives more than its product.
+        # Llama 4's router is a linear layer that returns a tuple.
         and not type(module).__name__.endswith("Router")
     }
-    if not found:
-        raise UnsupportedError(f"{type(model).__name__} has no linear layer that a LoRA could join")
-    return found
+    if not layers:
+        raise UnsupportedError(
+            f"{type(model).__name__} has no linear layer for a LoRA; use mode 'embeddings'"
+        )
+    return layers
 
 
 def new_lora(
     model: PreTrainedModel, rank: int, targets: Iterable[str] = ()
 ) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
-    """Weights in float32 that change nothing yet: A at random, B zero.
+    """Return initial weights in float32, A random and B zero, so the output is unchanged.
 
     `targets` are last parts of layer names such as "q_proj"; all linear layers by default.
     """
-    known, wanted = linear_layers(model), set(targets)
-    short = {name: name.rpartition(".")[2] for name in known}
-    chosen = [name for name in known if not wanted or short[name] in wanted]
+    layers, suffixes = linear_layers(model), set(targets)
+    short = {name: name.rpartition(".")[2] for name in layers}
+    chosen = [name for name in layers if not suffixes or short[name] in suffixes]
     if not chosen:
         raise AssistantError(
-            f"no layer is called {', '.join(sorted(wanted))}; known: {sorted(set(short.values()))}"
+            f"no layer is called {', '.join(sorted(suffixes))}; choose from "
+            f"{sorted(set(short.values()))}"
         )
     lora = {}
     for name in chosen:
-        layer = known[name]
+        layer = layers[name]
         inputs, outputs = layer_sizes(layer)
         device = next(layer.parameters()).device
         down = nn.Parameter(torch.empty(rank, inputs, device=device))
@@ -76,7 +78,7 @@ def new_lora(
 
 
 def layer_sizes(layer: Any) -> tuple[int, int]:
-    """Inputs and outputs of a linear layer; the weight of a quantised one has other shapes."""
+    """Return (inputs, outputs) of a linear layer; quantized weights have other shapes."""
     if isinstance(layer, Conv1D):
         return layer.weight.shape[0], layer.weight.shape[1]
     return layer.in_features, layer.out_features
@@ -87,25 +89,32 @@ class GatedLora:
 
     def __init__(self, weights: LoraWeights):
         self.weights = weights
-        # Per thread: a generation in another one has rows of its own.
-        self._here = threading.local()
+        # Per thread, since several generations may run in parallel.
+        self._local = threading.local()
 
     def check(self, model: PreTrainedModel) -> None:
-        """Refuse a model that lacks a layer or has one of another size."""
-        layers, by_row = dict(model.named_modules()), _in_mixers(model)
+        """Check that the model has all layers in the right sizes.
+
+        Raises:
+            AssistantError: if a layer is missing or has another size.
+            UnsupportedError: if a layer belongs to a recurrent mixer.
+        """
+        layers, in_mixers = dict(model.named_modules()), _in_mixers(model)
         for name, (down, up) in self.weights.items():
             layer = layers.get(name)
             if not (isinstance(layer, Conv1D) or hasattr(layer, "in_features")):
-                raise AssistantError(f"the adapter changes the layer {name}, which the model lacks")
-            if id(layer) in by_row:
+                raise AssistantError(
+                    f"the adapter has a LoRA for the layer {name}, which the model lacks"
+                )
+            if id(layer) in in_mixers:
                 raise UnsupportedError(
-                    f"{name} belongs to a recurrent layer, which runs tokens in an order of its "
-                    "own; train the gated LoRA without it"
+                    f"{name} belongs to a recurrent layer, which runs tokens in another order; "
+                    "train the gated LoRA without it"
                 )
             inputs, outputs = layer_sizes(layer)
             rank = down.shape[0] if down.ndim == 2 else 0
-            whole = not (down.is_floating_point() and up.is_floating_point())
-            if whole or down.shape != (rank, inputs) or up.shape != (outputs, rank):
+            integer = not (down.is_floating_point() and up.is_floating_point())
+            if integer or down.shape != (rank, inputs) or up.shape != (outputs, rank):
                 raise AssistantError(
                     f"the adapter's LoRA of {name} has the shapes {tuple(down.shape)} and "
                     f"{tuple(up.shape)}, which do not fit {inputs} inputs and {outputs} outputs"
@@ -113,7 +122,7 @@ class GatedLora:
 
     @contextmanager
     def installed(self, model: PreTrainedModel) -> Iterator[None]:
-        """Keep the hooks on the layers of `model`."""
+        """Install the hooks on the layers of `model`; remove them at the end."""
         layers = dict(model.named_modules())
         handles = [
             layers[name].register_forward_hook(self._hook(down, up))
@@ -127,29 +136,29 @@ class GatedLora:
 
     @contextmanager
     def acting_on(self, rows: Rows, num_rows: int) -> Iterator[None]:
-        """Let the hooks of this thread change `rows`, of `num_rows` that a forward has."""
-        self._here.rows = rows, num_rows
+        """Make this thread's hooks act on `rows` of a forward pass with `num_rows` rows."""
+        self._local.rows = rows, num_rows
         try:
             yield
         finally:
-            self._here.rows = None
+            self._local.rows = None
 
     def _hook(self, down: Tensor, up: Tensor) -> Any:
         def add(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
-            chosen = getattr(self._here, "rows", None)
-            if chosen is None:
+            selection = getattr(self._local, "rows", None)
+            if selection is None:
                 return None
-            rows, num_rows = chosen
+            rows, num_rows = selection
             flat = output.reshape(-1, output.shape[-1])
             if flat.shape[0] != num_rows:
                 raise UnsupportedError(
                     f"a layer of class {type(module).__name__} saw {flat.shape[0]} of {num_rows} "
-                    "tokens, so a gated LoRA cannot tell which are adaptive; leave the layer out"
+                    "tokens, so a gated LoRA cannot find the adaptive ones; leave out the layer"
                 )
             source = inputs[0].reshape(num_rows, -1)[rows].to(down.dtype)
             narrow = nn.functional.linear(source, down)
             if not torch.is_grad_enabled() and output.is_contiguous():
-                # The output is the layer's own, and nobody has seen it yet.
+                # In place: no other module has read the output yet.
                 if isinstance(rows, slice) and output.dtype == up.dtype:
                     flat[rows].addmm_(narrow, up.T)
                 else:
@@ -164,14 +173,18 @@ class GatedLora:
 
 
 def merge_lora_inplace(model: PreTrainedModel, weights: LoraWeights) -> None:
-    """Add a LoRA to the weights of `model`, for all positions and for good."""
+    """Add a LoRA to the weights of `model`, for all positions.
+
+    Raises:
+        UnsupportedError: if a layer is quantized.
+    """
     layers = dict(model.named_modules())
     for name in weights:
         weight: Any = layers[name].weight
         if not weight.is_floating_point():
             raise UnsupportedError(
-                f"{name} is quantised: a LoRA cannot be merged into it; merge into the "
-                "unquantised model, or train a gated LoRA, which stays apart"
+                f"{name} is quantized: a LoRA cannot be merged into it; merge into the model "
+                "before quantization, or train a gated LoRA, which is not merged"
             )
     with torch.no_grad():
         for name, (down, up) in weights.items():
@@ -182,7 +195,7 @@ def merge_lora_inplace(model: PreTrainedModel, weights: LoraWeights) -> None:
 
 
 def _in_mixers(model: nn.Module) -> set[int]:
-    """Ids of the modules inside recurrent mixers, which see some tokens more than once."""
+    """Return the ids of the modules in recurrent mixers, which may see tokens more than once."""
     return {id(module) for mixer in mixers_of(model) for module in mixer.modules()}
 
 

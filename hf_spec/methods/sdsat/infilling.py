@@ -1,10 +1,9 @@
-"""Code cut into prefix, middle and suffix and put together for infilling (PSM and SPM).
+"""Infilling format of code (PSM and SPM) for training (section 3.1 of the paper).
 
-A text is cut at two places drawn uniformly over its characters. PSM is the prefix, the suffix, then
-the middle; SPM puts the suffix first and lets the middle follow the prefix (Bavarian et al. 2022,
-arXiv 2207.14255, in CodeLlama's form; SDSAT trains on each with 25 %). The markers are the
-tokenizer's own; for a model that was not trained for infilling, tokens that are named take their
-part.
+A text is cut at two uniform character positions into prefix, middle and suffix. PSM orders them
+prefix, suffix, middle; SPM puts the suffix first and lets the middle follow the prefix (Bavarian et
+al. 2022, arXiv 2207.14255, in CodeLlama's form). SDSAT applies each with probability 25%. The
+markers are the tokenizer's, or named tokens for models that were not trained for infilling.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch
 
 from hf_spec.common.errors import OptionError
 
-# Prefix, suffix and middle marker as tokenizers call them.
+# Prefix, suffix and middle markers of known tokenizers.
 MARKERS = (
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
@@ -30,7 +29,7 @@ MARKERS = (
 
 @dataclass(frozen=True)
 class Infilling:
-    """Cuts texts for one tokenizer, by the ids of its markers; `Infilling.of` finds these."""
+    """Infilling format of one tokenizer, with the ids of its markers."""
 
     tokenizer: Any
     prefix: int
@@ -39,33 +38,33 @@ class Infilling:
 
     @classmethod
     def of(cls, tokenizer: Any, markers: Sequence[str] = ()) -> Infilling:
-        """The infilling format of a tokenizer, by default with markers that it has for that.
+        """Return the infilling format of a tokenizer, with `markers` or by default its own.
 
         Raises:
-            OptionError: if it has none, or does not know those named.
+            OptionError: if the tokenizer has no known markers, or not those in `markers`.
         """
-        known = tokenizer.get_vocab()
-        if unknown := [name for name in markers if name not in known]:
-            raise OptionError(f"infilling_markers: the tokenizer does not know {unknown[0]!r}")
+        vocab = tokenizer.get_vocab()
+        if unknown := [name for name in markers if name not in vocab]:
+            raise OptionError(f"infilling_markers: {unknown[0]!r} is not in the tokenizer")
         for names in [tuple(markers)] if markers else MARKERS:
-            if all(name in known for name in names):
-                return cls(tokenizer, *(known[name] for name in names))
+            if all(name in vocab for name in names):
+                return cls(tokenizer, *(vocab[name] for name in names))
         raise OptionError(
             f"infilling: the tokenizer {type(tokenizer).__name__} has no infilling tokens such as "
             f"{MARKERS[0][0]}; set infilling=0, name three spare tokens as infilling_markers, or "
-            "take a model that was trained for infilling"
+            "use a model that was trained for infilling"
         )
 
     def arrange(self, token_ids: list[int], generator: torch.Generator) -> list[int]:
-        """A text in one of both orders, each half of the time, with its end token last.
+        """Return a text as PSM or SPM, each with probability 1/2, with its end token last.
 
-        It is cut as a text, so that tokens at the cuts may become others.
+        The text is cut by characters, so tokens at the cuts may differ.
         """
         special = set(self.tokenizer.all_special_ids)
-        # As a text, a special token could be cut through.
+        # Decoded to text, a special token could be split by a cut.
         end = [token for token in token_ids[-1:] if token in special]
-        kept = token_ids[: len(token_ids) - len(end)]
-        text = self.tokenizer.decode(kept, clean_up_tokenization_spaces=False)
+        body = token_ids[: len(token_ids) - len(end)]
+        text = self.tokenizer.decode(body, clean_up_tokenization_spaces=False)
         cuts = torch.randint(0, len(text) + 1, (2,), generator=generator).sort().values.tolist()
         parts = (text[: cuts[0]], text[cuts[0] : cuts[1]], text[cuts[1] :])
         before, between, after = (
@@ -77,5 +76,5 @@ class Infilling:
 
     @property
     def markers(self) -> set[int]:
-        """Ids that training must not replace."""
+        """Ids of the markers, which adaptive tokens must not replace."""
         return {self.prefix, self.suffix, self.middle}

@@ -1,22 +1,25 @@
 """Training of adaptive tokens on the target's own answers (`hf-spec train sdsat`).
 
-Losses (Liu et al. 2024, arXiv 2403.18647, section 2.2), with f a sum of cross-entropies over n:
+Losses (Liu and Zhu 2024, arXiv 2403.18647, section 2.2), with f the mean cross-entropy (eq. 7), Y
+the clean text and M the mixed text, in which windows of adaptive tokens replace tokens (eq. 4)::
 
-- "basic", eq. 8: f of the mixed text, at all of its positions.
-- "improved", eq. 9: (f of the clean text + w f of the mixed text at its adaptive positions) / 2.
+    basic,    eq. 8:  f(M)
+    improved, eq. 9:  (f(Y) + w f(M) at adaptive positions) / 2
 
-What the paper leaves open: both halves are the same texts, as eq. 9 says literally; both sums are
-divided by n, the answer tokens, and not by the number of adaptive positions. Where the base is
-frozen (modes "gated" and "embeddings") the clean half has nothing to learn and is not run, and the
-mean is over the adaptive positions; that only scales the loss. Loss on answers only.
+Only answer tokens have a loss. Choices that the paper leaves open:
 
-Two layouts of a mixed text:
+- Y and M are the same texts, as eq. 9 says literally.
+- Both sums of eq. 9 are divided by the number of answer tokens, not of adaptive positions.
+- With a frozen base (modes "gated" and "embeddings") the clean half trains nothing and is skipped;
+  the mean is over the adaptive positions, which only scales the loss.
 
-- "replaced", the paper's: adaptive tokens stand in the text in place of others, so what follows
-  reads them, and a window reads those before it.
-- "branches", ours, for a frozen base: windows hang off the clean text as branches of the engine's
-  tree, which is what decoding does. No window sees another one, the clean text is run once without
-  gradients, and these are kept for adaptive positions alone: cheaper, and the same as in use.
+Layouts of the mixed text:
+
+- "replaced", the paper's: adaptive tokens replace tokens of the text. Later tokens attend to them,
+  and a window attends to earlier windows.
+- "branches", ours, for a frozen base: windows are branches of a tree on the clean text, as in
+  decoding. No window attends to another one. The clean text runs once without gradients, and only
+  adaptive positions need them, which is cheaper.
 """
 
 from __future__ import annotations
@@ -46,8 +49,8 @@ from hf_spec.training.precision import mixed_precision
 from hf_spec.training.settings import TrainSettings
 from hf_spec.training.trainer import Loss, MicroBatch, micro_batches, processes, save_trained, train
 
-# (text, position) of tokens, each of which predicts the next position.
-Places = Sequence[tuple[int, int]]
+# (text, position) of inputs, each of which predicts the next position.
+Positions = Sequence[tuple[int, int]]
 
 
 def run_training(job: TrainingJob) -> TrainingResult:
@@ -79,16 +82,22 @@ def train_sdsat(
 ) -> SpecAdapter | None:
     """Train adaptive tokens and write their adapter, or the fine-tuned model, to `folder`.
 
-    The target is frozen, but in mode "full" it is what learns, in place. Its opinions are read if
-    `soft_weight` is not 0, the tokenizer for infilling and to be saved with a fine-tuned model.
-    Checkpoint and metrics go into the `training` folder.
+    Checkpoint and metrics are written to its `training` folder.
+
+    Args:
+        model: the target, frozen, except in mode "full", which trains it in place.
+        examples: answers; their target distributions are used if `soft_weight` is not 0.
+        folder: where the result is written.
+        settings: of the adaptive tokens and their loss.
+        run: of the optimization.
+        tokenizer: for infilling, and to be saved with a fine-tuned model.
 
     Returns:
         The adapter; None in mode "full".
 
     Raises:
         UnsupportedError: if the target changes its logits after the head.
-        OptionError: if nothing is left to train on or to evaluate with.
+        OptionError: if the training or the held-out set is empty.
     """
     check_plain_head(model)
     learned, held = learned_and_held(examples, settings.held_back, "examples")
@@ -101,20 +110,22 @@ def train_sdsat(
 
     def evaluate() -> dict[str, float]:
         texts = [Text.of(example) for example in held]
-        tokens, positions = student.used_tokens(), settings.evaluated_positions
+        tokens, positions = student.decoding_tokens(), settings.evaluated_positions
         return agreement(model, tokens, texts, settings.window, positions)
 
-    facts = {**asdict(settings), "examples": len(examples)}
-    own = folder / "training"
+    record = {**asdict(settings), "examples": len(examples)}
+    log = folder / "training"
     try:
-        known = {**facts, **learned_from(model, [example.response for example in examples])}
-        figures = train(student.parameters, student.loss, epochs, run, own, evaluate, known)
+        sources = learned_from(model, [example.response for example in examples])
+        metrics = train(
+            student.parameters, student.loss, epochs, run, log, evaluate, {**record, **sources}
+        )
     finally:
         student.release()
     options = {
         "num_adaptive": settings.num_adaptive or settings.window,
-        "training": {**facts, **asdict(run)},
-        "held_back": figures,
+        "training": {**record, **asdict(run)},
+        "held_back": metrics,
     }
     if settings.mode != "full":
         return save_trained(folder, student.tokens.to_adapter(base, options))
@@ -122,7 +133,7 @@ def train_sdsat(
         entry = {"token_ids": list(student.token_ids), "window": settings.window, **options}
         setattr(model.config, CONFIG_ENTRY, entry)
         generation: Any = model.generation_config
-        # Adaptive tokens are never generated, with or without SDSAT.
+        # Adaptive tokens must not be generated, with or without SDSAT.
         suppressed = {*(generation.suppress_tokens or ()), *student.token_ids}
         generation.suppress_tokens = sorted(suppressed)
         model.save_pretrained(folder)
@@ -132,12 +143,12 @@ def train_sdsat(
 
 
 class Student:
-    """What learns of a target, and its losses; `infilling` arranges code, if that is wanted.
+    """Trained parameters of a target, and their losses; `infilling` reorders code.
 
     Attributes:
-        tokens: the adaptive tokens; in mode "full" a view of the model's own table.
-        parameters: what is trained, by name.
-        token_ids: the rows of the vocabulary in mode "full".
+        tokens: the adaptive tokens; in mode "full" they hold the model's whole table.
+        parameters: trained parameters by name.
+        token_ids: vocabulary rows of the adaptive tokens in mode "full".
     """
 
     def __init__(
@@ -148,10 +159,10 @@ class Student:
     ):
         self.model, self.settings, self.infilling = model, settings, infilling
         self.token_ids: list[int] = []
-        self._needed = [(p, p.requires_grad) for p in model.parameters()]
+        self._required_grad = [(p, p.requires_grad) for p in model.parameters()]
         shape = AdaptiveShape(settings.mode, settings.diverse, settings.window)
         if settings.mode == "full":
-            self.token_ids = _own_rows(model, settings)
+            self.token_ids = _vocabulary_rows(model, settings)
             model.requires_grad_(True)
             self.parameters = dict(model.named_parameters())
             table: Any = model.get_input_embeddings()
@@ -159,28 +170,28 @@ class Student:
             return
         model.requires_grad_(False)
         embeddings = nn.Parameter(_mean_embedding(model).repeat(settings.num_kinds, 1))
-        learns = settings.mode != "embeddings"
-        lora = new_lora(model, settings.rank, settings.targets) if learns else {}
+        has_lora = settings.mode != "embeddings"
+        lora = new_lora(model, settings.rank, settings.targets) if has_lora else {}
         self.tokens = AdaptiveTokens(shape, embeddings, lora, everywhere=settings.mode == "lora")
         self.parameters = {"embeddings": embeddings}
         for name, (down, up) in lora.items():
             self.parameters |= {f"{name}.down": down, f"{name}.up": up}
 
     def release(self) -> None:
-        """Let the model's weights need gradients as they did before."""
-        for parameter, needed in self._needed:
-            parameter.requires_grad_(needed)
+        """Restore `requires_grad` of the model's weights."""
+        for parameter, required in self._required_grad:
+            parameter.requires_grad_(required)
 
-    def used_tokens(self) -> AdaptiveTokens:
-        """The adaptive tokens by themselves, also where they are rows of the model's table."""
+    def decoding_tokens(self) -> AdaptiveTokens:
+        """Return the adaptive tokens as decoding uses them, also in mode "full"."""
         if not self.token_ids:
             return self.tokens
         table: Any = self.model.get_input_embeddings()
-        own = torch.tensor(self.token_ids, device=table.weight.device)
-        return AdaptiveTokens(self.tokens.shape, table(own))
+        ids = torch.tensor(self.token_ids, device=table.weight.device)
+        return AdaptiveTokens(self.tokens.shape, table(ids))
 
     def loss(self, batch: MicroBatch[Example]) -> Loss:
-        """Summed loss of a micro-batch, and the number of tokens that divides it."""
+        """Return the summed loss of a micro-batch, and the number of tokens to divide it by."""
         generator = torch.Generator().manual_seed(batch.seed)
         texts = [self._text(example, generator) for example in batch.items]
         if self.settings.chosen_layout == "branches":
@@ -188,6 +199,7 @@ class Student:
         return self._replaced(texts, generator)
 
     def _text(self, example: Example, generator: torch.Generator) -> Text:
+        """Return prompt and answer, or by chance the answer alone in infilling format."""
         if (
             self.infilling is None
             or example.response.task != self.settings.infilling_task
@@ -195,8 +207,8 @@ class Student:
         ):
             return Text.of(example)
         tokens = self.infilling.arrange(example.response.response, generator)
-        # The code alone: its markers stand where a prompt would, and the target's opinions
-        # belong to another order.
+        # No prompt, since the first marker replaces it; no target distributions, since those are
+        # for the original order.
         return Text(tokens, 1, frozenset(self.infilling.markers))
 
     def _windows(self, texts: Sequence[Text], generator: torch.Generator) -> list[Windows]:
@@ -204,37 +216,39 @@ class Student:
         return [draw_windows(text.free(), length, generator, share) for text in texts]
 
     def _branched(self, texts: Sequence[Text], generator: torch.Generator) -> Loss:
+        """Layout "branches": windows run as chains after the clean text."""
         chains = [windows.chains for windows in self._windows(texts, generator)]
-        if not any(length for mine in chains for _, length in mine):
-            # Answers of a token or two have no place for a window.
-            nothing = torch.stack([parameter.sum() for parameter in self.parameters.values()])
-            return 0 * nothing.sum(), 0
+        if not any(length for of_text in chains for _, length in of_text):
+            # Answers of one or two tokens have no window; keep a graph with zero gradients.
+            sums = torch.stack([parameter.sum() for parameter in self.parameters.values()])
+            return 0 * sums.sum(), 0
         with mixed_precision(self.model):
-            logits, places = run_chains(self.model, self.tokens, texts, chains)
-        return self._cross_entropy(logits, texts, places), len(places)
+            logits, positions = run_chains(self.model, self.tokens, texts, chains)
+        return self._cross_entropy(logits, texts, positions), len(positions)
 
     def _replaced(self, texts: Sequence[Text], generator: torch.Generator) -> Loss:
+        """Layout "replaced": eq. 8, or eq. 9 (only its second term with a frozen base)."""
         slots = [windows.slots for windows in self._windows(texts, generator)]
-        # Positions whose next token is one of the answer.
-        everywhere = [
-            (row, place)
+        # Positions that predict an answer token.
+        answer = [
+            (row, position)
             for row, text in enumerate(texts)
-            for place in range(text.first - 1, len(text.tokens) - 1)
+            for position in range(text.first - 1, len(text.tokens) - 1)
         ]
-        adaptive = [(row, p) for row, p in everywhere if slots[row][p] >= 0]
+        adaptive = [(row, position) for row, position in answer if slots[row][position] >= 0]
         if self.settings.loss == "basic":
-            logits = self._logits(texts, slots, everywhere)
-            return self._cross_entropy(logits, texts, everywhere), len(everywhere)
+            logits = self._logits(texts, slots, answer)
+            return self._cross_entropy(logits, texts, answer), len(answer)
         mixed = self._cross_entropy(self._logits(texts, slots, adaptive), texts, adaptive)
         if self.settings.frozen:
             return mixed, len(adaptive)
-        clean = self._cross_entropy(self._logits(texts, None, everywhere), texts, everywhere)
-        return (clean + self.settings.adaptive_weight * mixed) / 2, len(everywhere)
+        clean = self._cross_entropy(self._logits(texts, None, answer), texts, answer)
+        return (clean + self.settings.adaptive_weight * mixed) / 2, len(answer)
 
     def _logits(
-        self, texts: Sequence[Text], slots: Sequence[Tensor] | None, places: Places
+        self, texts: Sequence[Text], slots: Sequence[Tensor] | None, positions: Positions
     ) -> Tensor:
-        """(places, V) of texts with the adaptive tokens that `slots` names, padded on the right."""
+        """Return (positions, V) logits of texts in which `slots` (None: none) are adaptive."""
         rows = [torch.tensor(text.tokens) for text in texts]
         if slots is not None:
             kinds = [slot if self.settings.diverse else slot.clamp_max(0) for slot in slots]
@@ -243,7 +257,8 @@ class Student:
                 for row, kind in zip(rows, kinds, strict=True)
             ]
         ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        chosen = torch.tensor(places, dtype=torch.long).reshape(-1, 2).T
+        # Padding on the right is never read, since attention is causal.
+        indices = torch.tensor(positions, dtype=torch.long).reshape(-1, 2).T
         device = self.model.device
         with mixed_precision(self.model), self.tokens.active(self.model):
             if self.settings.mode == "full":
@@ -252,53 +267,60 @@ class Student:
                 with self.tokens.embedded(self.model, ids) as embeddings:
                     hidden = without_head(self.model)(inputs_embeds=embeddings, use_cache=False)[0]
             head: Any = self.model.get_output_embeddings()
-            return head(hidden[chosen[0], chosen[1]])
+            return head(hidden[indices[0], indices[1]])
 
     def _ids(self, kinds: Tensor) -> Tensor:
-        """Token ids of kinds of adaptive tokens, virtual ones but in mode "full"."""
+        """Return token ids of kinds of adaptive tokens: virtual, or vocabulary rows in "full"."""
         if not self.token_ids:
             return -1 - kinds
         return torch.tensor(self.token_ids)[kinds.clamp_min(0)]
 
-    def _cross_entropy(self, logits: Tensor, texts: Sequence[Text], places: Places) -> Tensor:
-        """Summed over places, a share of it with the target's opinion where that is known."""
-        scores = logits.float().log_softmax(dim=-1)
-        labels = torch.tensor([texts[row].tokens[p + 1] for row, p in places], dtype=torch.long)
-        hard = -scores.gather(-1, labels.to(scores.device)[:, None])[:, 0]
+    def _cross_entropy(self, logits: Tensor, texts: Sequence[Text], positions: Positions) -> Tensor:
+        """Return the cross-entropy summed over positions.
+
+        Positions with a stored target distribution have (1 - soft_weight) times that with the token
+        plus soft_weight times that with the distribution.
+        """
+        log_probs = logits.float().log_softmax(dim=-1)
+        labels = torch.tensor([texts[row].tokens[p + 1] for row, p in positions], dtype=torch.long)
+        hard = -log_probs.gather(-1, labels.to(log_probs.device)[:, None])[:, 0]
         share = self.settings.soft_weight
-        known, tops, chances = [], [], []
-        for index, (row, place) in enumerate(places):
+        soft_indices, soft_tokens, soft_probs = [], [], []
+        for index, (row, position) in enumerate(positions):
             text = texts[row]
             if share and text.top_tokens is not None and text.top_probs is not None:
-                known.append(index)
-                tops.append(text.top_tokens[place + 1 - text.first])
-                chances.append(text.top_probs[place + 1 - text.first])
-        if not known:
+                soft_indices.append(index)
+                soft_tokens.append(text.top_tokens[position + 1 - text.first])
+                soft_probs.append(text.top_probs[position + 1 - text.first])
+        if not soft_indices:
             return hard.sum()
-        probs = torch.stack(chances).to(scores)
+        probs = torch.stack(soft_probs).to(log_probs)
         probs = probs / probs.sum(dim=-1, keepdim=True).clamp_min(1e-9)
-        soft = -(probs * scores[known].gather(-1, torch.stack(tops).to(scores.device))).sum(dim=-1)
-        weights = hard.new_ones(len(places))
-        weights[known] = 1 - share
+        tokens = torch.stack(soft_tokens).to(log_probs.device)
+        soft = -(probs * log_probs[soft_indices].gather(-1, tokens)).sum(dim=-1)
+        weights = hard.new_ones(len(positions))
+        weights[soft_indices] = 1 - share
         return (weights * hard).sum() + share * soft.sum()
 
 
 @torch.no_grad()
 def _mean_embedding(model: PreTrainedModel) -> Tensor:
-    """(H,) float32: the mean of what the model's embedding says of its tokens."""
+    """Return the (H,) float32 mean of the input embeddings of all tokens."""
     table: Any = model.get_input_embeddings()
     ids = torch.arange(table.weight.shape[0], device=table.weight.device)
     sums = [table(part).float().sum(dim=0) for part in ids.split(8192)]
     return torch.stack(sums).sum(0) / len(ids)
 
 
-def _own_rows(model: PreTrainedModel, settings: SdsatTrainSettings) -> list[int]:
-    """Rows of the vocabulary for adaptive tokens; appended ones start as the mean of all."""
+def _vocabulary_rows(model: PreTrainedModel, settings: SdsatTrainSettings) -> list[int]:
+    """Return the vocabulary rows of the adaptive tokens; append rows unless `token_ids` is set."""
     table: Any = model.get_input_embeddings()
     size = table.weight.shape[0]
     if settings.token_ids:
         if not all(0 <= token < size for token in settings.token_ids):
-            raise OptionError(f"token_ids={settings.token_ids}: the model has {size} tokens")
+            raise OptionError(
+                f"token_ids={settings.token_ids}: the model has {size} tokens; choose rows below"
+            )
         return list(settings.token_ids)
     model.resize_token_embeddings(size + settings.num_kinds)
     return list(range(size, size + settings.num_kinds))

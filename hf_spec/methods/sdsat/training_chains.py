@@ -1,16 +1,16 @@
-"""Adaptive chains after many places of clean texts at once, as decoding has them one by one.
+"""Windows of adaptive tokens in training, and adaptive chains at many positions of clean texts.
 
-Where they stand in training is drawn (Liu et al. 2024, arXiv 2403.18647, section 2.2): a tenth of
-the positions, uniformly, and at each starts a window whose length is uniform on 1..L. Tokens in a
-window are replaced by adaptive ones; the length of the text stays. What the paper leaves open:
+Windows are random (Liu and Zhu 2024, arXiv 2403.18647, section 2.2, eq. 4): 10% of the positions,
+chosen uniformly, each start a window with a length uniform in 1..L. Adaptive tokens replace the
+tokens of a window; the text keeps its length. Choices that the paper leaves open:
 
-- Of n positions round(n / 10) are drawn, without replacement; at least one if there is any.
-- Windows may overlap, and everything in any of them is replaced. Slots count from the newest
-  start, so a merged run has slots such as 0, 1, 0, 1, 2 and never one beyond L - 1: identical
-  tokens show no difference, diverse ones always begin with the first and follow each other.
-- The token at position 0 has nothing before it, and nothing is predicted at the last one, so
-  windows lie on 1..n - 2. Of these, positions of the answer are free, those of the prompt are not,
-  nor are infilling, begin- or end-of-sequence tokens. A window ends before what is not free.
+- Of n positions round(n / 10) are drawn without replacement, at least one if there is any.
+- Windows may overlap; all tokens in any window are replaced. Slots count from the newest start, so
+  merged windows have slots such as 0, 1, 0, 1, 2, never beyond L - 1. Identical tokens show no
+  difference; diverse ones always start with the first and follow each other.
+- Position 0 has no preceding token and the last position no next one, so windows cover 1..n - 2.
+  Of these, answer positions are free; prompt, infilling, begin- and end-of-sequence tokens are not.
+  A window ends before the first position that is not free.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from hf_spec.methods.sdsat.adaptive_tokens import AdaptiveTokens
 from hf_spec.training.answers import Example
 from hf_spec.training.held_out import by_slot
 
-# Texts of one forward when the held-back ones are evaluated.
-EVALUATED = 8
+# Texts per forward pass of the evaluation.
+EVALUATION_BATCH = 8
 
 
 @dataclass(frozen=True)
 class Text:
-    """A text that is learned from.
+    """Text to train on.
 
     Attributes:
         tokens: prompt and answer.
         first: position of the answer's first token.
-        fixed: tokens that are never replaced.
-        top_tokens, top_probs: (answer tokens, K), the target's opinion; None if it is not known.
+        fixed: token ids that are never replaced.
+        top_tokens, top_probs: (answer tokens, K) of the target's distribution; None if not stored.
     """
 
     tokens: list[int]
@@ -51,13 +51,13 @@ class Text:
 
     @classmethod
     def of(cls, example: Example) -> Text:
-        """Prompt and answer as they are."""
+        """Return prompt and answer of an example."""
         prompt, answer = example.response.prompt, example.response.response
-        opinion = (example.top_tokens, example.top_probs)
-        return cls([*prompt, *answer], len(prompt), frozenset(), *opinion)
+        top = (example.top_tokens, example.top_probs)
+        return cls([*prompt, *answer], len(prompt), frozenset(), *top)
 
     def free(self) -> Tensor:
-        """(n,) bool, positions that an adaptive token may take."""
+        """Return (n,) bool, the positions that adaptive tokens may take."""
         free = torch.tensor([token not in self.fixed for token in self.tokens])
         free[: max(self.first, 1)] = free[-1:] = False
         return free
@@ -69,8 +69,8 @@ class Windows:
 
     Attributes:
         free: (n,) bool, positions that adaptive tokens may take.
-        starts: (W,) int64, ascending positions.
-        lengths: (W,) int64, 1..L, as drawn, whatever they meet.
+        starts: (W,) int64 positions, ascending.
+        lengths: (W,) int64 in 1..L, as drawn, not cut at positions that are not free.
     """
 
     free: Tensor
@@ -79,33 +79,33 @@ class Windows:
 
     @property
     def chains(self) -> list[tuple[int, int]]:
-        """Start and length of each, as far as it lies on free positions."""
+        """Start and length of each window, cut before the first position that is not free."""
         drawn = zip(self.starts.tolist(), self.lengths.tolist(), strict=True)
         return [(start, window_length(self.free, start, length)) for start, length in drawn]
 
     @property
     def slots(self) -> Tensor:
-        """(n,) int64: the slot, 0..L-1, of the adaptive token that replaces each token, or -1."""
-        taken = torch.zeros_like(self.free)
-        newest = torch.zeros(taken.shape, dtype=torch.long)
+        """(n,) int64 slot, 0..L-1, of the adaptive token at each position, -1 for none."""
+        replaced = torch.zeros_like(self.free)
+        newest = torch.zeros(replaced.shape, dtype=torch.long)
         newest[self.starts] = self.starts
         for start, length in self.chains:
-            taken[start : start + length] = True
-        slots = torch.arange(len(taken)) - newest.cummax(dim=0).values
-        return slots.masked_fill(~taken, -1)
+            replaced[start : start + length] = True
+        slots = torch.arange(len(replaced)) - newest.cummax(dim=0).values
+        return slots.masked_fill(~replaced, -1)
 
 
 def draw_windows(free: Tensor, window: int, generator: torch.Generator, share: float) -> Windows:
-    """Draw starts, a `share` of the positions that are `free` (n,), and lengths up to `window`."""
-    places = free.nonzero()[:, 0]
-    count = min(len(places), max(1, round(share * len(places))))
-    chosen = places[torch.randperm(len(places), generator=generator)[:count]]
+    """Draw window starts, a `share` of the (n,) `free` positions, and lengths in 1..`window`."""
+    positions = free.nonzero()[:, 0]
+    count = min(len(positions), max(1, round(share * len(positions))))
+    starts = positions[torch.randperm(len(positions), generator=generator)[:count]]
     lengths = torch.randint(1, window + 1, (count,), generator=generator)
-    return Windows(free, chosen.sort().values, lengths)
+    return Windows(free, starts.sort().values, lengths)
 
 
 def window_length(free: Tensor, start: int, length: int) -> int:
-    """How much of a window at `start` lies on free positions."""
+    """Return the length of a window at `start`, cut before the first position not `free`."""
     inside = free[start : start + length].tolist()
     return inside.index(False) if False in inside else len(inside)
 
@@ -118,27 +118,32 @@ def run_chains(
 ) -> tuple[Tensor, list[tuple[int, int]]]:
     """Run adaptive chains after many prefixes of clean texts, as decoding does.
 
-    The texts, of any lengths, are run first and without gradients: their keys and values then lie
-    where those of a chain of tree nodes would, so the adaptive tokens alone are run as a tree after
-    them. `chains` has per text (start, length): adaptive tokens from position start on.
+    The clean texts, of any lengths, run first without gradients. Their keys and values are stored
+    like those of a chain of tree nodes, so only the adaptive tokens run as a tree after them.
+
+    Args:
+        model: the target.
+        tokens: its adaptive tokens.
+        texts: clean texts.
+        chains: per text (start, length) of chains; the first adaptive token is at position start.
 
     Returns:
         (M, V) logits at the adaptive tokens, and the (text, position) of each.
     """
     runner = ModelRunner(model, len(texts), virtual_tokens=tokens)
-    rows, nodes, places = [], [], []
+    rows, nodes, positions = [], [], []
     count = 0
-    for index, (text, mine) in enumerate(zip(texts, chains, strict=True)):
+    for index, (text, of_text) in enumerate(zip(texts, chains, strict=True)):
         ids = text.tokens[text.first - 1 : -1]
         parents = list(range(-1, len(ids) - 1))
-        for start, length in mine:
-            above = start - text.first
-            for place, token in enumerate(tokens.chain(length)):
+        for start, length in of_text:
+            parent = start - text.first
+            for slot, token in enumerate(tokens.chain(length)):
                 nodes.append(count + len(ids))
-                places.append((index, start + place))
+                positions.append((index, start + slot))
                 ids.append(token)
-                parents.append(above)
-                above = len(ids) - 1
+                parents.append(parent)
+                parent = len(ids) - 1
         rows.append((ids, parents))
         count += len(ids)
     ends = DraftTree.from_rows([([text.tokens[-2]], [-1]) for text in texts])
@@ -147,9 +152,9 @@ def run_chains(
         with torch.no_grad():
             runner.forward(ends, [text.tokens[:-1] for text in texts])
             runner.keep([[] for _ in texts])
-        # From here on the answer counts as nodes that have run already.
+        # From here on the answer tokens count as tree nodes that have run.
         runner.stored = [text.first - 1 for text in texts]
-        return runner.forward(DraftTree.from_rows(rows), prompts, nodes).logits, places
+        return runner.forward(DraftTree.from_rows(rows), prompts, nodes).logits, positions
 
 
 @torch.no_grad()
@@ -160,34 +165,34 @@ def agreement(
     length: int,
     num_positions: int,
 ) -> dict[str, float]:
-    """How often chains of `length` after clean text predict what the target said.
+    """Measure how often chains of `length` after clean text predict the target's tokens.
 
-    They begin at `num_positions` of each text, evenly spread; those near its end are shorter.
+    Chains start at `num_positions` of each text, evenly spread; those near its end are shorter.
 
     Returns:
-        "slot_j", the share of right tokens at the j-th adaptive token; "slot_j_given", among those
-        whose slots before it are right; "accepted", right tokens per chain before the first wrong
-        one; "tokens_per_forward", 1 + accepted / 2, what the published loop gives of that.
+        "slot_j", the share of correct tokens at the j-th adaptive token; "slot_j_given", the same
+        among chains that are correct before it; "accepted", the mean number of correct tokens
+        before the first wrong one; "tokens_per_forward", 1 + accepted / 2, for the published loop.
     """
-    right: list[list[bool]] = []
-    for begin in range(0, len(texts), EVALUATED):
-        batch = texts[begin : begin + EVALUATED]
+    correct: list[list[bool]] = []
+    for begin in range(0, len(texts), EVALUATION_BATCH):
+        batch = texts[begin : begin + EVALUATION_BATCH]
         chains = []
         for free in (text.free() for text in batch):
-            able = free.nonzero()[:, 0]
-            picked = torch.linspace(0, len(able) - 1, min(num_positions, len(able)))
-            starts = able[picked.round().long()].tolist()
+            positions = free.nonzero()[:, 0]
+            picked = torch.linspace(0, len(positions) - 1, min(num_positions, len(positions)))
+            starts = positions[picked.round().long()].tolist()
             chains.append([(start, window_length(free, start, length)) for start in starts])
         if not any(chains):
             continue
-        logits, places = run_chains(model, tokens, batch, chains)
-        found = iter(
-            choice == batch[row].tokens[place + 1]
-            for choice, (row, place) in zip(logits.argmax(dim=-1).tolist(), places, strict=True)
+        logits, at = run_chains(model, tokens, batch, chains)
+        hits = iter(
+            choice == batch[row].tokens[position + 1]
+            for choice, (row, position) in zip(logits.argmax(dim=-1).tolist(), at, strict=True)
         )
-        right += [[next(found) for _ in range(size)] for mine in chains for _, size in mine]
-    figures = by_slot(right, length)
-    runs = [row.index(False) if False in row else len(row) for row in right]
-    figures["accepted"] = sum(runs) / max(len(runs), 1)
-    figures["tokens_per_forward"] = 1 + figures["accepted"] / 2
-    return figures
+        correct += [[next(hits) for _ in range(size)] for of_text in chains for _, size in of_text]
+    metrics = by_slot(correct, length)
+    runs = [row.index(False) if False in row else len(row) for row in correct]
+    metrics["accepted"] = sum(runs) / max(len(runs), 1)
+    metrics["tokens_per_forward"] = 1 + metrics["accepted"] / 2
+    return metrics

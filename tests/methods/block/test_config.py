@@ -184,7 +184,7 @@ def test_layers_that_the_config_does_not_name() -> None:
         generate(head, tree=TREE, aux_layers=[1, 3])
     with pytest.raises(AssertionError):
         check_against(block_reference(MODEL, dflash(), False), seen, TREE)
-    wrong = "is to read the hidden states \\[9, 1\\]; it reads 2 .* from 0 to 3"
+    wrong = "configured for the hidden states \\[9, 1\\], but its weights read 2 .* from 0 to 3"
     config = BlockConfig(aux_layers=[9, 1])
     refuse(wrong, error=AssistantError, spec_strategy=config, assistant=head)
 

@@ -20,7 +20,7 @@ def test_an_embedding_that_the_target_scales_is_read_raw() -> None:
     table = model.get_input_embeddings()
     tokens = torch.tensor([5, MASK])
     assert torch.equal(build_block_head(dflash(), model).embed(tokens), table.weight[tokens])
-    # Another reading, by the config or against it.
+    # Another scale, from the config or overriding it.
     scaled = changed(dflash(), input_embedding_scale=SIZE**0.5)
     against = replace(scaled, overrides=(("embedding_scale", 3.0),))
     assert torch.allclose(build_block_head(scaled, model).embed(tokens), table(tokens), rtol=1e-3)

@@ -141,7 +141,7 @@ def test_what_a_block_stores_does_not_survive(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_prompts_are_read_in_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_runner, "LEARNED_AT_ONCE", 4)
+    monkeypatch.setattr(block_runner, "CONTEXT_CHUNK", 4)
     assert gap(*HEADS["z-lab"]) < 1e-5
 
 

@@ -78,7 +78,7 @@ def test_the_number_of_layers_is_checked(num_layers: Any) -> None:
 
 
 def test_a_name_is_no_model() -> None:
-    with pytest.raises(OptionError, match="model of type str: pass a model that is loaded"):
+    with pytest.raises(OptionError, match="model of type str: pass a loaded PreTrainedModel"):
         truncated_draft("my-model", 1)  # type: ignore[arg-type]
 
 

@@ -163,7 +163,7 @@ def test_an_embedding_that_sglang_would_replace(caplog: pytest.LogCaptureFixture
     with caplog.at_level(logging.WARNING):
         _, weights = LAYOUTS["sglang"](*own, VERIFIER, 3)
     assert "embed_tokens.weight" not in weights
-    assert "takes the target's" in caplog.text
+    assert "SGLang uses the target's" in caplog.text
     # What nobody reads is left out without a word.
     caplog.clear()
     assert "embed_tokens.weight" not in LAYOUTS["vllm"](*spec_of(tensors), VERIFIER, 3)[1]

@@ -66,7 +66,7 @@ def test_what_the_user_says_comes_first(caplog: pytest.LogCaptureFixture) -> Non
         assert said.hidden_layers == (1, 17, 32)
         assert not caplog.records
         spec({})
-    assert "does not say which layers it reads" in caplog.text
+    assert "does not name its aux layers" in caplog.text
 
 
 @pytest.mark.parametrize(

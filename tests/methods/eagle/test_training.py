@@ -185,9 +185,9 @@ class TestGoingOn:
     @pytest.mark.parametrize(
         ("changes", "reason"),
         [
-            ({"vocabulary_size": 50}, "knows 60 of .* vocabulary_size is 50: ask for 60"),
-            ({"vocabulary_size": None}, "vocabulary_size is None: ask for 60"),
-            ({"mlp_size": 32}, "has an MLP of 24, and mlp_size is 32"),
+            ({"vocabulary_size": 50}, "drafts 60 of .* vocabulary_size is 50; set it to 60"),
+            ({"vocabulary_size": None}, "vocabulary_size is None; set it to 60"),
+            ({"mlp_size": 32}, "has an MLP of width 24, but mlp_size is 32"),
         ],
     )
     def test_other_sizes_are_refused(

@@ -168,12 +168,12 @@ class TestRefusals:
         head = published(gemma4())
         wide = changed(head, post_projection__weight=torch.zeros(64, 24))
         refused(
-            gemma4(), wide, AssistantError, "hidden size 64, and that of Gemma4ForCausalLM is 32"
+            gemma4(), wide, AssistantError, "hidden size 64, but that of Gemma4ForCausalLM is 32"
         )
 
     def test_another_vocabulary(self) -> None:
         head = changed(published(gemma4()), model__embed_tokens__weight=torch.zeros(500, 24))
-        refused(gemma4(), head, AssistantError, "has 500 tokens, and Gemma4ForCausalLM has 97")
+        refused(gemma4(), head, AssistantError, "has 500 tokens, but Gemma4ForCausalLM has 97")
 
     def test_layers_that_the_target_does_not_have(self) -> None:
         refused(
@@ -186,7 +186,7 @@ class TestRefusals:
     def test_heads_of_another_size(self) -> None:
         head = published(gemma4())
         head = changed(head, model__layers__0__self_attn__q_norm__weight=torch.ones(16))
-        refused(gemma4(), head, AssistantError, "2 heads of size 16, and layer 4")
+        refused(gemma4(), head, AssistantError, "2 query heads of size 16, but layer 4")
 
     def test_a_missing_tensor(self) -> None:
         head = changed(published(gemma4()), model__norm__weight=None)
@@ -196,7 +196,7 @@ class TestRefusals:
         head = published(gemma4(), groups=1)
         twice = torch.zeros(VOCAB, dtype=torch.long)
         head = changed(head, masked_embedding__token_ordering=twice)
-        refused(gemma4(), head, AssistantError, "does not share out 97 tokens among 1 groups")
+        refused(gemma4(), head, AssistantError, "does not divide 97 tokens into 1 groups")
 
     def test_an_unknown_rope(self) -> None:
         head = published(gemma4())

@@ -175,7 +175,7 @@ class TestRefused:
         )
 
     def test_a_draft_deeper_than_the_head(self) -> None:
-        deep = "deeper than the head proposes"
+        deep = "deeper than the . levels of the head"
         for options in ({"max_draft_tokens": 4}, {"tree": [*CHAIN, [0, 0, 0, 0]]}):
             refuse(
                 deep, error=OptionError, spec_strategy=HeadsConfig(**options), assistant=medusa()

@@ -176,7 +176,7 @@ class TestRefusals:
     def test_files_without_a_module(self, tmp_path: Path) -> None:
         tiny_models.build("llama").save_pretrained(tmp_path)
         model = type(tiny_models.build("llama")).from_pretrained(tmp_path)
-        with pytest.raises(AssistantError, match="no tensor is one of an MTP module"):
+        with pytest.raises(AssistantError, match="no tensor belongs to an MTP module"):
             model.generate(torch.tensor([[5]]), spec_strategy="mtp")
 
     def test_a_layer_of_another_kind(self, tmp_path: Path) -> None:

@@ -284,7 +284,7 @@ class TestFineTunedModels:
 def test_a_model_that_reads_more_than_embeddings_is_refused() -> None:
     model = copy.deepcopy(build("llama"))
     model.config.hidden_size_per_layer_input = 8
-    with pytest.raises(UnsupportedError, match="an embedding of its own"):
+    with pytest.raises(UnsupportedError, match="an embedding per layer and token"):
         adaptive_tokens(model, sdsat_adapter("llama"))
 
 

@@ -356,7 +356,9 @@ class TestOptions:
     def test_nothing_to_draft_with(self) -> None:
         with pytest.raises(hf_spec.AssistantError, match="config has 'sdsat'"):
             generate("llama", spec_strategy="sdsat")
-        with pytest.raises(hf_spec.AssistantError, match="LlamaForCausalLM is no SDSAT adapter"):
+        with pytest.raises(
+            hf_spec.AssistantError, match="LlamaForCausalLM is not an SDSAT adapter"
+        ):
             generate("llama", spec_strategy="sdsat", assistant=build("llama"))
 
     def test_assisted_decoding_is_refused(self) -> None:

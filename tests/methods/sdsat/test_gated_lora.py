@@ -110,7 +110,9 @@ class TestLayers:
     def test_targets(self) -> None:
         names = set(new_lora(build("llama"), 2, ["q_proj", "v_proj"]))
         assert {name.rpartition(".")[2] for name in names} == {"q_proj", "v_proj"}
-        with pytest.raises(AssistantError, match=r"no layer is called attn_out; known: .*q_proj"):
+        with pytest.raises(
+            AssistantError, match=r"no layer is called attn_out; choose from .*q_proj"
+        ):
             new_lora(build("llama"), 2, ["attn_out"])
 
     def test_new_ones_change_nothing(self) -> None:
@@ -151,9 +153,9 @@ def test_merging_is_the_same_as_acting_everywhere(name: str) -> None:
     torch.testing.assert_close(model(ids).logits, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_quantised_weights_cannot_be_merged_into() -> None:
+def test_quantized_weights_cannot_be_merged_into() -> None:
     model = copy.deepcopy(build("llama"))
     layer = model.model.layers[0].mlp.up_proj
     layer.weight = nn.Parameter(layer.weight.to(torch.int8), requires_grad=False)
-    with pytest.raises(UnsupportedError, match="up_proj is quantised"):
+    with pytest.raises(UnsupportedError, match="up_proj is quantized"):
         merge_lora_inplace(model, random_lora("llama").weights)

@@ -42,7 +42,7 @@ def test_markers_that_are_named() -> None:
     tokenizer = letters(("<a>", "<b>", "<c>", *MARKERS[0]))
     infilling = Infilling.of(tokenizer, ("<c>", "<a>", "<b>"))
     assert (infilling.prefix, infilling.suffix, infilling.middle) == (28, 26, 27)
-    with pytest.raises(OptionError, match="the tokenizer does not know '<d>'"):
+    with pytest.raises(OptionError, match="'<d>' is not in the tokenizer"):
         Infilling.of(tokenizer, ("<a>", "<b>", "<d>"))
 
 
