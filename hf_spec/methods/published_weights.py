@@ -1,8 +1,9 @@
-"""Published heads: checks of their tensors, output heads, and options that override configs."""
+"""Parts that published heads share: checked tensors, output heads, overrides of their configs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -68,8 +69,8 @@ def fitted(
     return {name: tensor.to(device, dtype) for name, tensor in tensors.items()}
 
 
-def known_tokens(
-    what: str, offsets: Tensor | None, num_known: int, full_size: int
+def draft_vocab_ids(
+    what: str, offsets: Tensor | None, draft_vocab_size: int, full_size: int
 ) -> Tensor | None:
     """Return the (R,) int64 token ids of a head's R outputs; None for all V in order.
 
@@ -77,33 +78,33 @@ def known_tokens(
         what: names the head in messages.
         offsets: (R,), the tensor "d2t": token id minus output index. None selects the first
             tokens, up to rows that pad one of the two vocabularies.
-        num_known: R.
+        draft_vocab_size: R.
         full_size: V.
 
     Raises:
         AssistantError: if outputs lack an offset, or offsets lead out of V or to a token twice.
     """
     if offsets is None:
-        if abs(num_known - full_size) > PADDED_ROWS:
+        if abs(draft_vocab_size - full_size) > PADDED_ROWS:
             raise AssistantError(
-                f"{what} has outputs for {num_known} of {full_size} tokens, but no tensor 'd2t' "
+                f"{what} has outputs for {draft_vocab_size} of {full_size} tokens, but no tensor 'd2t' "
                 "that maps them to token ids"
             )
-        return None if num_known >= full_size else torch.arange(num_known)
-    if offsets.shape != (num_known,) or offsets.is_floating_point():
+        return None if draft_vocab_size >= full_size else torch.arange(draft_vocab_size)
+    if offsets.shape != (draft_vocab_size,) or offsets.is_floating_point():
         raise AssistantError(
-            f"{what} is damaged: d2t is {tuple(offsets.shape)} of {offsets.dtype}, not {num_known} "
+            f"{what} is damaged: d2t is {tuple(offsets.shape)} of {offsets.dtype}, not {draft_vocab_size} "
             "whole numbers"
         )
-    tokens = offsets.long() + torch.arange(num_known)
+    tokens = offsets.long() + torch.arange(draft_vocab_size)
     if int(tokens.min()) < 0 or int(tokens.max()) >= full_size:
         raise AssistantError(
             f"{what} is for another target: d2t leads to token {int(tokens.max())}, but the target "
             f"has {full_size}"
         )
-    if len(tokens.unique()) < num_known:
+    if len(tokens.unique()) < draft_vocab_size:
         raise AssistantError(f"{what} is damaged: d2t leads to some tokens twice")
-    return None if num_known == full_size and not bool(offsets.any()) else tokens
+    return None if draft_vocab_size == full_size and not bool(offsets.any()) else tokens
 
 
 class OutputHead(FewTokensHead):
@@ -133,6 +134,15 @@ class OutputHead(FewTokensHead):
     def known(self, hidden: Tensor) -> Tensor:
         """(..., width) -> (..., R) logits of the tokens in `vocabulary`."""
         return super().known(hidden.to(self.dtype))
+
+
+@dataclass(frozen=True)
+class SinglePairShape:
+    """Shape of EAGLE and MTP heads: blocks of one pair, no state carried between pairs."""
+
+    num_layers: int = 1
+    block_size: int = 1
+    recurrent: bool = False
 
 
 class NormedHead(FewTokensHead):

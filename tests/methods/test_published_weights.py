@@ -10,7 +10,7 @@ from hf_spec.methods.published_weights import (
     OutputHead,
     fitted,
     head_dtype,
-    known_tokens,
+    draft_vocab_ids,
     linear,
 )
 from tests.feature_reference import published
@@ -20,7 +20,7 @@ MODEL = build("llama")
 
 
 def vocabulary(offsets: torch.Tensor | None, known: int) -> list[int] | None:
-    found = known_tokens("the head", offsets, known, VOCAB)
+    found = draft_vocab_ids("the head", offsets, known, VOCAB)
     return None if found is None else found.tolist()
 
 

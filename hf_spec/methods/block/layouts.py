@@ -31,7 +31,7 @@ from hf_spec.engine.forward.vocabulary import PADDED_ROWS
 from hf_spec.methods.block.head import STRATEGY, BlockHead, BlockLayer, BlockShape, LayerKind
 from hf_spec.methods.block.markov import PREFIX as MARKOV
 from hf_spec.methods.block.markov import expected_tensors
-from hf_spec.methods.published_weights import OutputHead, fitted, known_tokens, sizes_of
+from hf_spec.methods.published_weights import OutputHead, fitted, draft_vocab_ids, sizes_of
 
 DFLASH, DSPARK = "dflash", "dspark"
 
@@ -62,9 +62,9 @@ def build_block_head(head: PublishedHead, target: PreTrainedModel) -> BlockHead:
     stored = {key.removeprefix("logit_head."): tensor for key, tensor in head.tensors.items()}
     size, vocab = sizes_of(target)
     config = _layer_config(head, stored)
-    num_known, vocabulary = _draft_vocabulary(head, stored, vocab)
+    draft_vocab_size, vocabulary = _draft_vocabulary(head, stored, vocab)
     expected = _expected_tensors(config, stored, size, vocab)
-    expected |= expected_tensors(stored, config.hidden_size, num_known, vocab)
+    expected |= expected_tensors(stored, config.hidden_size, draft_vocab_size, vocab)
     weights = {key: tensor for key, tensor in stored.items() if key not in ("d2t", "t2d")}
     tensors = fitted(head, weights, expected, target)
     embedding: Any = target.get_input_embeddings()
@@ -87,13 +87,13 @@ def _draft_vocabulary(
     """Return R and the token ids of the R outputs; cut padding rows off `stored`."""
     offsets = stored.get("d2t")
     rows = stored.get("lm_head.weight", offsets)
-    num_known = vocab if rows is None else len(rows)
-    if offsets is None and vocab < num_known <= vocab + PADDED_ROWS:
+    draft_vocab_size = vocab if rows is None else len(rows)
+    if offsets is None and vocab < draft_vocab_size <= vocab + PADDED_ROWS:
         for name in ("lm_head.weight", f"{MARKOV}markov_w2.weight"):
             if name in stored:
                 stored[name] = stored[name][:vocab]
-        num_known = vocab
-    return num_known, known_tokens(repr(head.name), offsets, num_known, vocab)
+        draft_vocab_size = vocab
+    return draft_vocab_size, draft_vocab_ids(repr(head.name), offsets, draft_vocab_size, vocab)
 
 
 def _option(config: Mapping[str, Any], name: str) -> Any:

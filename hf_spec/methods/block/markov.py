@@ -91,9 +91,9 @@ class ConfidenceHead(nn.Module):
 
 
 def expected_tensors(
-    tensors: Mapping[str, Tensor], width: int, num_known: int, vocab_size: int
+    tensors: Mapping[str, Tensor], width: int, draft_vocab_size: int, vocab_size: int
 ) -> dict[str, tuple[int, ...]]:
-    """Return the shapes that the tensors of these heads must have, for R = `num_known`.
+    """Return the shapes that the tensors of these heads must have, for R = `draft_vocab_size`.
 
     The kind, its rank, and whether the confidence head reads tokens follow from `tensors`.
     """
@@ -102,7 +102,10 @@ def expected_tensors(
     if any(key.startswith(PREFIX) for key in tensors):
         w1 = tensors.get(PREFIX + "markov_w1.weight")
         rank = 0 if w1 is None else w1.shape[-1]
-        expected = {"markov_w1.weight": (vocab_size, rank), "markov_w2.weight": (num_known, rank)}
+        expected = {
+            "markov_w1.weight": (vocab_size, rank),
+            "markov_w2.weight": (draft_vocab_size, rank),
+        }
         if f"{PREFIX}gate_proj.weight" in tensors:
             expected |= {"gate_proj.weight": (rank, width + rank), "gate_proj.bias": (rank,)}
         if f"{PREFIX}joint_proj.weight" in tensors:

@@ -38,8 +38,13 @@ from hf_spec.common.errors import AssistantError
 from hf_spec.engine.forward.vocabulary import PADDED_ROWS, num_embeddings
 from hf_spec.methods.eagle.spec import EagleSpec, canonical_names, layer_config, read_spec
 from hf_spec.methods.feature_pairs.rows import State
-from hf_spec.methods.feature_pairs.runner import MaskTokens, SinglePairShape
-from hf_spec.methods.published_weights import NormedHead, head_dtype, known_tokens
+from hf_spec.methods.feature_pairs.runner import MaskTokens
+from hf_spec.methods.published_weights import (
+    NormedHead,
+    SinglePairShape,
+    head_dtype,
+    draft_vocab_ids,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -152,9 +157,9 @@ class EagleHead(nn.Module):
         norm = nn.Identity() if self.spec.norm_output else stack.norm
         trained = getattr(stack, "lm_head", None)
         scores: Any = _target_head(self.spec, target) if trained is None else trained
-        num_known = scores.weight.shape[0]
-        vocabulary = known_tokens(self.spec.what, offsets, num_known, full_size)
-        if trained is not None and num_known > full_size:
+        draft_vocab_size = scores.weight.shape[0]
+        vocabulary = draft_vocab_ids(self.spec.what, offsets, draft_vocab_size, full_size)
+        if trained is not None and draft_vocab_size > full_size:
             # Rows that pad the published vocabulary.
             scores.weight = nn.Parameter(scores.weight[:full_size], requires_grad=False)
         if vocabulary is not None:

@@ -20,7 +20,7 @@ from hf_spec.common.errors import AssistantError
 from hf_spec.engine.forward.last_layer import BEFORE_NORM
 from hf_spec.engine.forward.output import default_aux_layers
 from hf_spec.methods.eagle.spec import EagleSpec, layer_config
-from hf_spec.methods.published_weights import known_tokens
+from hf_spec.methods.published_weights import draft_vocab_ids
 
 logger = logging.getLogger(__name__)
 
@@ -168,7 +168,9 @@ def _exported_tensors(
     if spec.embedding == "target":
         exported.pop("embed_tokens.weight", None)
     if "lm_head.weight" in exported:
-        ids = known_tokens(spec.what, exported.get("d2t"), len(exported["lm_head.weight"]), vocab)
+        ids = draft_vocab_ids(
+            spec.what, exported.get("d2t"), len(exported["lm_head.weight"]), vocab
+        )
         # Rows that pad the published vocabulary have no token.
         exported["lm_head.weight"] = exported["lm_head.weight"][:vocab]
         if "d2t" in exported and ids is not None:

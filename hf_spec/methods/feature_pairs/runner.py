@@ -53,15 +53,6 @@ class PairShape(Protocol):
     def recurrent(self) -> bool: ...  # noqa: D102
 
 
-@dataclass(frozen=True)
-class SinglePairShape:
-    """Shape of EAGLE and MTP heads: blocks of one pair, no state carried between pairs."""
-
-    num_layers: int = 1
-    block_size: int = 1
-    recurrent: bool = False
-
-
 class PairHead(Protocol):
     """A head that predicts features from pairs of a token and a feature.
 

@@ -241,8 +241,8 @@ def _adapter_of(assistant: object) -> SpecAdapter:
         return assistant
     if not isinstance(assistant, (str, os.PathLike)):
         raise AssistantError(
-            f"assistant of type {type(assistant).__name__} is not an SDSAT adapter; pass the folder "
-            "or Hub id of one"
+            f"assistant of type {type(assistant).__name__} is not an SDSAT adapter; pass the "
+            "folder or Hub id of one"
         )
     return load_adapter(assistant, METHOD)
 

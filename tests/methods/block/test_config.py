@@ -1,4 +1,4 @@
-"""`spec_strategy="block"`: chains, trees, lengths, batches, and what is refused."""
+"""`spec_strategy="block"`: chains, trees, lengths, batches, and rejected options."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_every_draft_of_a_ragged_batch(
     reference = block_reference(MODEL, head, from_anchor)
     paths = TREE if shape == "tree" else chain(levels)
     assert check_against(reference, seen, paths) > 100
-    # One pass a round, whatever its depth; the first round knows nothing yet.
+    # One pass per round at any depth; the first round has no context yet.
     rounds = max(row.target_forwards for row in output.spec_stats.rows)
     assert output.spec_stats.draft_forwards in (rounds - 1, rounds - 2)
 

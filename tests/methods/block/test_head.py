@@ -1,4 +1,4 @@
-"""Block heads by themselves: what they read, compute in, and say."""
+"""Block heads by themselves: embeddings, dtype and logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Block heads as published: each layout, and configs that say something else than it seems."""
+"""Published layouts of block heads, and configs that are misleading."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def read(head: PublishedHead, folder: Path) -> BlockHead:
         "DeepSpec's DFlash",
         "speculators, DSpark",
         "speculators, DFlash",
-        "DFlash that says it drafts from the anchor",
-        "DSpark that says it does not",
+        "DFlash with sample_from_anchor",
+        "DSpark without sample_from_anchor",
     ],
 )
 def test_layouts(head: PublishedHead, levels: int, tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_counts_come_from_the_tensors() -> None:
 
 
 def test_the_rope_is_the_heads_own() -> None:
-    """Of 10,000 where the config says nothing, and no table of positions."""
+    """Base 10,000 if the config has none, and no table of positions."""
     other = changed(dflash(), rope_theta=None, max_position_embeddings=16)
     frequencies = build_block_head(other, MODEL).rotary.inv_freq
     assert torch.allclose(frequencies, 10000.0 ** (-torch.arange(0, 8, 2) / 8))

@@ -1,4 +1,4 @@
-"""The passes of block heads: rounds with caches against plain torch without."""
+"""Passes of block heads: rounds with caches equal plain torch without."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ Said = tuple[int, int, tuple[int, ...], Tensor]
 
 
 def rounds(head: PublishedHead) -> list[Said]:
-    """What is said in every round, both rows in one pass."""
+    """Logits of every round, both rows in one pass."""
     block = build_block_head(head, MODEL)
     runner, found = BlockRunner(block, 3), []
     states = [states_of(MODEL, text, LAYERS).split(32, dim=-1) for text in TEXTS]
     known = [0, 0]
     with runner.active():
         for ends in ROUNDS:
-            # Slots in another order than their numbers, and one that nobody uses.
+            # Slots in another order than their numbers, and one unused.
             spans = {2 * row: (known[row], ends[row] - known[row]) for row in (1, 0)}
             parts = [
                 torch.cat([states[row][layer][known[row] : ends[row]] for row in (1, 0)])

@@ -1,4 +1,4 @@
-"""Drafts from a second model by name: what is refused."""
+"""Drafts from a second model by name: rejected assistants and options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trained drafts: a LoRA in copies of the first layers that leaves the target alone."""
+"""Trained draft models: a LoRA in copies of the first layers, with an unchanged target."""
 
 from __future__ import annotations
 

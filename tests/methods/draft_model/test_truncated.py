@@ -1,4 +1,4 @@
-"""The truncated draft: the target's own modules, computing what the target cut by hand computes."""
+"""Truncated drafts: shared modules that compute the same as a target truncated by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`spec_strategy="eagle"`: options, the assistants it takes, and output that stays the target's."""
+"""`spec_strategy="eagle"`: options, supported assistants, and output equal to the target's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""EAGLE heads: what they predict, held against plain torch, for every switch of their configs."""
+"""EAGLE heads: predictions equal plain torch for every switch of their configs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The layouts of vLLM and SGLang: read back, a head drafts the same; what neither can run."""
+"""EAGLE-3 files for vLLM and SGLang: read back, a head drafts the same; unsupported heads raise."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_an_embedding_that_sglang_would_replace(caplog: pytest.LogCaptureFixture
         _, weights = LAYOUTS["sglang"](*own, VERIFIER, 3)
     assert "embed_tokens.weight" not in weights
     assert "SGLang uses the target's" in caplog.text
-    # What nobody reads is left out without a word.
+    # Tensors that no engine reads are left out silently.
     caplog.clear()
     assert "embed_tokens.weight" not in LAYOUTS["vllm"](*spec_of(tensors), VERIFIER, 3)[1]
     assert not caplog.records
@@ -227,7 +227,7 @@ def test_what_no_engine_reads(engine: str) -> None:
         LAYOUTS[engine](spec, {**tensors, "fc.bias": torch.ones(heads.WIDTH)}, VERIFIER, 3)
     with pytest.raises(AssistantError, match="scaled"):
         LAYOUTS[engine](replace(spec, embedding="scaled"), tensors, VERIFIER, 3)
-    # Tokens that are no tokens of the target.
+    # Token ids outside the target.
     with pytest.raises(AssistantError, match="d2t leads to token"):
         LAYOUTS[engine](spec, {**tensors, "d2t": heads.offsets() + 90}, VERIFIER, 3)
 

@@ -1,4 +1,4 @@
-"""Readings of EAGLE configs: which layers, which rotary base, what a config may lie about."""
+"""Configs of EAGLE heads: aux layers, rotary base, and values that the user overrides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training an EAGLE-3 head: its steps are those of drafting, it learns, and it is read back."""
+"""Training an EAGLE-3 head: its steps equal those of drafting, it learns, and it is read back."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def loss_of(some: list[dict[str, float]]) -> float:
 
 
 def alone(head: EagleHead, tokens: list[int], features: torch.Tensor) -> torch.Tensor:
-    """What a head predicts last, by a pass over everything it may see and no cache."""
+    """The last prediction of a head, by a pass over everything that it sees, without a cache."""
     mixed, _ = head.mix(torch.tensor([tokens]), features[None])
     length = len(tokens)
     mask = torch.ones(length, length, dtype=torch.bool).tril()[None, None]
@@ -171,7 +171,7 @@ class TestGoingOn:
     def test_from_another_layout(
         self, model: PreTrainedModel, texts: list[Text], tmp_path: Path
     ) -> None:
-        """What is written has the one layout, and what was not trained stays in it."""
+        """Written files have one layout, and include tensors that were not trained."""
         config = {**heads.plain_config(), "eagle_aux_hidden_state_layer_ids": [2, 1, 0]}
         tensors = known_head(heads.sample().folder).tensors
         start = PublishedHead("eagle3", config, tensors, tmp_path, "somebody's")

@@ -1,4 +1,4 @@
-"""Gemma assistants in generate(): their drafts are the reference's, and what does not fit."""
+"""Gemma assistants in generate(): drafts equal the reference; unsuitable assistants raise."""
 
 from __future__ import annotations
 

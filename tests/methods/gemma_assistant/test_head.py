@@ -1,4 +1,4 @@
-"""A Gemma assistant by itself: its rotations, its groups of tokens, how it is read."""
+"""A Gemma assistant by itself: rotary angles, token groups, and reading of files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The runner of a Gemma assistant: what it knows of a row, and that models stay as they were."""
+"""The runner of a Gemma assistant: states of rows, and that models stay unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`spec_strategy="heads"`: options, lengths, batches, and what is refused."""
+"""`spec_strategy="heads"`: options, lengths, batches, and rejected options."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_pass_a_round() -> None:
 
 
 def test_more_prompts_than_rows() -> None:
-    """A row that takes another prompt knows nothing of the one before."""
+    """A row that takes another prompt forgets the one before."""
     ids, mask = prompts("llama", "ragged").values()
     rows = [line[keep.bool()].tolist() for line, keep in zip(ids, mask, strict=True)]
     with watch_drafts() as seen:

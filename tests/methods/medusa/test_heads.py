@@ -1,4 +1,4 @@
-"""Medusa heads and MLP speculators: read as published, and drafts as plain torch makes them."""
+"""Medusa heads and MLP speculators: published files, and drafts equal to plain torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MTP modules in generate(): drafts are the reference's in every layout, output the target's."""
+"""MTP modules in generate(): drafts equal the reference in every layout, output the target's."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class TestParity:
         "broken", ["zeroes_first_embedding", "recycles_raw_output", "features_first"]
     )
     def test_a_wrong_reading_is_seen(self, broken: str) -> None:
-        """What the tests above must not let pass."""
+        """The tests above must catch each wrong switch."""
         found = sample("llama", "index")
         head = copy.deepcopy(found.head)
         wrong = {broken: not getattr(head.layout, broken)}

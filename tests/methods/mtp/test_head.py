@@ -1,4 +1,4 @@
-"""An MTP head by itself: what of the files it takes, and that the target stays as it is."""
+"""An MTP head by itself: which files it reads, and that the target stays unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MTP modules are found by the names of their tensors alone."""
+"""MTP modules are identified by the names of their tensors alone."""
 
 from __future__ import annotations
 

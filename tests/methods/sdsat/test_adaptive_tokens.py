@@ -1,4 +1,4 @@
-"""Adaptive tokens: base logits bit for bit untouched, adapters that fit or are refused."""
+"""Adaptive tokens: base logits stay bit-identical; adapters fit or are rejected."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class TestEmbedded:
                 part.requires_grad_(True)
         with tokens.active(model), tokens.embedded(model, MIXED) as embeddings:
             logits = model(inputs_embeds=embeddings).logits
-        # What stands before the first adaptive token knows nothing of any.
+        # Tokens before the first adaptive token do not depend on any.
         logits[0, :2].sum().backward(retain_graph=True)
         assert not tokens.embeddings.grad.any()  # type: ignore[union-attr]
         logits[0, 2].sum().backward()
@@ -97,7 +97,7 @@ class TestTheBaseIsUntouched:
     @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
     @torch.no_grad()
     def test_ordinary_rows_do_not_depend_on_the_adapter(self, name: str) -> None:
-        """Of the same number of rows, the ordinary ones keep every bit, whatever the LoRA is."""
+        """With equal numbers of rows the ordinary ones stay bit-identical for any LoRA."""
         model = build(name)
         ids = torch.cat([repetitive_prompt(), torch.tensor([[-1, -1, -1]])], dim=1)
         found = []

@@ -1,4 +1,4 @@
-"""SDSAT end to end: exact output in both loops, and the loops are what they claim to be."""
+"""SDSAT end to end: exact output, and the number of forward passes of both loops."""
 
 from __future__ import annotations
 
@@ -381,7 +381,7 @@ class TestOptions:
 
 
 class TestPathSampling:
-    """The published rule, where it was asked for."""
+    """The published rule, if it is configured."""
 
     def test_it_is_taken_only_when_it_was_asked_for_and_the_target_samples(self) -> None:
         for lossy in (False, True):

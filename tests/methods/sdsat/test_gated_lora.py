@@ -1,4 +1,4 @@
-"""A LoRA on some rows: those change as the formula says, the others keep every bit."""
+"""Gated LoRA: selected rows follow the formula, the others stay bit-identical."""
 
 from __future__ import annotations
 

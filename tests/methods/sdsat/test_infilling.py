@@ -1,4 +1,4 @@
-"""Infilling formats: both orders, all of the text, markers of the tokenizer's own."""
+"""Infilling formats: both orders, the complete text, and the tokenizer's markers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training of adaptive tokens: modes, resuming, saving; what learns, from which tokens, how."""
+"""Training of adaptive tokens: modes, resuming, saving, trained weights and losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adaptive chains after many places at once say what they say one by one; where they may stand."""
+"""Many adaptive chains at once equal chains one by one; positions of windows."""
 
 from __future__ import annotations
 
