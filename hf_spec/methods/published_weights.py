@@ -87,14 +87,14 @@ def draft_vocab_ids(
     if offsets is None:
         if abs(draft_vocab_size - full_size) > PADDED_ROWS:
             raise AssistantError(
-                f"{what} has outputs for {draft_vocab_size} of {full_size} tokens, but no tensor 'd2t' "
-                "that maps them to token ids"
+                f"{what} has outputs for {draft_vocab_size} of {full_size} tokens, but no tensor "
+                "'d2t' that maps them to token ids"
             )
         return None if draft_vocab_size >= full_size else torch.arange(draft_vocab_size)
     if offsets.shape != (draft_vocab_size,) or offsets.is_floating_point():
         raise AssistantError(
-            f"{what} is damaged: d2t is {tuple(offsets.shape)} of {offsets.dtype}, not {draft_vocab_size} "
-            "whole numbers"
+            f"{what} is damaged: d2t is {tuple(offsets.shape)} of {offsets.dtype}, not "
+            f"{draft_vocab_size} whole numbers"
         )
     tokens = offsets.long() + torch.arange(draft_vocab_size)
     if int(tokens.min()) < 0 or int(tokens.max()) >= full_size:

@@ -8,9 +8,9 @@ import torch
 from hf_spec import AssistantError
 from hf_spec.methods.published_weights import (
     OutputHead,
+    draft_vocab_ids,
     fitted,
     head_dtype,
-    draft_vocab_ids,
     linear,
 )
 from tests.feature_reference import published

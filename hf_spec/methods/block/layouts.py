@@ -31,7 +31,7 @@ from hf_spec.engine.forward.vocabulary import PADDED_ROWS
 from hf_spec.methods.block.head import STRATEGY, BlockHead, BlockLayer, BlockShape, LayerKind
 from hf_spec.methods.block.markov import PREFIX as MARKOV
 from hf_spec.methods.block.markov import expected_tensors
-from hf_spec.methods.published_weights import OutputHead, fitted, draft_vocab_ids, sizes_of
+from hf_spec.methods.published_weights import OutputHead, draft_vocab_ids, fitted, sizes_of
 
 DFLASH, DSPARK = "dflash", "dspark"
 

@@ -42,8 +42,8 @@ from hf_spec.methods.feature_pairs.runner import MaskTokens
 from hf_spec.methods.published_weights import (
     NormedHead,
     SinglePairShape,
-    head_dtype,
     draft_vocab_ids,
+    head_dtype,
 )
 
 logger = logging.getLogger(__name__)

@@ -166,7 +166,7 @@ class TestVocabulary:
     @pytest.mark.parametrize(
         ("offsets", "said"),
         [
-            (None, "no tensor 'd2t'"),
+            (None, "but no tensor 'd2t'"),
             (torch.full((1,), VOCAB), "d2t is"),
             (torch.full((heads.KNOWN,), VOCAB), "leads to token"),
             (torch.full((heads.KNOWN,), -1), "leads to token"),
