@@ -96,7 +96,7 @@ def test_continuous_batching(ranks: list[dict[str, Any]]) -> None:
         ("seeds", "same random numbers in every process; call torch.manual_seed"),
         ("inputs", "given different input_ids"),
         ("auto", "auto measures times, which differ among the processes"),
-        ("falcon", "offloaded or cut up among processes"),
+        ("falcon", "offloaded or sharded among processes"),
         ("gated", "use an SDSAT adapter of mode 'embeddings'"),
         ("heads", "3 query heads and 3 key heads, which 2 processes cannot share evenly"),
         ("fsdp", "sharded by FSDP or ZeRO-3.* generate with tp_plan='auto'"),

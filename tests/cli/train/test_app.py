@@ -228,7 +228,7 @@ class TestEagle:
         train = (*train[:-1], tmp_path / "again", "--init", out, "--no-store", *self.SMALL)
         result = run(*train, "--mlp-size", 32)
         assert result.exit_code == 2
-        assert "has an MLP of 16, and mlp_size is 32" in " ".join(result.output.split())
+        assert "has an MLP of width 16, but mlp_size is 32" in " ".join(result.output.split())
         result = run(*train)
         assert result.exit_code == 0, result.output
         told = json.loads((tmp_path / "again" / "config.json").read_text())
