@@ -124,7 +124,9 @@ def test_continuous_batching(tmp_path: Path) -> None:
 
 def test_weights_of_an_assistant_of_its_own_must_be_in_memory(tmp_path: Path) -> None:
     model = offloaded("llama", "part", tmp_path)
-    with pytest.raises(UnsupportedError, match=r"offloaded or sharded .* load the target on one device"):
+    with pytest.raises(
+        UnsupportedError, match=r"offloaded or sharded .* load the target on one device"
+    ):
         assistant_of(model, "llama", "falcon")
 
 
