@@ -51,7 +51,7 @@ class EagleConfig(BeamConfig):
         aux_layers: indices into the target's `hidden_states` that make a feature.
         rope_theta: base of the head's rotary positions.
         embedding: "target" for the target's table; "own" for the one in the head's files; "scaled"
-            for the target's times the square root of its width.
+            for the target's times the square root of its width, as in Gemma's layers.
         norm_before_residual: use the normed feature as the residual of the attention.
         norm_output: pass the normed output to the next step.
     """

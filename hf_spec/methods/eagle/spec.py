@@ -32,16 +32,7 @@ MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
 
 @dataclass(frozen=True)
 class ConfigOverrides:
-    """Values that the user sets against a head's config; None keeps the config's.
-
-    Attributes:
-        aux_layers: indices into the target's `hidden_states` that the head reads.
-        rope_theta: base of its rotary positions.
-        embedding: "target" for the target's table; "own" for the one in the head's files; "scaled"
-            for the target's times the square root of its width, as in Gemma's layers.
-        norm_before_residual: use the normed feature as the residual of the attention.
-        norm_output: pass the normed output to the next step.
-    """
+    """Options of `EagleConfig` that override a head's config; None keeps the config's value."""
 
     aux_layers: tuple[int, ...] | None = None
     rope_theta: float | None = None
@@ -62,7 +53,7 @@ class EagleSpec:
         rope: rotary parameters in the format of transformers.
         hidden_layers: indices into the target's `hidden_states`, or `BEFORE_NORM`; their states
             are concatenated into a feature.
-        embedding, norm_before_residual, norm_output: see `ConfigOverrides`.
+        embedding, norm_before_residual, norm_output: see `EagleConfig`.
         mask_token: token id of P-EAGLE's mask pairs; None for heads that draft step by step.
     """
 
