@@ -18,7 +18,7 @@ from typing import Any
 
 from hf_spec.common.errors import SpecError
 from hf_spec.common.outputs import SpecRequestOutput, SpecStats
-from hf_spec.engine.decode.open_batch import OpenBatch
+from hf_spec.engine.decode.continuous_batching import OpenBatch
 from hf_spec.generation.open_generation import OpenGeneration, Ready
 from hf_spec.serving.counts import Counts, Load
 from hf_spec.serving.errors import QueueFullError, SequenceError, StoppedError

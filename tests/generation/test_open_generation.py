@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 from hf_spec import AssistantError, LookupConfig, OptionError, UnsupportedError
 from hf_spec.generation.open_generation import OpenGeneration
 from tests import tiny_models
-from tests.engine.decode.test_open_batch import PROMPTS, generation, greedy
+from tests.open_requests import PROMPTS, generation, greedy
 
 
 def test_an_assistant_that_is_missing_is_missed_at_once() -> None:

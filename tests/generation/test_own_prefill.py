@@ -96,7 +96,7 @@ def test_a_prompt_of_text_takes_it_only_where_it_is_read_in_both_directions(name
     ],
 )
 def test_empty_inputs_say_nothing(value: Any, says: bool) -> None:
-    assert own_prefill.says_something(value) == says
+    assert own_prefill.has_content(value) == says
 
 
 def test_the_round_leaves_what_an_ordinary_one_leaves() -> None:

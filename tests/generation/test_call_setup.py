@@ -1,4 +1,4 @@
-"""What a call settles first."""
+"""Resolving a call: strategy, settings, drafter, stop strings."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import pytest
 from transformers.generation import StoppingCriteriaList, StopStringCriteria
 
 from hf_spec import AssistantError, LookupConfig, OptionError, UnsupportedError
-from hf_spec.generation.settling import (
-    REFUSED_ARGUMENTS,
+from hf_spec.generation.call_setup import (
+    UNSUPPORTED_ARGUMENTS,
     build_drafter,
-    settle,
+    resolve_call,
     stop_strings_to_criteria,
-    with_own_storage,
+    without_static_cache,
 )
 from hf_spec.methods.lookup.drafter import LookupDrafter
 from hf_spec.methods.registry import parse_strategy
@@ -22,24 +22,24 @@ from tests.refusals import refuse
 
 
 def test_strategy_and_settings_come_back() -> None:
-    config, settings = settle(tiny_models.build("llama"), "lookup", {"max_new_tokens": 3})
+    config, settings = resolve_call(tiny_models.build("llama"), "lookup", {"max_new_tokens": 3})
     assert config == LookupConfig()
     assert settings["max_new_tokens"] == 3
 
 
-@pytest.mark.parametrize("name", REFUSED_ARGUMENTS)
+@pytest.mark.parametrize("name", UNSUPPORTED_ARGUMENTS)
 def test_arguments_of_other_methods_are_refused(name: str) -> None:
     with pytest.raises(UnsupportedError, match=name):
-        settle(tiny_models.build("llama"), "lookup", {name: object()})
+        resolve_call(tiny_models.build("llama"), "lookup", {name: object()})
 
 
 def test_a_static_cache_is_not_reserved() -> None:
     model = tiny_models.build("llama")
     given: dict[str, Any] = {"cache_implementation": "static"}
-    _, settings = settle(model, "lookup", given)
-    assert with_own_storage(settings, given) == {"cache_implementation": None}
-    _, settings = settle(model, "lookup", {})
-    assert with_own_storage(settings, {}) == {}
+    _, settings = resolve_call(model, "lookup", given)
+    assert without_static_cache(settings, given) == {"cache_implementation": None}
+    _, settings = resolve_call(model, "lookup", {})
+    assert without_static_cache(settings, {}) == {}
 
 
 def test_drafters_and_what_they_lack() -> None:
@@ -78,7 +78,7 @@ def test_an_empty_name_is_no_folder(strategy: str, name: str) -> None:
 
 def test_options_of_the_strategy_are_not_for_generate() -> None:
     with pytest.raises(OptionError, match=r"spec_strategy=LookupConfig\(copy_length=3\)"):
-        settle(tiny_models.build("llama"), "lookup", {"copy_length": 3})
+        resolve_call(tiny_models.build("llama"), "lookup", {"copy_length": 3})
 
 
 @pytest.mark.parametrize(
