@@ -281,7 +281,7 @@ def check_inputs(
         )
     if not isinstance(max_length, (int, type(None))):
         raise UnsupportedError(
-            f"a length of {max_length} tokens: pass integers as max_new_tokens and max_length"
+            f"a length of {max_length} tokens: max_new_tokens and max_length must be whole numbers"
         )
     _check_cache(model, find_cache(model_kwargs), input_ids)
     if not is_past_rope(model, attention_mask):
@@ -301,7 +301,7 @@ def _check_names(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> Non
     empty = [name for name, value in model_kwargs.items() if value is None or value == {}]
     if extra := sorted(model_kwargs.keys() - supported - {*empty}):
         caches = [name for name in extra if isinstance(model_kwargs[name], Cache)]
-        reason = f"; {version_message()}" if caches else "; pass text as input_ids"
+        reason = f"; {version_message()}" if caches else "; text given as input_ids can"
         raise UnsupportedError(
             f"model inputs {', '.join(extra)} cannot be used with spec_strategy{reason}"
         )
@@ -330,7 +330,7 @@ def _check_mask(model: PreTrainedModel, mask: Tensor) -> None:
         )
     if model.config.model_type == "git" and not bool(mask.all()):
         raise UnsupportedError(
-            f"{type(model).__name__} counts padding in its positions, so its output would depend "
+            f"{type(model).__name__} counts padding in its positions, so its answers would depend "
             "on the longest row; generate one row at a time"
         )
     holes = (mask.long().diff(dim=-1) < 0).any(dim=-1)

@@ -104,7 +104,7 @@ class GenerateBatchCall:
         max_batch = arguments.pop("max_batch", None)
         max_batch = MAX_BATCH if max_batch is None else max_batch
         if not isinstance(max_batch, int) or isinstance(max_batch, bool) or max_batch < 1:
-            raise OptionError(f"max_batch={max_batch!r} must be an integer of at least 1")
+            raise OptionError(f"max_batch={max_batch!r} must be a whole number of at least 1")
         streamer = arguments.pop("streamer", None)
         check_batch_streamer(streamer)
         prompts = read_prompts(arguments.pop("inputs", None), num_embeddings(model))
@@ -239,7 +239,7 @@ def _num_sequences(settings: Settings) -> int:
     """Return the number of sequences per prompt."""
     count = settings["num_return_sequences"] or 1
     if not isinstance(count, int) or count < 1:
-        raise OptionError(f"num_return_sequences={count!r} must be an integer of at least 1")
+        raise OptionError(f"num_return_sequences={count!r} must be a whole number of at least 1")
     if count > 1 and not settings["do_sample"]:
         raise OptionError(
             f"num_return_sequences={count} without do_sample=True would return the same sequence "

@@ -86,7 +86,7 @@ def test_options_of_the_strategy_are_not_for_generate() -> None:
     [
         ({"logits_processor": 5}, "logits_processor of type int: pass a list of them"),
         ({"stopping_criteria": len}, "stopping_criteria of type .*: pass a list of them"),
-        ({"stopping_criteria": [5]}, "stopping_criteria holds 5, which cannot be called"),
+        ({"stopping_criteria": [5]}, "stopping_criteria contains 5, which cannot be called"),
         ({"prefix_allowed_tokens_fn": 5}, "prefix_allowed_tokens_fn=5 cannot be called"),
     ],
 )

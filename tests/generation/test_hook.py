@@ -255,7 +255,7 @@ class TestStoredAssistants:
 
     def test_objects_are_refused(self, model: T.PreTrainedModel) -> None:
         for given in (model, [model], 3):
-            with pytest.raises(OptionError, match="holds folders and Hub ids"):
+            with pytest.raises(OptionError, match="stores folders and Hub ids"):
                 model.generation_config.assistant = given
 
 

@@ -59,7 +59,7 @@ class TestQuantizeDynamic:
         alone, beside = layer(states[:1]), layer(states)[:1]
         assert (alone - beside).norm() > 0.1 * alone.norm()
         refuse(r"model\.layers\.0\..* of LlamaForCausalLM .* one scale", model=model)
-        with pytest.raises(UnsupportedError, match="by one scale"):
+        with pytest.raises(UnsupportedError, match="with one scale"):
             model.generate_batch([[3, 4, 5]], spec_strategy="lookup", max_new_tokens=4)
 
     def test_half_precision_keeps_tokens_apart(self) -> None:
@@ -126,7 +126,7 @@ class TestAdaptersOfARow:
         model = with_lora("llama", alora_invocation_tokens=ids[0, 30:32].tolist())
         assert self.greedy(model, input_ids=ids) != self.greedy(build("llama"), input_ids=ids)
         before = snapshot(model.get_base_model())
-        with pytest.raises(UnsupportedError, match="aLoRA adapters begin at a place"):
+        with pytest.raises(UnsupportedError, match="aLoRA adapters begin at a position"):
             self.greedy(model, input_ids=ids, spec_strategy="lookup")
         assert snapshot(model.get_base_model()) == before
         # Without its tokens the adapter does nothing.
@@ -154,7 +154,7 @@ def test_an_index_that_leaves_tokens_out(kind: str) -> None:
     model = any_class.build(kind, INDEXED[kind])
     assert model.config.get_text_config().index_topk == 64
     room = 64 - PROMPT.shape[1]
-    refuse("no more than 64 tokens", model=model, max_new_tokens=room + 1)
+    refuse("at most 64 tokens", model=model, max_new_tokens=room + 1)
     call = {"max_new_tokens": room, "do_sample": False}
     plain = model.generate(PROMPT, **call)
     assert torch.equal(model.generate(PROMPT, **call, spec_strategy="lookup"), plain)

@@ -362,7 +362,7 @@ class TestRefusals:
         penalty = hf.RepetitionPenaltyLogitsProcessor(1.2)
         penalty.prompt_ignore_length = torch.zeros(3, dtype=torch.long)
         self.refuse(
-            UnsupportedError, "holds 3 rows for a batch of 5", "ragged", logits_processor=[penalty]
+            UnsupportedError, "stores 3 rows for a batch of 5", "ragged", logits_processor=[penalty]
         )
 
     def test_a_processor_that_cannot_be_copied_and_has_to_be(self) -> None:
