@@ -45,16 +45,7 @@ UNSUPPORTED_ARGUMENTS = {
 def resolve_call(
     model: PreTrainedModel, strategy: Any, arguments: dict[str, Any]
 ) -> tuple[StrategyConfig, Settings]:
-    """Return the strategy and the settings of a call after checking both and the target.
-
-    Args:
-        model: the target.
-        strategy: a name or a config.
-        arguments: the other arguments of `generate()` by name.
-
-    Raises:
-        SpecError: something in the call is not supported.
-    """
+    """Return the strategy and the settings of a call, after checking both and the target."""
     config = parse_strategy(strategy)
     for name, remedy in UNSUPPORTED_ARGUMENTS.items():
         if arguments.get(name) is not None and arguments[name] is not False:

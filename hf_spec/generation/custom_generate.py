@@ -17,11 +17,8 @@ def custom_generate(
 ) -> Any:
     """Run `model.generate()` with the adapter whose repository contains the called code.
 
-    Args:
-        model: the target.
-        revision: branch, tag or commit of the repository, if it is on the Hub.
-        token: token of the Hub. Default: the stored one.
-        **arguments: as in `generate()`.
+    `revision` is a branch, tag or commit of a repository on the Hub, and `token` the Hub's, by
+    default the stored one.
 
     Raises:
         AssistantError: the adapter does not fit `model`.

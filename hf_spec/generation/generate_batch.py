@@ -25,7 +25,6 @@ from hf_spec.common.errors import OptionError, UnsupportedError
 from hf_spec.common.outputs import SpecBatchOutput, SpecRequestOutput, SpecStats, publish_stats
 from hf_spec.drafting.config import StrategyConfig
 from hf_spec.engine.decode.continuous_batching import ContinuousBatch, Prepared, Request
-from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.decode.logits_processors import check_processors
 from hf_spec.engine.decode.stopping import StopRules, for_one_sequence
 from hf_spec.engine.forward.row_batch import BATCHING
@@ -129,25 +128,6 @@ def resolve_batch_call(
     )
     generate_arguments = stop_strings_to_criteria(settings["stop_strings"], call.arguments)
     return config, replace(call, arguments=generate_arguments)
-
-
-def make_continuous_batch(
-    generate: Callable[..., Any],
-    model: PreTrainedModel,
-    drafter: Drafter,
-    call: GenerateBatchCall,
-) -> ContinuousBatch:
-    """Return the batch of a call.
-
-    `generate` is the original method, which prepares processors and stop rules of each prompt.
-    """
-
-    def prepare(request: Request) -> Prepared:
-        return prepare_request(generate, model, call, request)
-
-    return ContinuousBatch(
-        model, drafter, call.requests, prepare, call.max_batch, call.streamer, call.batching
-    )
 
 
 def prepare_request(

@@ -34,12 +34,13 @@ from hf_spec.generation.call_setup import (
 from hf_spec.generation.call_signature import describe
 from hf_spec.generation.encoder_inputs import decoder_kwargs, read_input
 from hf_spec.generation.generate_batch import (
-    make_continuous_batch,
+    prepare_request,
     resolve_batch_call,
     run_continuous_batch,
 )
 from hf_spec.generation.one_call import generate_with
 from hf_spec.generation.own_prefill import read_prompt
+from hf_spec.generation.peft_hook import WRAPPED
 from hf_spec.generation.target_checks import check_batching
 
 # Alternatives to arguments that need a strategy.
@@ -52,9 +53,6 @@ WITHOUT_STRATEGY = {
 StoredStrategy: TypeAlias = str | StrategyConfig | dict[str, Any] | None
 # Folders and Hub ids of assistants.
 StoredAssistant: TypeAlias = str | list[str] | None
-
-# Attribute of the wrapper with the wrapped method.
-_WRAPPED = "_hf_spec_wrapped"
 
 
 class _StoredField:
@@ -117,7 +115,7 @@ STORED = {
 def enable() -> None:
     """Wrap the methods of `GenerationMixin`; importing hf_spec does so. May be called twice."""
     generate = GenerationMixin.generate
-    if hasattr(generate, _WRAPPED):
+    if hasattr(generate, WRAPPED):
         return
     attention.register()
     peft_hook.enable()
@@ -133,7 +131,7 @@ def enable() -> None:
         ("generate_batch_iter", _make_generate_batch_iter(generate)),
     ):
         # None if the class does not define the name itself.
-        setattr(method, _WRAPPED, vars(GenerationMixin).get(name))
+        setattr(method, WRAPPED, vars(GenerationMixin).get(name))
         setattr(GenerationMixin, name, method)
     for name, (field, kind) in STORED.items():
         setattr(GenerationConfig, name, field)
@@ -142,12 +140,12 @@ def enable() -> None:
 
 def disable() -> None:
     """Restore the methods of `GenerationMixin`. May be called twice."""
-    if not hasattr(GenerationMixin.generate, _WRAPPED):
+    if not hasattr(GenerationMixin.generate, WRAPPED):
         return
     peft_hook.disable()
     attention.unregister()
     for name in ("generate", "generate_batch", "generate_batch_iter"):
-        original = getattr(vars(GenerationMixin)[name], _WRAPPED)
+        original = getattr(vars(GenerationMixin)[name], WRAPPED)
         if original is None:
             delattr(GenerationMixin, name)
         else:
@@ -159,7 +157,7 @@ def disable() -> None:
 
 def original_generate() -> Any:
     """Return `GenerationMixin.generate` of transformers, whether or not it is wrapped."""
-    return getattr(GenerationMixin.generate, _WRAPPED, GenerationMixin.generate)
+    return getattr(GenerationMixin.generate, WRAPPED, GenerationMixin.generate)
 
 
 def _wrap(original: Any, speculate: Any, *names: str) -> Any:
@@ -218,12 +216,8 @@ def _make_generate_batch_iter(generate: Any) -> Any:
         strategy, additions = _resolve_stored(model, additions, generation_config)
         if strategy is None:
             raise OptionError("generate_batch_iter() needs spec_strategy=; 'none' drafts nothing")
-        arguments = {
-            "inputs": inputs,
-            "generation_config": generation_config,
-            **kwargs,
-            **additions,
-        }
+        arguments = {"inputs": inputs, "generation_config": generation_config}
+        arguments |= {**kwargs, **additions}
         batch = _continuous_batch(generate, model, strategy, arguments)
         return iter(()) if batch is None else iterate_finished(batch)
 
@@ -322,4 +316,7 @@ def _continuous_batch(
     if not call.requests:
         return None
     drafter = build_drafter(config, model, assistant, arguments)
-    return make_continuous_batch(generate, model, drafter, call)
+    prepare = functools.partial(prepare_request, generate, model, call)
+    return ContinuousBatch(
+        model, drafter, call.requests, prepare, call.max_batch, call.streamer, call.batching
+    )

@@ -22,7 +22,7 @@ from hf_spec.adapters.folder import is_adapter, load_adapter
 from hf_spec.common.errors import AssistantError
 
 # Attribute of the wrapper with the wrapped method.
-_WRAPPED = "_hf_spec_wrapped"
+WRAPPED = "_hf_spec_wrapped"
 
 
 class _AfterImport(MetaPathFinder):
@@ -66,7 +66,7 @@ def enable() -> None:
         _register()
     elif _AFTER_PEFT not in sys.meta_path:
         sys.meta_path.insert(0, _AFTER_PEFT)
-    if not hasattr(PeftAdapterMixin.load_adapter, _WRAPPED):
+    if not hasattr(PeftAdapterMixin.load_adapter, WRAPPED):
         wrapped = _wrap(PeftAdapterMixin.load_adapter)
         PeftAdapterMixin.load_adapter = wrapped  # type: ignore[method-assign]
 
@@ -75,7 +75,7 @@ def disable() -> None:
     """Restore transformers' `load_adapter`. The type stays registered with PEFT."""
     if _AFTER_PEFT in sys.meta_path:
         sys.meta_path.remove(_AFTER_PEFT)
-    original = getattr(PeftAdapterMixin.load_adapter, _WRAPPED, None)
+    original = getattr(PeftAdapterMixin.load_adapter, WRAPPED, None)
     if original is not None:
         PeftAdapterMixin.load_adapter = original  # type: ignore[method-assign]
 
@@ -101,7 +101,7 @@ def _wrap(original: Any) -> Any:
         attach(self, load_adapter(peft_model_id, **source), adapter_name or "default")
         return None
 
-    setattr(load_adapter_, _WRAPPED, original)
+    setattr(load_adapter_, WRAPPED, original)
     return load_adapter_
 
 

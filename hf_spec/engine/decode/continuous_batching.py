@@ -36,14 +36,7 @@ from hf_spec.engine.forward.runner import ModelRunner
 
 @dataclass(frozen=True)
 class Request:
-    """One sequence to generate.
-
-    Attributes:
-        index: index of the sequence in the call.
-        request_id: name of the sequence in the output.
-        number: index of the prompt, which may have several sequences.
-        prompt: its token ids.
-    """
+    """One sequence to generate: `index` counts those of the call, `number` the prompts."""
 
     index: int
     request_id: str
@@ -63,13 +56,7 @@ class Prepared:
 class Slots(ABC):
     """Rows of a batch, each of which holds one sequence after another.
 
-    Args:
-        model: the target.
-        drafter: proposes the drafts.
-        num_slots: number of rows.
-        sample: what `generate()` prepared for any of the sequences.
-        streamer: a `BatchStreamer` or None.
-        batching: what is padded, a key of `BATCHING`.
+    `sample` is what `generate()` prepared for any of them; `batching` is a key of `BATCHING`.
     """
 
     def __init__(
@@ -185,17 +172,8 @@ class Slots(ABC):
 class ContinuousBatch(Slots):
     """A queue of requests and the slots that process it.
 
-    Args:
-        model: the target.
-        drafter: proposes the drafts.
-        requests: all sequences of the call; a `BatchStreamer` receives their `index`.
-        prepare: returns what `generate()` prepares for a request; called when it begins.
-        num_slots: most sequences at a time.
-        streamer: a `BatchStreamer` or None.
-        batching: what is padded, a key of `BATCHING`.
-
-    Attributes:
-        request_ids: in the order of the requests.
+    `prepare` returns what `generate()` prepares for a request, and is called when it begins. A
+    `BatchStreamer` receives the index of each request.
     """
 
     def __init__(  # noqa: PLR0913 - three things to run, three to run them with
@@ -251,14 +229,8 @@ class OpenBatch(Slots):
     its own settings, and some draw while others do not. Drafts are those of greedy decoding, so
     they depend on no draws and one exact rule (`NodeDraw`) verifies them all.
 
-    `stats.rows` has one entry per slot, of the request that it holds.
-
-    Args:
-        model: the target.
-        drafter: proposes the drafts.
-        num_slots: number of rows.
-        on_tokens: called with the id of a request and its newest tokens.
-        batching: what is padded, a key of `BATCHING`.
+    `on_tokens` receives the id of a request and its newest tokens. `stats.rows` has one entry per
+    slot, of the request that it holds.
     """
 
     def __init__(

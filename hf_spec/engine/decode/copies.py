@@ -29,12 +29,8 @@ SHARED = (
 def independent_copy(original: Any, purpose: str) -> Any:
     """Return a copy with state of its own; models, tokenizers, files, events and locks are shared.
 
-    Args:
-        original: a logits processor or stopping criterion.
-        purpose: what the copies are for, for the error message.
-
     Raises:
-        UnsupportedError: `original` cannot be copied.
+        UnsupportedError: `original` cannot be copied; the message names the `purpose` of the copy.
     """
     members = getattr(original, "__dict__", {}).values()
     shared: dict[int, Any] = {id(m): m for m in members if isinstance(m, SHARED)}

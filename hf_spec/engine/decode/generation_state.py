@@ -55,13 +55,9 @@ class GenerationState(StoppingRows):
     def create(
         cls, input_ids: Tensor, attention_mask: Tensor, stop: StopRules, **options: Any
     ) -> GenerationState:
-        """Start from a prompt in the layout of plain `generate()`, padded on the left.
+        """Start from (B, L) int64 ids and their mask, padded on the left as in `generate()`.
 
-        Args:
-            input_ids: (B, L) int64.
-            attention_mask: (B, L).
-            stop: stop rules; their maximum length, if any, sizes `padded_ids`.
-            **options: further attributes of the state.
+        The maximum length of the stop rules, if any, sizes `padded_ids`; `options` are attributes.
         """
         num_rows, width = input_ids.shape
         capacity = stop.max_length or 2 * width

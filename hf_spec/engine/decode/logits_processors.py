@@ -45,7 +45,7 @@ PREFIX_FREE = (
     hf.LogitNormalization,
 )
 
-# Of these, the ones that read only scores, not token ids.
+# Those in PREFIX_FREE that read only scores, not token ids.
 TOKEN_FREE = tuple(kind for kind in PREFIX_FREE if kind is not hf.SuppressTokensLogitsProcessor)
 
 READS_PREFIX = (
@@ -70,7 +70,7 @@ STORED_PER_ROW = {
     hf.EncoderNoRepeatNGramLogitsProcessor: "generated_ngrams",
 }
 
-# Of these, the ones with one entry for all `num_return_sequences` rows of a prompt.
+# Those in STORED_PER_ROW with one entry for all `num_return_sequences` rows of a prompt.
 STORED_PER_PROMPT = (
     hf.EncoderRepetitionPenaltyLogitsProcessor,
     hf.EncoderNoRepeatNGramLogitsProcessor,
@@ -117,11 +117,8 @@ def check_processors(processors: Sequence[Any], num_rows: int) -> None:
 class NodeProcessors:
     """Processors of one `generate()` call, applied to nodes of trees.
 
-    Args:
-        processors: as `generate()` prepared them.
-        num_rows: B.
-        stateless_only: for draft models. Leave out classes that may remember calls, and those that
-            fail on some scores, since draft scores are arbitrary.
+    `stateless_only`, for draft models, leaves out classes that may remember calls, and those that
+    fail on some scores, since draft scores are arbitrary.
     """
 
     def __init__(self, processors: Sequence[Any], num_rows: int, stateless_only: bool = False):

@@ -23,11 +23,8 @@ class BatchStreamer(BaseStreamer):
     """Receives the generated tokens of every sequence in blocks.
 
     For `generate(batch, spec_strategy=..., streamer=...)` and `generate_batch(...)`; prompts are
-    not streamed. Subclasses may override `put_row` and `end_row` instead of passing functions.
-
-    Args:
-        on_tokens: called with the index of a sequence and its newest tokens.
-        on_end: called with the index of a sequence that has ended.
+    not streamed. `on_tokens` is called with the index of a sequence and its newest tokens, `on_end`
+    with that of a sequence that has ended. Subclasses may override `put_row` and `end_row` instead.
     """
 
     def __init__(
@@ -69,11 +66,8 @@ class BatchTextStreamer(BatchStreamer):
     The concatenated pieces of a sequence are its decoded tokens. A character of several tokens is
     passed on as a whole.
 
-    Args:
-        tokenizer: decodes the tokens.
-        on_text: called with the index of a sequence, its newest text and True if it has ended. The
-            last call of a sequence may have no text.
-        **decode_kwargs: arguments of `decode`, such as `skip_special_tokens=True`.
+    `on_text` is called with the index of a sequence, its newest text and True if it has ended; the
+    last text may be empty. `decode_kwargs` are arguments such as `skip_special_tokens=True`.
     """
 
     def __init__(

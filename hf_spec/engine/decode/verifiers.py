@@ -48,12 +48,7 @@ class Verifier(LogitsProcessor):
         return self.processors(range(input_ids.shape[0]), list(input_ids), scores)
 
     def verify(self, tree: DraftTree, logits: Tensor, state: GenerationState) -> Verdict:
-        """Walk every unfinished row down its tree.
-
-        Args:
-            tree: N nodes.
-            logits: (N, V) of the target.
-            state: the sequences; only `fail` changes them.
+        """Walk every unfinished row down its tree of N nodes, by the target's (N, V) logits.
 
         Returns:
             Accepted nodes and the bonus token per row, with scores if the state keeps them.
@@ -102,14 +97,8 @@ class Verifier(LogitsProcessor):
     ) -> dict[int, tuple[int, int | None]]:
         """Return per row the next token, and the child that has it, if any.
 
-        Args:
-            tree: the draft.
-            walk: the target's scores.
-            here: row -> its current node.
-            paths: row -> tokens from the root's child to that node.
-
-        Returns:
-            The token is -1 where a row draws and its scores define no distribution.
+        `here` has the current node per row, `paths` the tokens from the root's child to it. The
+        token is -1 where a row draws and its scores define no distribution.
         """
 
 
@@ -117,9 +106,6 @@ class Walk:
     """The target's scores during one verification; processors run on requested nodes only.
 
     Attributes:
-        processors: the user's processors.
-        raw: (N, V) logits of the target.
-        state: the sequences.
         scores, logits: per row (V,) float32 of each visited node, where the state keeps them.
         choices: token after each of the N nodes, where all were verified together.
     """
@@ -137,10 +123,7 @@ class Walk:
     ) -> Tensor:
         """Return (M, V) float32 processed scores of M nodes, without storing them.
 
-        Args:
-            rows: row of each node.
-            nodes: indices into the tree.
-            paths: tokens from the root's child to each node.
+        `paths` are the tokens from the root's child to each node.
         """
         raw = self.raw[nodes].to(self.state.device, torch.float32, copy=True)
         prefixes = self.state.prefixes(rows, paths) if self.processors.reads_prefix else None

@@ -35,7 +35,7 @@ class Level:
 
     def __init__(self, name: str, *levels: float, alone: bool = False, nodes: int = 0):
         self.name, self.levels, self.depth = name, levels, len(levels)
-        self.drafter = SimpleNamespace(alone=alone)
+        self.drafter = SimpleNamespace(exclusive_tree=alone)
         self.nodes, self.nodes_per_level = nodes, NODES_PER_LEVEL
 
     def level(self, row: int, depth: int) -> float:
