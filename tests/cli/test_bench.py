@@ -94,7 +94,7 @@ def test_synthetic_acceptance_is_said_everywhere(command: Any, tmp_path: Path) -
     assert written["synthetic_acceptance"] == 0.7
     names = {record["contender"] for record in written["records"]}
     assert names == {"plain", "synthetic, 3 tokens, acceptance 0.7"}
-    assert "SYNTHETIC acceptance 0.7: the drafts" in result.stdout
+    assert "SYNTHETIC acceptance 0.7: drafts of synthetic" in result.stdout
     assert {p.stem for p in plots.iterdir()} == {
         "speed_by_task",
         "acceptance_by_position",

@@ -18,11 +18,10 @@ from hf_spec.common.prompts import Prompt
 from hf_spec.engine.models.support_checks import check_model
 from hf_spec.evaluation.bench import contenders
 from hf_spec.evaluation.bench.contenders import Contender, Run
-from hf_spec.evaluation.bench.entries import Entry, found_entry
+from hf_spec.evaluation.bench.entries import Entry, resolve_entry
 from hf_spec.evaluation.bench.runner import Plan, Record, time_contenders
-from hf_spec.evaluation.trace.drawing import draw_round
 from hf_spec.evaluation.trace.pictures import Canvas
-from hf_spec.evaluation.trace.rounds import Round, record_rounds
+from hf_spec.evaluation.trace.rounds import Round, draw_round, record_rounds
 from hf_spec.training.responses import end_tokens
 
 
@@ -67,7 +66,7 @@ class Comparer:
         check_model(model)
         self.model, self.tokenizer = model, tokenizer
         # An adapter that does not fit is refused here, not when somebody asks.
-        found = [found_entry(entry, model) for entry in entries]
+        found = [resolve_entry(entry, model) for entry in entries]
         self.entries = {entry.name: entry for entry in found}
 
     def compare(self, text: str, strategy: str, new_tokens: int) -> Comparison:

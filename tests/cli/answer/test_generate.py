@@ -106,7 +106,7 @@ def test_wrong_usage(folder: Path, arguments: tuple[Any, ...], message: str) -> 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--strategy", "lookup", "--assistant", "x"), "no strategy that was named asks for it"),
+        (("--strategy", "lookup", "--assistant", "x"), "none of the named strategies uses"),
         (("--strategy", "lookup@x"), "takes no assistant"),
         (("--strategy", "draft@/nowhere/at/all"), "there is no folder /nowhere/at/all"),
         (("--strategy", "falcon@/nowhere/at/all"), "there is no folder /nowhere/at/all"),
