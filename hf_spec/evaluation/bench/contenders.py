@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -121,6 +122,21 @@ def compiled(model: PreTrainedModel, settings: Settings = GREEDY) -> Contender:
             f"{model.device.type}; leave --compiled out"
         )
     return Contender("plain, static cache, compiled", run, compiles=True)
+
+
+@contextmanager
+def without_stored_strategy(model: Any) -> Iterator[None]:
+    """Disable a strategy in the model's generation config, which plain `generate()` would use."""
+    config, stored = model.generation_config, model.generation_config.spec_strategy
+    # Assigning None where it is unset would add an entry to the config, which is saved.
+    if stored is None:
+        yield
+        return
+    config.spec_strategy = None
+    try:
+        yield
+    finally:
+        config.spec_strategy = stored
 
 
 def economize_lookup(

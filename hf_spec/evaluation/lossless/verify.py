@@ -9,15 +9,14 @@ drafts, without which nothing was tested.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from hf_spec.common.prompts import Prompt
-from hf_spec.evaluation.bench.contenders import plain, speculative
+from hf_spec.evaluation.bench.contenders import plain, speculative, without_stored_strategy
 from hf_spec.evaluation.bench.entries import Entry
 from hf_spec.evaluation.lossless.mismatch import TIE, Difference, differences
 from hf_spec.evaluation.lossless.sampling import SamplingResult, check_sampling
@@ -110,7 +109,7 @@ def verify(
     shortest = sorted(encoded, key=lambda ids: ids.shape[1])[: plan.sampled_prompts]
     greedy: dict[str, list[GreedyOutput]] = {entry.name: [] for entry in entries}
     sampled: dict[str, SamplingResult] = {}
-    with _plain_by_default(model):
+    with without_stored_strategy(model):
         for prompt, ids in zip(prompts, encoded, strict=True):
             expected = plain(model).run(ids, plan.new_tokens).sequence.tolist()
             for entry in entries:
@@ -133,17 +132,3 @@ def verify(
         Verification(entry.name, tuple(greedy[entry.name]), sampled.get(entry.name))
         for entry in entries
     ]
-
-
-@contextmanager
-def _plain_by_default(model: Any) -> Iterator[None]:
-    """Disable a strategy stored in the model's generation config, so that plain is the baseline."""
-    config, stored = model.generation_config, model.generation_config.spec_strategy
-    # Assigning None where it is unset would add an entry to the config, which is saved.
-    if stored is not None:
-        config.spec_strategy = None
-    try:
-        yield
-    finally:
-        if stored is not None:
-            config.spec_strategy = stored
