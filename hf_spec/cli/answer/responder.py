@@ -57,8 +57,8 @@ class Responder:
         """
         if self.tokenizer.chat_template is None:
             raise OptionError(
-                f"{self.tokenizer.name_or_path} has no chat template; use hf-spec generate --raw to "
-                "continue a text"
+                f"{self.tokenizer.name_or_path} has no chat template; use hf-spec generate --raw "
+                "to continue a text"
             )
         return encode_chat(self.tokenizer, messages)
 
