@@ -18,7 +18,7 @@ from examples.studies.disco import ablation, few_tokens
 from examples.studies.ems_sd import halves
 from examples.studies.gsd import sweep
 from examples.studies.sdsat import task_quality
-from hf_spec.evaluation.bench.prices import Spent, at_one_price
+from hf_spec.evaluation.bench.calibrate.disco import ForwardCounts, seconds_at_median_cost
 from hf_spec.evaluation.bench.tables import Table
 
 TESTS = Path(__file__).parent
@@ -428,7 +428,7 @@ def priced(record: str, name: str) -> float:
     """Seconds of a way's forwards: the target's at what all ways pay, a level at what it pays."""
     records = [one for one in load(record)["records"] if one["contender"] not in ("plain", "none")]
     spent = [
-        Spent(
+        ForwardCounts(
             one["contender"],
             one["target_forwards"],
             one["stats"]["verify_seconds"],
@@ -437,7 +437,7 @@ def priced(record: str, name: str) -> float:
         )
         for one in records
     ]
-    costs = zip(records, at_one_price(spent), strict=True)
+    costs = zip(records, seconds_at_median_cost(spent), strict=True)
     return sum(cost for one, cost in costs if one["contender"] == name)
 
 

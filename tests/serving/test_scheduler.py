@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from hf_spec.serving.counts import Load
 from hf_spec.serving.errors import QueueFullError, SequenceError, StoppedError
+from hf_spec.serving.metrics import Load
 from hf_spec.serving.scheduler import Scheduler
 from tests.open_requests import PROMPTS, alone, generation, greedy
 

@@ -52,15 +52,14 @@ def train_responses_command(  # noqa: PLR0913 - one parameter an option
     from tqdm import tqdm
 
     from hf_spec.cli.loading import load_target, load_tokenizer
-    from hf_spec.common.overlap import apart_from_reported
-    from hf_spec.common.prompts import load_prompts
+    from hf_spec.common.prompts import load_prompts, without_benchmark_overlap
     from hf_spec.training.features import LAST, features_of, fused_layers
     from hf_spec.training.recorded import FeatureRecorder
     from hf_spec.training.responses import generate_responses
 
     options.check_out(out, prompts)
     given = load_prompts(prompts)
-    known = apart_from_reported(given)
+    known = without_benchmark_overlap(given)
     if len(known) < len(given):
         typer.echo(
             f"{len(given) - len(known)} of {len(given)} prompts share text with those that "

@@ -52,7 +52,7 @@ def calibrate_disco_command(  # noqa: PLR0913 - one parameter an option
     chosen = known if use_all else validation_prompts(load_adapter(adapter, METHOD), known)
     chosen = chosen[:max_prompts]
     target, tokenizer = load_target(model, placement), load_tokenizer(model)
-    total = settings.num_ways * len(chosen) * settings.repeats
+    total = settings.num_contenders * len(chosen) * settings.repeats
     with tqdm(total=total, desc="runs", disable=None) as bar:
         made = calibrate_disco(target, tokenizer, adapter, chosen, settings, progress=bar.update)
     found = made.options["calibration"]

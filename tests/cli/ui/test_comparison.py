@@ -11,7 +11,7 @@ import hf_spec
 from hf_spec.cli.demo.replay import Lane
 from hf_spec.cli.ui.comparison import Comparer, Comparison
 from hf_spec.evaluation.bench.entries import parse_entries
-from hf_spec.evaluation.trace.drawing import draw_round
+from hf_spec.evaluation.trace.rounds import draw_round
 from tests import tiny_models
 from tests.cli.ui.conftest import LOOKUP, NEW_TOKENS, PROMPT
 from tests.serving.conftest import plain, speller

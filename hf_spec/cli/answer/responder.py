@@ -1,4 +1,4 @@
-"""A model that answers prompts with a strategy, as `generate` and `chat` use it."""
+"""Model, tokenizer and settings of `hf-spec generate` and `hf-spec chat`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from hf_spec.common.prompts import encode_chat
 from hf_spec.evaluation.bench.entries import parse_entries
 
 
-class Speaker:
-    """A target model, its tokenizer, and how it generates."""
+class Responder:
+    """Target model with its tokenizer, settings and strategy (`entry`)."""
 
     def __init__(
         self, model: Any, tokenizer: Any, settings: AnswerSettings, assistants: Sequence[str] = ()
@@ -26,7 +26,7 @@ class Speaker:
         self.assistants = assistants
         if settings.seed is not None:
             torch.manual_seed(settings.seed)
-        self.choose(settings.strategy)
+        self.set_strategy(settings.strategy)
 
     @classmethod
     def load(
@@ -35,35 +35,35 @@ class Speaker:
         placement: Placement,
         settings: AnswerSettings,
         assistants: Sequence[str] | None = None,
-    ) -> Speaker:
-        """Load the model `name`, once strategy and assistants have been checked.
+    ) -> Responder:
+        """Check strategy and assistants, then load the model `name`.
 
         Raises:
-            SpecError: as `choose`, and if there is no such model.
+            SpecError: if these are invalid, or the model does not exist.
         """
         parse_entries([settings.strategy], assistants or ())
         model, tokenizer = load_target(name, placement), load_tokenizer(name)
         return cls(model, tokenizer, settings, assistants or ())
 
-    def choose(self, strategy: str) -> None:
-        """Use another strategy, written as on the command line; errors as of `parse_entries`."""
+    def set_strategy(self, strategy: str) -> None:
+        """Use another strategy in command line syntax; raises the errors of `parse_entries`."""
         [self.entry] = parse_entries([strategy], self.assistants, others_follow=True)
 
     def encode(self, messages: list[dict[str, str]]) -> Tensor:
-        """(1, L) int64: a conversation in the model's chat template, open for its answer.
+        """Return (1, L) int64 ids of a conversation in the chat template.
 
         Raises:
             OptionError: if the tokenizer has no chat template.
         """
         if self.tokenizer.chat_template is None:
             raise OptionError(
-                f"{self.tokenizer.name_or_path} has no chat template, so it continues texts only: "
-                "hf-spec generate --raw"
+                f"{self.tokenizer.name_or_path} has no chat template; use hf-spec generate --raw "
+                "to continue a text"
             )
         return encode_chat(self.tokenizer, messages)
 
     def encode_text(self, text: str, chat_template: bool | None) -> Tensor:
-        """(1, L) int64: a text in the chat template, or as it is; None: in one if there is one."""
+        """Return (1, L) int64 ids of a text; None uses the chat template if there is one."""
         if chat_template is None:
             chat_template = self.tokenizer.chat_template is not None
         if chat_template:
@@ -75,10 +75,10 @@ class Speaker:
         """Generate after (1, L) ids.
 
         Raises:
-            OptionError: if prompt and output are longer than the model's context.
-            SpecError: if the model cannot be served.
+            OptionError: if prompt and output exceed the model's context.
+            SpecError: if the model is unsupported.
         """
-        check_room(self.model, ids.shape[1], self.settings.max_new_tokens)
+        check_context_length(self.model, ids.shape[1], self.settings.max_new_tokens)
         ids = ids.to(self.model.device)
         return self.model.generate(
             ids,
@@ -91,18 +91,18 @@ class Speaker:
     def generate_each(
         self, prompts: Sequence[Tensor], batch_size: int
     ) -> Iterator[tuple[int, list[int]]]:
-        """Generate after each (1, L) ids, so many at a time: its number and its new tokens.
+        """Generate after all (1, L) ids in a batch; yield (index, new tokens) as they finish.
 
-        They come in the order in which they end; errors are those of `generate`.
+        Raises the errors of `generate`.
 
         Raises:
-            RuntimeError: if one cannot be generated to its end.
+            RuntimeError: if a sequence ends with an error.
         """
         for ids in prompts:
-            check_room(self.model, ids.shape[1], self.settings.max_new_tokens)
-        given = [ids[0].tolist() for ids in prompts]
-        ended = self.model.generate_batch_iter(given, max_batch=batch_size, **self._arguments)
-        for output in ended:
+            check_context_length(self.model, ids.shape[1], self.settings.max_new_tokens)
+        inputs = [ids[0].tolist() for ids in prompts]
+        outputs = self.model.generate_batch_iter(inputs, max_batch=batch_size, **self._arguments)
+        for output in outputs:
             number = int(output.request_id.removeprefix("req_"))
             if output.error is not None:
                 raise RuntimeError(f"prompt {number} ended with an error: {output.error}")
@@ -114,15 +114,11 @@ class Speaker:
         return {**length, **self.entry.method, **self.settings.sampling}
 
 
-def check_room(model: Any, prompt_len: int, new_tokens: int) -> None:
-    """Refuse a prompt that with so many new tokens is longer than the model's context.
-
-    Raises:
-        OptionError: says by how much.
-    """
+def check_context_length(model: Any, prompt_len: int, new_tokens: int) -> None:
+    """Raise `OptionError` if prompt and new tokens exceed the model's context."""
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if longest is not None and prompt_len + new_tokens > longest:
         raise OptionError(
-            f"the prompt has {prompt_len} tokens; with {new_tokens} new ones that is more than "
-            f"the {longest} of the model's context: shorten it, or lower --max-new-tokens"
+            f"the prompt has {prompt_len} tokens; with {new_tokens} new tokens it exceeds the "
+            f"model's context of {longest}: shorten it, or lower --max-new-tokens"
         )

@@ -1,4 +1,4 @@
-"""What a server has done so far, and the text by which Prometheus reads it."""
+"""Counters and load of a server, and their Prometheus text."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import dataclass, field, replace
 
 from hf_spec.common.outputs import SpecStats
 
-# How requests end.
+# Outcomes of requests.
 OUTCOMES = ("answered", "cancelled", "failed", "refused")
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Sums since the start.
+    """Totals since the start.
 
     Attributes:
-        outcomes: requests by how they ended, one of `OUTCOMES`.
-        rounds: drafts that were judged, all sequences together.
-        busy_seconds: time in which at least one sequence ran.
+        outcomes: requests by outcome, see `OUTCOMES`.
+        rounds: verified drafts of all sequences.
+        busy_seconds: time with at least one running sequence.
     """
 
     outcomes: Mapping[str, int] = field(default_factory=Counter)
@@ -34,7 +34,7 @@ class Counts:
     busy_seconds: float = 0.0
 
     def plus(self, stats: SpecStats) -> Counts:
-        """With what a batch, or some of its sequences, counted."""
+        """Return the totals including the statistics of a batch or of some sequences."""
         return replace(
             self,
             generated_tokens=self.generated_tokens + stats.new_tokens,
@@ -47,30 +47,30 @@ class Counts:
 
     @property
     def tau(self) -> float:
-        """Accepted draft tokens per target forward and sequence, without the bonus token."""
+        """Accepted draft tokens per target forward pass and sequence, without bonus tokens."""
         return self.accepted_tokens / max(self.rounds, 1)
 
     @property
     def acceptance(self) -> float:
-        """Share of the drafted tokens that were accepted."""
+        """Acceptance rate of drafted tokens."""
         return self.accepted_tokens / max(self.drafted_tokens, 1)
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens generated per second of work."""
+        """Generated tokens per busy second."""
         return self.generated_tokens / self.busy_seconds if self.busy_seconds else 0.0
 
 
 @dataclass(frozen=True)
 class Load:
-    """How much a server has to do now: sequences that run, and requests that wait."""
+    """Current number of running sequences and waiting requests."""
 
     running: int = 0
     waiting: int = 0
 
 
 def prometheus_text(counts: Counts, load: Load, responses: Mapping[tuple[str, int], int]) -> str:
-    """Everything in Prometheus' text format; `responses` counts them by route and HTTP status."""
+    """Return all metrics in Prometheus' text format; `responses` counts by (route, HTTP status)."""
     lines: list[str] = []
     for name, kind, text, values in _metrics(counts, load, responses):
         lines += [f"# HELP hf_spec_{name} {text}", f"# TYPE hf_spec_{name} {kind}"]
@@ -84,30 +84,30 @@ Metric = tuple[str, str, str, Mapping[str, float]]
 def _metrics(
     counts: Counts, load: Load, responses: Mapping[tuple[str, int], int]
 ) -> Iterator[Metric]:
-    """Name, kind, help and the values by their labels."""
+    """Yield name, kind, help text, and values by labels."""
     outcomes = {f'{{outcome="{name}"}}': counts.outcomes.get(name, 0) for name in OUTCOMES}
-    yield "requests_total", "counter", "Requests for text by how they ended.", outcomes
+    yield "requests_total", "counter", "Text requests by outcome.", outcomes
     by_status = {
         f'{{route="{route}",status="{status}"}}': number
         for (route, status), number in sorted(responses.items())
     }
     yield "http_responses_total", "counter", "Responses by route and status.", by_status
     for name, number, text in (
-        ("prompt_tokens", counts.prompt_tokens, "Tokens of prompts that began."),
-        ("generated_tokens", counts.generated_tokens, "Tokens of answers."),
+        ("prompt_tokens", counts.prompt_tokens, "Prompt tokens of started requests."),
+        ("generated_tokens", counts.generated_tokens, "Generated tokens."),
         ("drafted_tokens", counts.drafted_tokens, "Draft tokens sent to the target."),
-        ("accepted_tokens", counts.accepted_tokens, "Draft tokens that became part of answers."),
-        ("rounds", counts.rounds, "Drafts judged, all sequences together."),
+        ("accepted_tokens", counts.accepted_tokens, "Accepted draft tokens."),
+        ("rounds", counts.rounds, "Verified drafts of all sequences."),
         ("target_forwards", counts.target_forwards, "Forward passes of the model."),
         ("draft_forwards", counts.draft_forwards, "Forward passes of a draft model or head."),
-        ("busy_seconds", counts.busy_seconds, "Time in which anything ran."),
+        ("busy_seconds", counts.busy_seconds, "Time with at least one running sequence."),
     ):
         yield f"{name}_total", "counter", text, {"": number}
     for name, value, text in (
-        ("tau", counts.tau, "Accepted draft tokens per target forward and sequence."),
-        ("acceptance", counts.acceptance, "Share of the draft tokens that were accepted."),
-        ("tokens_per_second", counts.tokens_per_second, "Tokens generated per busy second."),
-        ("queue_length", load.waiting, "Requests that wait for a place in the batch."),
+        ("tau", counts.tau, "Accepted draft tokens per target forward pass and sequence."),
+        ("acceptance", counts.acceptance, "Acceptance rate of draft tokens."),
+        ("tokens_per_second", counts.tokens_per_second, "Generated tokens per busy second."),
+        ("queue_length", load.waiting, "Requests that wait for a slot in the batch."),
         ("running", load.running, "Sequences in the batch."),
     ):
         yield name, "gauge", text, {"": value}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hf_spec import AssistantError, OptionError
-from hf_spec.cli.answer.speaker import Speaker
+from hf_spec.cli.answer.responder import Responder
 from hf_spec.cli.options import AnswerSettings, Placement
 from tests.cli.answer.conftest import make_tokenizer
 from tests.tiny_models import build
@@ -21,30 +21,30 @@ def test_a_seed_draws_the_same_again(folder: Path) -> None:
     texts = []
     for seed in (1, 1, 2):
         settings = AnswerSettings("lookup", 12, sample=True, temperature=2.0, seed=seed)
-        speaker = Speaker.load(str(folder), Placement(device="cpu"), settings)
-        texts.append(speaker.generate(torch.arange(9, 15)[None]).sequences.tolist())
+        responder = Responder.load(str(folder), Placement(device="cpu"), settings)
+        texts.append(responder.generate(torch.arange(9, 15)[None]).sequences.tolist())
     assert texts[0] == texts[1] != texts[2]
 
 
 def test_a_dtype(folder: Path) -> None:
-    speaker = Speaker.load(str(folder), Placement("bfloat16"), AnswerSettings("lookup"))
-    assert speaker.model.dtype == torch.bfloat16
+    responder = Responder.load(str(folder), Placement("bfloat16"), AnswerSettings("lookup"))
+    assert responder.model.dtype == torch.bfloat16
 
 
-def test_a_strategy_with_its_options_and_assistant(speaker: Speaker, folder: Path) -> None:
-    speaker.choose(f"draft:max_draft_tokens=3@{folder}")
-    assert speaker.entry.config.to_dict()["max_draft_tokens"] == 3
-    output: Any = speaker.generate(torch.arange(9, 15)[None])
+def test_a_strategy_with_its_options_and_assistant(responder: Responder, folder: Path) -> None:
+    responder.set_strategy(f"draft:max_draft_tokens=3@{folder}")
+    assert responder.entry.config.to_dict()["max_draft_tokens"] == 3
+    output: Any = responder.generate(torch.arange(9, 15)[None])
     # The draft model is the target.
     assert output.spec_stats.accepted_tokens == output.spec_stats.drafted_tokens > 0
 
 
-def test_an_assistant_goes_to_strategies_that_take_one(speaker: Speaker) -> None:
-    speaker.assistants = ("some-folder",)
-    speaker.choose("tree")
-    assert speaker.entry.assistant == "some-folder"
-    speaker.choose("lookup")
-    assert speaker.entry.assistant is None
+def test_an_assistant_goes_to_strategies_that_take_one(responder: Responder) -> None:
+    responder.assistants = ("some-folder",)
+    responder.set_strategy("tree")
+    assert responder.entry.assistant == "some-folder"
+    responder.set_strategy("lookup")
+    assert responder.entry.assistant is None
 
 
 @pytest.mark.parametrize(
@@ -56,22 +56,24 @@ def test_an_assistant_goes_to_strategies_that_take_one(speaker: Speaker) -> None
     ],
 )
 def test_a_wrong_strategy_changes_nothing(
-    speaker: Speaker, entry: str, error: type[Exception], message: str
+    responder: Responder, entry: str, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        speaker.choose(entry)
-    assert speaker.entry.name == "lookup"
+        responder.set_strategy(entry)
+    assert responder.entry.name == "lookup"
 
 
 def test_no_chat_template() -> None:
-    speaker = Speaker(build("llama"), make_tokenizer(template=None), AnswerSettings())
+    responder = Responder(build("llama"), make_tokenizer(template=None), AnswerSettings())
     with pytest.raises(OptionError, match=r"has no chat template.*generate --raw"):
-        speaker.encode([{"role": "user", "content": "w11"}])
+        responder.encode([{"role": "user", "content": "w11"}])
 
 
-def test_longer_than_the_context(speaker: Speaker) -> None:
-    with pytest.raises(OptionError, match=r"the prompt has 240 tokens; with 24 new .* the 256"):
-        speaker.generate(torch.full((1, 240), 9))
+def test_longer_than_the_context(responder: Responder) -> None:
+    with pytest.raises(
+        OptionError, match=r"the prompt has 240 tokens; with 24 new .* context of 256"
+    ):
+        responder.generate(torch.full((1, 240), 9))
 
 
 def test_code_of_a_model_is_not_run(folder: Path, tmp_path: Path) -> None:
@@ -82,5 +84,5 @@ def test_code_of_a_model_is_not_run(folder: Path, tmp_path: Path) -> None:
     (own / "config.json").write_text(json.dumps(config))
     (own / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     with pytest.raises(ValueError, match="custom code"):
-        Speaker.load(str(own), Placement(device="cpu"), AnswerSettings("lookup"))
+        Responder.load(str(own), Placement(device="cpu"), AnswerSettings("lookup"))
     assert not (tmp_path / "ran").exists()

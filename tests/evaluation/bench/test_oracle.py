@@ -15,7 +15,8 @@ import hf_spec
 from hf_spec.common.prompts import Prompt
 from hf_spec.drafting.length_policy import DraftedToken
 from hf_spec.evaluation.bench import contenders as ways
-from hf_spec.evaluation.bench.known_answers import OraclePolicy, PlainAnswers, oracle, synthetic
+from hf_spec.evaluation.bench.contenders import BaselineOutputs
+from hf_spec.evaluation.bench.oracle import OraclePolicy, oracle, synthetic
 from hf_spec.evaluation.bench.runner import Plan, time_contenders
 from tests.tiny_models import draft_model, ragged_batch, repetitive_prompt, settled_prompt
 
@@ -141,7 +142,7 @@ def test_acceptance_is_what_was_asked_at_every_position(model: Any) -> None:
         run = contender.run(ids, 60)
         assert run.sequence.tolist() == [
             *ids[0].tolist(),
-            *PlainAnswers(ways.plain(model))(ids, 60)[0],
+            *BaselineOutputs(ways.plain(model))(ids, 60)[0],
         ]
         assert run.stats is not None
         for position in range(3):
@@ -166,7 +167,7 @@ def test_rows_of_a_padded_batch(model: Any) -> None:
     ids, mask = batch["input_ids"], batch["attention_mask"]
     contender = synthetic(model, 1.0, 4)
     run = contender.run(ids, 20, mask)
-    assert run.sequences[:, ids.shape[1] :].tolist() == PlainAnswers(ways.plain(model))(
+    assert run.sequences[:, ids.shape[1] :].tolist() == BaselineOutputs(ways.plain(model))(
         ids, 20, mask
     )
     assert run.target_forwards == 4

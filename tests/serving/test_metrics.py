@@ -1,9 +1,9 @@
-"""Sums and the text of Prometheus."""
+"""Counters of a server and their Prometheus text."""
 
 from __future__ import annotations
 
 from hf_spec.common.outputs import RowStats, SpecStats
-from hf_spec.serving.counts import Counts, Load, prometheus_text
+from hf_spec.serving.metrics import Counts, Load, prometheus_text
 
 
 def test_sums_of_batches_and_their_rates() -> None:
