@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Unmerged:
+class UnmergedTree:
     """Paths of a graph as one tree.
 
     Attributes:
@@ -83,12 +83,12 @@ class TokenGraph:
                     self.edges[parent].append((node, probability))
                     self.num_merges += 1
                     return None
-        node = self.hang(parent, token, probability)
+        node = self.add_node(parent, token, probability)
         if run is not None:
             self._index[run].append(node)
         return node
 
-    def hang(self, parent: int, token: int, probability: float = 1.0) -> int:
+    def add_node(self, parent: int, token: int, probability: float = 1.0) -> int:
         """Draft `token` as a node of its own, which is returned."""
         node = len(self.tokens)
         self.tokens.append(token)
@@ -108,15 +108,15 @@ class TokenGraph:
             node = self.parents[node]
         return tokens[::-1]
 
-    def spell_out(self) -> Unmerged:
+    def spell_out(self) -> UnmergedTree:
         """The drafted nodes as they are, in order of drafting, without merge edges."""
         count = len(self)
         nodes, merged = list(range(count)), [False] * count
-        return Unmerged(self.tokens, self.parents, nodes, merged, self.probs)
+        return UnmergedTree(self.tokens, self.parents, nodes, merged, self.probs)
 
-    def unmerge(self, max_nodes: int, max_depth: int) -> Unmerged:
+    def unmerge(self, max_nodes: int, max_depth: int) -> UnmergedTree:
         """The most probable paths as a tree, root not counted; ties go to the path found first."""
-        tree = Unmerged([self.tokens[0]], [-1], [0], [False], [1.0])
+        tree = UnmergedTree([self.tokens[0]], [-1], [0], [False], [1.0])
         depth = [0]
         counter = 0
         heap: list[tuple[float, int, int, int, float]] = []
@@ -182,7 +182,7 @@ def place_graph(
         after = []
         for token, chance in zip(place, likely, strict=True):
             if chance > 0:
-                node = graph.hang(before[0], token, chance)
+                node = graph.add_node(before[0], token, chance)
                 for other in before[1:]:
                     graph.edges[other].append((node, chance))
                 if not ends(token):

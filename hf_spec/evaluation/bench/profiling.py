@@ -60,7 +60,7 @@ _SEAMS = (
     (EagleHead, "attend", "verify: forward"),
     (FalconHead, "mix", "verify: forward"),
     (FalconHead, "attend", "verify: forward"),
-    (HeadRunner, "lists", "verify: forward"),
+    (HeadRunner, "top_tokens", "verify: forward"),
     (NodeProcessors, "__call__", "processors"),
     (RowStorage, "keep", "KV moves"),
     (GenerationState, "commit", "commit"),

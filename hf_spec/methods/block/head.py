@@ -161,7 +161,7 @@ class BlockHead(nn.Module):
 
     def logits(self, outputs: Tensor) -> Tensor:
         """(..., width) -> (..., R) logits of the tokens that the head knows."""
-        found = self.output.known(outputs) * self.shape.output_scale
+        found = self.output.draft_logits(outputs) * self.shape.output_scale
         if self.shape.softcap:
             found = torch.tanh(found / self.shape.softcap) * self.shape.softcap
         return found

@@ -199,4 +199,4 @@ class BlockProposals(Proposals):
             logits = logits + bias
         if self._head.confidence is not None:
             self.confidence = self._head.confidence(outputs, before)
-        return self._head.output.among_all(logits)
+        return self._head.output.over_vocabulary(logits)

@@ -108,7 +108,7 @@ class _Distillation:
         device = self.model.device
         with mixed_precision(self.model):
             hidden = without_head(self.model)(input_ids=ids.to(device), use_cache=False)[0]
-            logits = self.head.known(hidden[rows, places])
+            logits = self.head.draft_logits(hidden[rows, places])
         return logits, self._places[[token for one in batch for token in one.response]]
 
 

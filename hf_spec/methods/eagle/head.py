@@ -33,8 +33,7 @@ from hf_spec.common.errors import AssistantError
 from hf_spec.engine.forward.vocabulary import PADDED_ROWS, num_embeddings
 from hf_spec.methods.eagle.spec import EagleSpec, layer_config, normal_names, read_spec
 from hf_spec.methods.feature_pairs.draft_head import FewTokensHead
-from hf_spec.methods.feature_pairs.rows import State
-from hf_spec.methods.feature_pairs.runner import MaskTokens
+from hf_spec.methods.feature_pairs.rows import MaskTokens, State
 from hf_spec.methods.published_weights import head_dtype, known_tokens
 
 logger = logging.getLogger(__name__)
@@ -45,7 +44,7 @@ FAMILIES = ("eagle3", "peagle", "eagle")
 
 @dataclass(frozen=True)
 class EagleShape:
-    """Blocks of one pair, and no state that is carried; see `pair_runner.PairShape`."""
+    """Blocks of one pair, and no state that is carried; see `PairHead`."""
 
     num_layers: int
     block_size: int = 1
@@ -63,7 +62,7 @@ class OwnHead(FewTokensHead):
         self.size = scores.weight.shape[0]
         self.register_buffer("vocabulary", vocabulary, persistent=False)
 
-    def known(self, hidden: Tensor) -> Tensor:
+    def draft_logits(self, hidden: Tensor) -> Tensor:
         """(..., h) -> (..., R), the logits of the vocabulary alone."""
         normed = self.norm(hidden)
         return self.scores(normed.to(self.scores.weight.dtype))
@@ -133,7 +132,7 @@ class EagleHead(nn.Module):
             hidden = layer(hidden, **attention)
         return stack.norm(hidden) if self.spec.norm_output else hidden
 
-    def ahead(self, count: int) -> MaskTokens | None:
+    def mask_tokens(self, count: int) -> MaskTokens | None:
         """What stands for so many tokens to come in one pass; None where steps draft them."""
         if self._mask is None or self.spec.mask_token is None:
             return None

@@ -199,14 +199,14 @@ class StepsLoss:
         # The state after the final norm is what the target's head reads.
         truth = pairs.features[pairs.rows, pairs.places + 1, -own:]
         with torch.no_grad(), self._autocast():
-            opinion = self.teacher.known(truth.to(self.target.dtype)).float().softmax(dim=-1)
+            opinion = self.teacher.draft_logits(truth.to(self.target.dtype)).float().softmax(dim=-1)
         weights = [self.settings.step_weight**step for step in range(self.settings.steps)]
         total = torch.zeros((), device=truth.device)
         for step, outputs in enumerate(self._steps(pairs)):
             # What precedes a text has no output that could stand in for its first features.
             known = pairs.places >= step
             with self._autocast():
-                logits = self.head.head.known(outputs[pairs.rows[known], pairs.places[known]])
+                logits = self.head.head.draft_logits(outputs[pairs.rows[known], pairs.places[known]])
             distance = F.cross_entropy(logits.float(), opinion[known], reduction="sum")
             total = total + distance * (weights[step] / sum(weights))
         return total, len(truth)
@@ -225,7 +225,7 @@ class StepsLoss:
         right = torch.zeros(size, dtype=torch.bool, device=answers.device)
         for step, outputs in enumerate(self._steps(pairs)):
             with self._autocast():
-                logits = self.head.head.known(outputs[pairs.rows, pairs.places])
+                logits = self.head.head.draft_logits(outputs[pairs.rows, pairs.places])
             hit = self.head.head.tokens(logits.argmax(dim=-1)) == answers
             # The draft whose token `step` this is began so many places before.
             known = pairs.places >= step

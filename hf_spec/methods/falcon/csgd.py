@@ -159,7 +159,7 @@ class GlancingLoss:
         with self._autocast():
             pairs = replace(pairs, features=self.head.fuse(states))
         with torch.no_grad(), self._autocast():
-            scores = self.head.head.known(truth.to(self.target.dtype)).float()
+            scores = self.head.head.draft_logits(truth.to(self.target.dtype)).float()
         tokens, features = pairs.tokens, self._noisy(pairs)
         share = self.settings.share(batch.epoch, self.num_epochs, batch.done)
         learned = torch.ones_like(pairs.places, dtype=torch.bool)
@@ -187,7 +187,7 @@ class GlancingLoss:
         """(M, H) features and (M, R) logits at the learned places."""
         with self._autocast():
             predicted = outputs[pairs.rows, pairs.places]
-            return predicted, self.head.head.known(predicted)
+            return predicted, self.head.head.draft_logits(predicted)
 
     def _autocast(self) -> torch.autocast:
         # One region a pass: casts of weights made without gradient must not serve the second.

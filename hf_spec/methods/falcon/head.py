@@ -171,6 +171,9 @@ class FalconHead(nn.Module):
         masks = self._masks(visible, mixed.dtype)
         return self.attend(mixed, attention_mask=masks, position_ids=positions)
 
+    def mask_tokens(self, count: int) -> None:
+        """Return None: a pass drafts k tokens from true pairs."""
+
     def _masks(self, visible: Tensor, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
         """The mask as the layers take it, those with a window within their window."""
         config: Any = self.attention.config.get_text_config()

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from hf_spec.engine.forward.attention_span import Segment
 from hf_spec.methods.feature_pairs.draft_head import FewTokensHead
-from hf_spec.methods.feature_pairs.rows import PairRow, State
-from hf_spec.methods.feature_pairs.runner import HeadRunner, PairHead, joined
+from hf_spec.methods.feature_pairs.rows import PairHead, PairRow, State
+from hf_spec.methods.feature_pairs.runner import HeadRunner, joined
 
 # Drafts that run at once; bounds their masks.
 STARTS_AT_ONCE = 128
@@ -107,7 +107,7 @@ def _follow(
 
 
 def _ranks(reader: FewTokensHead, predicted: Tensor, truth: Tensor) -> Tensor:
-    logits = reader.known(predicted).float()
+    logits = reader.draft_logits(predicted).float()
     place = reader.places()[truth].to(logits.device)
     own = logits.gather(-1, place.clamp_min(0)[..., None])
     return torch.where(place >= 0, (logits > own).sum(dim=-1), -1).cpu()

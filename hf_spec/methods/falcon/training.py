@@ -147,7 +147,7 @@ def first_choices(head: FalconHead, model: PreTrainedModel, texts: Sequence[Text
     for grid in range(k):
         with mixed_precision(model):
             predicted = head(pairs.tokens, features, grid)[pairs.rows, pairs.places]
-            choice = head.head.known(predicted).argmax(dim=-1)
+            choice = head.head.draft_logits(predicted).argmax(dim=-1)
         slot = (pairs.places - grid) % k
         # Pair i in slot j belongs to the block that ends k - 1 - j pairs on.
         last = (pairs.places + k - 1 - slot).clamp_max(length)

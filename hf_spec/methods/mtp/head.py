@@ -32,8 +32,8 @@ from hf_spec.adapters.reading import check_tensors
 from hf_spec.common.errors import AssistantError, UnsupportedError
 from hf_spec.engine.forward.vocabulary import num_embeddings
 from hf_spec.methods.eagle.head import OwnHead
-from hf_spec.methods.feature_pairs.rows import State
-from hf_spec.methods.feature_pairs.runner import MaskTokens, check_packed
+from hf_spec.methods.feature_pairs.rows import MaskTokens, State
+from hf_spec.methods.feature_pairs.runner import check_packed
 from hf_spec.methods.mtp.layouts import LAYER, PARTS, Layout, find_module, own_names
 
 FAMILY = "mtp"
@@ -115,7 +115,7 @@ class MtpHead(nn.Module):
         hidden = self.joined["projection"](joined)
         return self.attention(inputs_embeds=hidden, use_cache=False, **attention)[0]
 
-    def ahead(self, count: int) -> MaskTokens | None:
+    def mask_tokens(self, count: int) -> MaskTokens | None:
         """None: every token takes a step."""
         return None
 

@@ -238,12 +238,12 @@ class SdsatDrafter(Drafter):
             if chance <= 0 or plan.reach[parent] * chance < self.config.min_probability:
                 continue
             if not (parent and state.stop.ends_sequence(plan.tokens[parent])):
-                node_of[path] = plan.hang(parent, tokens[rank], chance)
+                node_of[path] = plan.add_node(parent, tokens[rank], chance)
 
     def _add_chain(self, plan: _Plan, node: int, length: int) -> None:
         chain = [node]
         for token in self._adaptive_ids[: max(length, 0)]:
-            chain.append(plan.hang(chain[-1], token))
+            chain.append(plan.add_node(chain[-1], token))
         if len(chain) > 1:
             plan.chains[node] = chain[1:]
 

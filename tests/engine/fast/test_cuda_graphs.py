@@ -246,7 +246,7 @@ def test_few_tokens_and_all_of_them_are_shapes_of_their_own(recorded: list[int])
     with runner.active():
         assert runner._graphs is not None
         for step in range(8):
-            with head.alone() if step < 4 else nullcontext():
+            with head.restrict_logits() if step < 4 else nullcontext():
                 widths.append(forward(runner, sequence, 3).shape[1])
             sequence.append(8)
         assert runner._graphs.captures == 2

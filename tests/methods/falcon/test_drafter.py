@@ -55,7 +55,7 @@ def knowing_head(size: int) -> FalconHead:
     for step in range(150):
         predicted = head(tokens[:, 1:], features[:, :-1], step % size)
         kept = predicted[0, : -size - 1]
-        loss = F.cross_entropy(head.head.known(kept), tokens[0, 1 + size : -1])
+        loss = F.cross_entropy(head.head.draft_logits(kept), tokens[0, 1 + size : -1])
         loss = loss + F.smooth_l1_loss(kept, features[0, size:-2])
         optimizer.zero_grad()
         loss.backward()

@@ -236,7 +236,7 @@ class TestFirstChoices:
                 tokens, features = torch.tensor([line[1:begin]]), text.features[: begin - 1]
                 with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
                     out = head(tokens, features[None], (begin - 1) % k)[0, -k:]
-                    drafted = head.head.known(out).argmax(dim=-1).tolist()
+                    drafted = head.head.draft_logits(out).argmax(dim=-1).tolist()
                 right = line[begin : begin + k]
                 wanted.append([a == b for a, b in zip(drafted, right, strict=False)])
             assert len(found) >= len(wanted)

@@ -119,7 +119,7 @@ def test_lists_are_sorted_and_in_target_tokens() -> None:
     vocabulary = torch.tensor([3, 10, 50, 90])
     head = FalconHead(build("llama"), FalconShape(2, 1), vocabulary).eval()
     features = torch.randn(6, 32)
-    tokens, likely, probs = HeadRunner(head, 1).lists(features, 3)
+    tokens, likely, probs = HeadRunner(head, 1).top_tokens(features, 3)
     expected = build("llama").lm_head(features)[:, vocabulary].softmax(dim=-1)
     close(probs, expected)
     best = expected.argsort(dim=-1, descending=True)[:, :3]
