@@ -71,7 +71,7 @@ def compile(model: PreTrainedModel, mode: str = "on") -> CompileReport:  # noqa:
         compiled.forget_refusals()
         warm_up(model)
     running = [layer for layer in compiled.layers if compiled.enabled and layer.is_compiled]
-    programs = sum(not isinstance(program, Exception) for program in compiled.programs.values())
+    programs = sum(not isinstance(program, Exception) for program in compiled.functions.values())
     seconds = compiled.seconds - before
     return CompileReport(len(running), programs, seconds, dict(compiled.refused))
 

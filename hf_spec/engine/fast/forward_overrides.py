@@ -27,7 +27,7 @@ class ForwardOverrides:
         self._lock = threading.Lock()
 
     @contextmanager
-    def lent(self, modules: Iterable[nn.Module], make: Make) -> Iterator[None]:
+    def install(self, modules: Iterable[nn.Module], make: Make) -> Iterator[None]:
         """For one block modules have their forwards; `make` is asked for those that have none."""
         with self._lock, ExitStack() as stack:
             fresh = []

@@ -96,6 +96,7 @@ class PackedStep:
         traits: what steps of the same model have found its layers to be, by index.
         sees: (T, bytes) uint8 on the device, the bits of the layout where only that knows them.
         written: layers that have stored their keys and values in this step, and their attention.
+        layer_calls: arguments of its compiled layers, cached by `CompiledLayer`.
     """
 
     pool: KVPool
@@ -104,6 +105,7 @@ class PackedStep:
     traits: dict[int, LayerTraits] = field(default_factory=dict)
     sees: Tensor | None = None
     written: dict[int, nn.Module] = field(default_factory=dict)
+    layer_calls: list[Any] = field(default_factory=list)
     _layouts: dict[torch.device, tuple[RaggedLayout, Tensor]] = field(default_factory=dict)
 
     @classmethod

@@ -74,7 +74,7 @@ class _Lookup:
 
 def active(model: PreTrainedModel) -> AbstractContextManager[None]:
     """Let the tables of a model ask for positions."""
-    return _forwards.lent(tables_of(model), lambda fresh: {one: _Lookup(one) for one in fresh})
+    return _forwards.install(tables_of(model), lambda fresh: {one: _Lookup(one) for one in fresh})
 
 
 @contextmanager

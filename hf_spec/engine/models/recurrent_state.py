@@ -103,7 +103,7 @@ class RecurrentMixers:
     def active(self) -> AbstractContextManager[None]:
         """Let the mixers of the model ask which generation they run for."""
         modules = [mixer.module for mixer in self._mixers.values()]
-        return _forwards.lent(modules, lambda fresh: {one: _Forward(one) for one in fresh})
+        return _forwards.install(modules, lambda fresh: {one: _Forward(one) for one in fresh})
 
     @contextmanager
     def running(

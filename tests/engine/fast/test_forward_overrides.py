@@ -27,7 +27,7 @@ def test_the_last_user_gives_the_forward_back() -> None:
         asked.append(modules)
         return all_of(modules)
 
-    first, second = forwards.lent([module], make), forwards.lent([module], make)
+    first, second = forwards.install([module], make), forwards.install([module], make)
     with first:
         second.__enter__()
     assert module.forward() == "ours"
@@ -38,7 +38,7 @@ def test_the_last_user_gives_the_forward_back() -> None:
 
 def test_modules_may_be_left_as_they_are() -> None:
     taken, left = nn.Linear(2, 2), nn.Linear(2, 2)
-    with ForwardOverrides().lent([taken, left], lambda modules: all_of(modules[:1])):
+    with ForwardOverrides().install([taken, left], lambda modules: all_of(modules[:1])):
         assert taken.forward() == "ours"
         assert "forward" not in vars(left)
 
@@ -49,8 +49,8 @@ def test_what_cannot_be_made_leaves_all_as_it_was() -> None:
     def fail(modules: list[nn.Module]) -> dict[nn.Module, Callable[[], str]]:
         raise MemoryError
 
-    with forwards.lent([shared], all_of):
-        with pytest.raises(MemoryError), forwards.lent([shared, other], fail):
+    with forwards.install([shared], all_of):
+        with pytest.raises(MemoryError), forwards.install([shared, other], fail):
             pass
         assert shared.forward() == "ours"
     assert "forward" not in {**vars(shared), **vars(other)}
@@ -59,7 +59,7 @@ def test_what_cannot_be_made_leaves_all_as_it_was() -> None:
 def test_a_forward_of_the_module_itself_comes_back() -> None:
     module, forwards = nn.Linear(2, 2), ForwardOverrides()
     module.forward = lambda: "theirs"
-    with forwards.lent([module], all_of):
+    with forwards.install([module], all_of):
         assert module.forward() == "ours"
     assert module.forward() == "theirs"
 
@@ -67,7 +67,7 @@ def test_a_forward_of_the_module_itself_comes_back() -> None:
 def test_it_is_known_whose_forward_a_module_has() -> None:
     taken, other, forwards = nn.Linear(2, 2), nn.Linear(2, 2), ForwardOverrides()
     other.forward = lambda: "theirs"
-    with forwards.lent([taken, other], lambda modules: all_of([taken])):
+    with forwards.install([taken, other], lambda modules: all_of([taken])):
         assert forwards.has(taken)
         assert not forwards.has(other)
         taken.forward = lambda: "theirs"
@@ -77,6 +77,6 @@ def test_it_is_known_whose_forward_a_module_has() -> None:
 
 def test_what_somebody_else_put_there_meanwhile_stays() -> None:
     module, forwards = nn.Linear(2, 2), ForwardOverrides()
-    with forwards.lent([module], all_of):
+    with forwards.install([module], all_of):
         module.forward = lambda: "theirs"
     assert module.forward() == "theirs"
