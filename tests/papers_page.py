@@ -221,7 +221,7 @@ Why: with the paper's thresholds a draft model this small branches little, so th
 merge and to choose from; with less pruning and more nodes tau rises, for the most part without
 merging. On a CPU that does not pay: drafting so many nodes and sending a hundred costs more than
 the tokens bring, and where measured time decides the thresholds make no difference beyond the
-spread, so the defaults stay. See [GSD](gsd.md#measured).
+spread, so the defaults stay. See [GSD](gsd.md).
 
 ## EMS-SD
 
@@ -259,7 +259,7 @@ padded inputs run {ems_tokens}; a gap in keys and values is
 looked over by attention alone, a small part of a model of this size. On the paper's A100 five
 tokens a row take {ems_paper_forward} times as long as one, at 16 rows, so there what padding runs
 costs little and what it stores remains. Our rows also accept fewer tokens, so gaps grow slowly
-([batches](batches.md#measured)).
+([the study](../examples/studies/ems_sd/README.md)).
 """
 
 
