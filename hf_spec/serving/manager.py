@@ -251,7 +251,7 @@ class _Streamer(DirectStreamer):
             super().end()
 
     def _finish(self, future: Future[Any]) -> None:
-        # RuntimeError: the event loop is closed and nobody listens.
+        # RuntimeError: the event loop is closed, so there are no listeners.
         with suppress(RuntimeError):
             if future.cancelled():
                 self._enqueue(_StreamError("the request was canceled"))
