@@ -319,6 +319,7 @@ class Growth(ABC):
     def advance(self, rows: Sequence[int]) -> None:
         """Go on to the next pass, with some of the `next_rows`."""
 
+    @abstractmethod
     def finish(self) -> None:
         """Complete the drafts on the host."""
 
@@ -338,7 +339,8 @@ class Growth(ABC):
     def inputs_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return `tokens` and `parents` on a device, sent there in one transfer."""
         pair = self.tokens, self.parents
-        sent = iter(send([part for part in pair if part.device.type == "cpu"], device))
+        hosted = [part for part in pair if part.device.type == "cpu"]
+        sent = iter(send(hosted, device) if hosted else ())
         tokens, parents = (
             next(sent) if part.device.type == "cpu" else part.to(device) for part in pair
         )
@@ -401,6 +403,9 @@ class HostGrowth(Growth):
             self._drafts[row].add_levels(nodes, lists, self._ends, max_levels)
             start = part.stop
         self.depth += following.tokens.shape[1]
+
+    def finish(self) -> None:
+        """See `Growth`; they are complete after every pass."""
 
     def next_rows(self) -> list[int]:
         """See `Growth`."""
