@@ -275,13 +275,13 @@ class DeviceGrowth(Growth):
         lists = iter(fetch_all(tensors))
         for queued in self._queued:
             tokens, chances = next(lists), next(lists)
-            chosen: list[list[int]] = [] if queued.chosen is None else next(lists)
+            picked: list[list[int]] = [] if queued.chosen is None else next(lists)
             for place, row in enumerate(queued.rows):
                 drawn_from = None
                 if queued.probs is not None:
                     drawn_from = queued.probs.view(len(queued.rows), queued.plan.width, -1)[place]
                 row_lists = NextLists(tokens[place], chances[place], drawn_from)
-                picks: list[int] = chosen[place] if chosen else queued.plan.picks or []
+                picks = picked[place] if picked else queued.plan.picks or []
                 max_levels = self._limits[row] - queued.depth
                 replay_into(self._drafts[row], picks, row_lists, self._ends, max_levels)
         self._queued = []
