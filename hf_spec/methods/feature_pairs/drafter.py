@@ -30,7 +30,7 @@ class PairDrafter(LevelDrafter):
 
     Args:
         config: its options.
-        head: the head; `next_tokens` is for heads with blocks of one pair.
+        head: the head; `probabilities` is for heads with blocks of one pair.
         policy: the length policy.
         shape: bounds of the drafts; by default those of `config`.
     """
