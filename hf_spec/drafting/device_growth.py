@@ -30,7 +30,7 @@ WIDEST = 32
 
 @dataclass(frozen=True)
 class PassPlan:
-    """What is known of a pass in advance.
+    """Shape of a pass, known in advance.
 
     Attributes:
         width: nodes of a row.
@@ -181,15 +181,15 @@ class DeviceGrowth(Growth):
         self._plans = plans
         self._plan = [PassPlan(1, [0])]
         self._queued: list[QueuedPass] = []
-        # Of the nodes, (A, width, ...): their tokens; the entries of the pass before that they are,
+        # (A, width, ...) of the nodes: their tokens; the entries of the pass before that they are,
         # if the device chose them; the probability of reaching them, float64, 0 for padding; and
         # the bits of `visible`.
         self._tokens: Tensor | None = None
         self._chosen: Tensor | None = None
         self._reach: Tensor | None = None
         self._bits: Tensor | None = None
-        # Of the pass before: the places of the rows, None for the same; the entries that run now,
-        # None for all; the number of its nodes, and of the entries of each.
+        # How the nodes follow from the pass before: the places of the rows in it, None for the
+        # same; the entries that run now, None for all; its number of nodes, and of entries each.
         self._row_places: Tensor | None = None
         self._index: Tensor | None = None
         self._before = 1, 1
@@ -275,36 +275,16 @@ class DeviceGrowth(Growth):
         lists = iter(fetch_all(tensors))
         for queued in self._queued:
             tokens, chances = next(lists), next(lists)
-            picks = None if queued.chosen is None else next(lists)
-            self.replay_into(self._drafts, queued, tokens, chances, picks)
+            picked: list[list[int]] = [] if queued.chosen is None else next(lists)
+            for place, row in enumerate(queued.rows):
+                drawn_from = None
+                if queued.probs is not None:
+                    drawn_from = queued.probs.view(len(queued.rows), queued.plan.width, -1)[place]
+                row_lists = NextLists(tokens[place], chances[place], drawn_from)
+                picks = picked[place] if picked else queued.plan.picks or []
+                max_levels = self._limits[row] - queued.depth
+                replay_into(self._drafts[row], picks, row_lists, self._ends, max_levels)
         self._queued = []
-
-    def replay_into(
-        self,
-        drafts: Mapping[int, RowGrowth],
-        queued: QueuedPass,
-        tokens: list[list[list[list[int]]]],
-        chances: list[list[list[list[float]]]],
-        picks: list[list[int]] | None,
-    ) -> None:
-        """Add a pass to the drafts on the host, as if they had grown there.
-
-        Args:
-            drafts: the drafts by row.
-            queued: the pass.
-            tokens, chances: its tensors as lists.
-            picks: by row the entries that were chosen; None for those of the plan.
-        """
-        width, probs = queued.plan.width, queued.probs
-        for place, row in enumerate(queued.rows):
-            draft = drafts[row]
-            chosen = (queued.plan.picks or []) if picks is None else picks[place]
-            # Of whole trees all of the frontier runs.
-            ran = None if draft.shape.whole else [draft.last_level[pick] for pick in chosen]
-            nodes = draft.begin_pass(ran)
-            drawn_from = None if probs is None else probs[place * width : (place + 1) * width]
-            lists = NextLists(tokens[place], chances[place], drawn_from)
-            draft.add_levels(nodes, lists, self._ends, self._limits[row] - queued.depth)
 
     @property
     def _width(self) -> int:
@@ -347,6 +327,27 @@ class DeviceGrowth(Growth):
         for rule in rules:
             reach = reach.where(rule, 0.0)
         return reach.flatten(1)
+
+
+def replay_into(
+    draft: RowGrowth,
+    picks: Sequence[int],
+    lists: NextLists,
+    ends: Callable[[int], bool],
+    max_levels: int,
+) -> None:
+    """Add a pass that ran on the device to a draft on the host, as if it had grown there.
+
+    Args:
+        draft: the draft.
+        picks: the entries of the pass before that ran, see `PassPlan`.
+        lists: what follows them.
+        ends: True for tokens that end a sequence.
+        max_levels: levels to add at most.
+    """
+    # A whole tree expands all of its frontier.
+    ran = None if draft.shape.whole else [draft.last_level[pick] for pick in picks]
+    draft.add_levels(draft.begin_pass(ran), lists, ends, max_levels)
 
 
 def _picked(values: Tensor, index: Tensor | None) -> Tensor:

@@ -13,7 +13,6 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -289,12 +288,12 @@ class Growth(ABC):
     @property
     @abstractmethod
     def tokens(self) -> Tensor:
-        """(M,) int64 tokens of the nodes; per node those since its pass before, see `parents`."""
+        """(M * k,) int64, per node the tokens since its parent, k levels before; (M,) of roots."""
 
     @property
     @abstractmethod
     def parents(self) -> Tensor:
-        """(M,) int64, the node of the pass before that each descends from; of a root its row."""
+        """(M,) int64, which node of the pass before is the parent; of a root its place in rows."""
 
     @abstractmethod
     def num_nodes(self, row: int) -> int:
@@ -319,6 +318,7 @@ class Growth(ABC):
     def advance(self, rows: Sequence[int]) -> None:
         """Go on to the next pass, with some of the `next_rows`."""
 
+    @abstractmethod
     def finish(self) -> None:
         """Complete the drafts on the host."""
 
@@ -338,7 +338,8 @@ class Growth(ABC):
     def inputs_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return `tokens` and `parents` on a device, sent there in one transfer."""
         pair = self.tokens, self.parents
-        sent = iter(send([part for part in pair if part.device.type == "cpu"], device))
+        hosted = [part for part in pair if part.device.type == "cpu"]
+        sent = iter(send(hosted, device) if hosted else ())
         tokens, parents = (
             next(sent) if part.device.type == "cpu" else part.to(device) for part in pair
         )
@@ -348,8 +349,13 @@ class Growth(ABC):
 class HostGrowth(Growth):
     """Growth whose tokens are fetched after every pass, so a length policy can end it."""
 
-    def __init__(self, *args: Any):
-        super().__init__(*args)
+    def __init__(
+        self,
+        drafts: Mapping[int, RowGrowth],
+        limits: Mapping[int, int],
+        ends: Callable[[int], bool],
+    ):
+        super().__init__(drafts, limits, ends)
         self._places = {(row, -1): place for place, row in enumerate(self.rows)}
         self._begin(self.rows)
 
@@ -401,6 +407,9 @@ class HostGrowth(Growth):
             self._drafts[row].add_levels(nodes, lists, self._ends, max_levels)
             start = part.stop
         self.depth += following.tokens.shape[1]
+
+    def finish(self) -> None:
+        """See `Growth`; they are complete after every pass."""
 
     def next_rows(self) -> list[int]:
         """See `Growth`."""

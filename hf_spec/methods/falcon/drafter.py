@@ -1,12 +1,10 @@
-"""Falcon: a small head on the target's features drafts k tokens a pass, and whole trees of them.
+"""Drafts a fixed tree of ranks with a Falcon head, k levels per pass (arXiv 2412.12639, sec. 3.4).
 
-The head reads the target's last features and the tokens that followed them; its newest k outputs
-give a list of tokens for each of the k depths to come. A fixed tree of ranks says which entries of
-the lists are sent, and which paths are drafted on in another pass, k depths at a time (Gao et al.
-2024, arXiv 2412.12639). The head's keys and values of committed tokens stay; those of a draft rest
-on predicted features, so they are dropped and the true ones are fed in the next round.
+The newest k outputs of the head give a list of tokens for each of the next k depths. The tree fixes
+which entries of the lists are nodes, and which nodes become blocks of the next pass. Within a block
+the list of a depth does not depend on the tokens above it.
 
-The draft depends on committed tokens and features alone, so it is judged by node draw.
+The draft depends on committed tokens and features only, so node draw verifies it.
 """
 
 from __future__ import annotations
@@ -44,23 +42,23 @@ from hf_spec.methods.registry import register
 def _make(config: FalconConfig, target: PreTrainedModel, assistant: object) -> Drafter:
     check_packed(target)
     head = resolve_falcon_head(assistant, target)
-    weighs = selects_nodes_by_cost(config, target)
+    by_cost = selects_nodes_by_cost(config, target)
     config = resolve(config, target)
     tree = choose_tree(config.tree, config.max_draft_tokens, head)
     if config.max_draft_tokens is None and config.length_policy != "disco":
         config = replace(config, max_draft_tokens=tree.height)
     policy = make_policy(config, target)
-    given = config.max_nodes if isinstance(config.max_nodes, int) else None
-    most = max_sent(config.tree, given, head)
-    if config.length_policy == MEASURED or weighs:
+    max_nodes = config.max_nodes if isinstance(config.max_nodes, int) else None
+    most_sent = max_sent(config.tree, max_nodes, head)
+    if config.length_policy == MEASURED or by_cost:
         drafter = FalconDrafter(head, tree, policy, config.min_draft_tokens)
-        config = replace(config, max_nodes=given or len(tree))
+        config = replace(config, max_nodes=max_nodes or len(tree))
         return measured(drafter, policy, target, config, NODES_PER_LEVEL)
-    return FalconDrafter(head, tree, policy, config.min_draft_tokens, most)
+    return FalconDrafter(head, tree, policy, config.min_draft_tokens, most_sent)
 
 
 def _make_for_auto(target: PreTrainedModel, assistant: object, batching: str) -> Drafter:
-    # Which nodes are worth sending is decided there.
+    # `auto` chooses the nodes to send.
     whole = FalconConfig(length_policy="static", max_nodes=sys.maxsize, batching=batching)
     return _make(whole, target, assistant)
 
@@ -68,17 +66,17 @@ def _make_for_auto(target: PreTrainedModel, assistant: object, batching: str) ->
 @register("falcon", _make, _make_for_auto)
 @dataclass(frozen=True)
 class FalconConfig(PolicyConfig):
-    """Options of a Falcon head's drafts; the length policy is asked between passes.
+    """Options of a Falcon head's drafts; the length policy may stop them between passes.
 
     Attributes:
         max_draft_tokens: depth at which the tree is cut; None leaves it whole.
         tree: "auto", the adapter's own tree or, without one, a chain of two passes with a few
             siblings; "chain"; a published one for k = 2, "falcon-vicuna" or "falcon-llama"; or a
             list of rank paths, see `hf_spec.drafting.rank_tree`.
-        max_nodes: most nodes of a drafted tree that are sent to the target, the likeliest paths
-            first, chosen again in every round (compare Li et al. 2024, arXiv 2406.16858, section
-            4.2); "auto", of the adapter's own tree as many as are worth their time. None is what
-            that was calibrated with; of other trees either is all nodes.
+        max_nodes: most nodes of a drafted tree to send, the most probable paths first, chosen again
+            in every round (compare Li et al. 2024, arXiv 2406.16858, section 4.2). "auto" chooses
+            the number by cost for the adapter's own tree; None is the calibrated number. Of other
+            trees both send all nodes.
     """
 
     adapter_methods = (METHOD,)
@@ -93,7 +91,7 @@ class FalconConfig(PolicyConfig):
 
     @property
     def selects_nodes_by_cost(self) -> bool:
-        """Not of trees that are given node by node."""
+        """True only for the adapter's own tree; other trees are sent as configured."""
         return super().selects_nodes_by_cost and self.tree == "auto"
 
     def __post_init__(self) -> None:

@@ -16,14 +16,14 @@ FALCON_RUN = TrainSettings(epochs=8, learning_rate=2e-3)
 
 @dataclass(frozen=True)
 class FalconShape(Settings):
-    """What a Falcon head is built from.
+    """Sizes of a Falcon head.
 
     Attributes:
         block_size: tokens drafted per pass, k.
-        num_layers: attention layers of the head, copies of the target's last ones before training.
-        recurrent: carry the LSTM's state along the text, as in the paper; the released code begins
-            again at every pair.
-        fused: read three earlier states of the target as well, as EAGLE-3 does (Li et al. 2025,
+        num_layers: attention layers of the head, initially copies of the target's last ones.
+        recurrent: carry the LSTM's state along the text, as in the paper; the released code resets
+            it at every pair.
+        fused: read three earlier hidden states of the target, too, like EAGLE-3 (Li et al. 2025,
             arXiv 2503.01840); the paper reads the last one.
         dropout: between the LSTM layers, in training.
     """
@@ -42,23 +42,23 @@ class FalconShape(Settings):
 
 @dataclass(frozen=True)
 class CsgdSettings(Settings):
-    """What a Falcon head is taught; `hf_spec.methods.falcon.csgd` explains the choices.
+    """Settings of the loss; `hf_spec.methods.falcon.csgd` explains the choices.
 
     Attributes:
-        schedule: of the share of glanced inputs; steps lets it fall to 0 within any number of
-            epochs, off replaces none. See hf_spec.methods.falcon.csgd.
-        noise: on the input features; see hf_spec.methods.falcon.csgd.
+        schedule: share of replaced inputs by epoch; "steps" decreases it to 0 over any number of
+            epochs, "off" replaces none. See hf_spec.methods.falcon.csgd.
+        noise: noise on the input features; see hf_spec.methods.falcon.csgd.
         hard_label: the token in the data, or one drawn from the target.
-        replaced_token: put in by glancing: the target's first choice, or the token in the data.
-        feature_weight: of the feature loss, a smooth L1 distance.
-        soft_weight: of the cross-entropy with the target's distribution.
-        hard_weight: of the cross-entropy with the one right token.
-        soft_temperature: of the head's scores in the soft loss; in the released code 0.95.
-        own_features: share of the blocks fed with features that the head itself predicted.
-        own_passes: passes in a row that predict them, each from those of the one before it.
-        feature_scale: features are compared as they are (raw), or each dimension in units of its
-            root mean square.
-        learn_replaced: learn from replaced places, too, which were given their own answers.
+        replaced_token: token of replaced inputs: the target's first choice, or that of the data.
+        feature_weight: weight of the feature loss, a smooth L1 distance.
+        soft_weight: weight of the cross-entropy with the target's distribution.
+        hard_weight: weight of the cross-entropy with the hard label.
+        soft_temperature: temperature of the head's logits in the soft loss; released code: 0.95.
+        own_features: share of the blocks whose input features are predicted by the head.
+        own_passes: consecutive passes that predict them, each from those of the pass before.
+        feature_scale: compare features as they are (raw), or divide each dimension by its root mean
+            square (dimension).
+        learn_replaced: also learn from replaced places, whose inputs contain their answers.
     """
 
     schedule: Annotated[Literal["paper", "released", "steps", "off"], Named("csgd")] = "paper"
@@ -80,7 +80,7 @@ class CsgdSettings(Settings):
             raise OptionError(f"soft_temperature={self.soft_temperature!r} must be positive")
 
     def share(self, epoch: int, num_epochs: int, done: float = 0.0) -> float:
-        """Lambda in an epoch counted from 0, of a run that has done such a share of its steps."""
+        """Return lambda in an epoch counted from 0, after the share `done` of all steps."""
         left = (num_epochs - epoch) / num_epochs
         by_step = 0.4 * (1 - done)
         shares = {"paper": 0.4 * left, "released": 0.35 * left + 0.1, "steps": by_step, "off": 0.0}
@@ -89,16 +89,16 @@ class CsgdSettings(Settings):
 
 @dataclass(frozen=True)
 class FalconTrainSettings(Settings):
-    """What a Falcon head is trained to be.
+    """Settings of `train_falcon`.
 
     Attributes:
-        shape: shape of the head.
-        csgd: what it is taught.
-        vocabulary_size: most frequent tokens that it can propose; None for all.
-        keep_vocabulary: propose the tokens of the head to go on from, whatever these answers have.
+        shape: sizes of the head.
+        csgd: settings of the loss.
+        vocabulary_size: number of most frequent tokens that it can draft; None for all.
+        keep_vocabulary: keep the vocabulary of the head to start from.
         max_context: last tokens of a prompt that are read in training; None for all.
-        max_depth: tokens that one draft may have, written into the adapter.
-        held_back: share of the prompts kept for evaluation, chosen by a hash of their ids.
+        max_depth: most tokens of a draft, stored in the adapter.
+        held_back: share of the prompts in the held-out set, chosen by a hash of their ids.
     """
 
     shape: FalconShape = field(default_factory=FalconShape)

@@ -30,7 +30,7 @@ class PairDrafter(LevelDrafter):
 
     Args:
         config: its options.
-        head: the head; `next_tokens` is for heads with blocks of one pair.
+        head: the head; `probabilities` is for heads with blocks of one pair.
         policy: the length policy.
         shape: bounds of the drafts; by default those of `config`.
     """
@@ -38,7 +38,7 @@ class PairDrafter(LevelDrafter):
     # From `start` on.
     _runner: HeadRunner
     _pairs: PairRows
-    # Of the last pass over N blocks: (N, k, H) predictions, and the LSTM's state.
+    # (N, k, H) predictions of the last pass over N blocks, and the LSTM's state after it.
     _outputs: Tensor
     _state: State | None
 
@@ -106,7 +106,7 @@ class PairDrafter(LevelDrafter):
             self.run_blocks(state, growth)
         outputs = self._outputs[:, 0]
         if self._mask_tokens is not None:
-            # What follows depends on the depth only, not on the drafted tokens.
+            # Predictions depend on the depth only, not on the drafted tokens.
             place_of = {row: place for place, row in enumerate(self._fed_rows)}
             places = torch.tensor([place_of[row] for row in growth.owners])
             (index,) = send([places], self._outputs.device)

@@ -69,9 +69,8 @@ def two_steps(head: EagleHead, name: str = "llama") -> tuple[list[int], list[Ten
             found.append(head.head.draft_logits(output)[0])
             tokens.append(int(head.head.tokens(found[-1].argmax())))
             block = Blocks(0, 1, 0, torch.tensor([0]), None)
-            output = runner.grow_each(
-                [row], [block], DeviceTokens(torch.tensor(tokens[-1:])), output
-            )
+            given = DeviceTokens(torch.tensor(tokens[-1:]))
+            output = runner.grow([row], [block], given, output)[0].flatten(0, 1)
     return tokens, found
 
 

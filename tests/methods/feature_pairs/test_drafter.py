@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.propose_on_device import check_unwatched
 
 from hf_spec import EagleConfig, UnsupportedError
 from hf_spec.common.compat import CACHE_NAME, output_cache
 from hf_spec.methods.feature_pairs import runner as pair_runner
 from hf_spec.methods.feature_pairs.drafter import PairDrafter
+from tests.host_and_device import check_same_drafts
 from tests.published_heads import Reference, sample
 from tests.tiny_models import VOCAB, build, ragged_batch, repetitive_prompt
 
@@ -111,7 +111,7 @@ def test_drafts_that_nobody_watches(
 ) -> None:
     config = EagleConfig(max_draft_tokens=4, length_policy="static", **options)
     inputs = {**ragged_batch((9, 4, 6)), "max_new_tokens": 7}
-    check_unwatched(monkeypatch, PairDrafter, lambda: generate(kind, config, **inputs))
+    check_same_drafts(monkeypatch, PairDrafter, lambda: generate(kind, config, **inputs))
 
 
 @pytest.mark.parametrize("kind", KINDS)

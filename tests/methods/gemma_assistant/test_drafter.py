@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.propose_on_device import check_unwatched
 from transformers import PreTrainedModel
 
 from hf_spec import AssistantError, GemmaAssistantConfig, UnsupportedError
@@ -22,6 +21,7 @@ from hf_spec.methods.gemma_assistant.drafter import GemmaAssistantDrafter
 from hf_spec.methods.gemma_assistant.head import build
 from tests import tiny_models
 from tests.gemma_reference import gemma4, published, reference, save
+from tests.host_and_device import check_same_drafts
 from tests.methods.draft_model.test_drafter import start
 from tests.plain_logits import path_to
 from tests.tiny_models import VOCAB, ragged_batch
@@ -105,7 +105,7 @@ def test_drafts_that_nobody_watches(
 ) -> None:
     model = gemma4()
     run = partial(check_rounds, model, published(model), config)
-    check_unwatched(monkeypatch, GemmaAssistantDrafter, run)
+    check_same_drafts(monkeypatch, GemmaAssistantDrafter, run)
 
 
 @pytest.mark.parametrize("policy", ["static", "heuristic", "confidence", "measured"])

@@ -1,6 +1,6 @@
-"""Drafts that grow without a look at their levels, beside those that are watched level by level.
+"""Drafts that grow on the device, beside those that grow on the host.
 
-On a CPU nobody has to wait, so drafters watch there; here they are told not to.
+On a CPU drafters grow on the host; here they are made to use the other way.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ from typing import Any
 import pytest
 import torch
 
+from hf_spec.drafting import level_drafter
 from hf_spec.drafting.level_drafter import LevelDrafter
 
 
-def check_unwatched(
+def check_same_drafts(
     monkeypatch: pytest.MonkeyPatch, kind: type[LevelDrafter], run: Callable[[], Any]
 ) -> None:
     """The same drafts either way, in `run`, which generates with drafters of a kind."""
-    watched, unwatched = (_drafts(monkeypatch, kind, run, way) for way in (False, True))
-    assert len(watched) == len(unwatched)
-    assert max(len(tokens) for tokens, *_ in watched) > 2
-    for one, other in zip(watched, unwatched, strict=True):
+    on_host, on_device = (_drafts(monkeypatch, kind, run, way) for way in (False, True))
+    assert len(on_host) == len(on_device)
+    assert max(len(tokens) for tokens, *_ in on_host) > 2
+    for one, other in zip(on_host, on_device, strict=True):
         assert one[:3] == other[:3]
         assert one[3] == pytest.approx(other[3], rel=1e-3, abs=1e-5)
 
@@ -43,7 +44,7 @@ def _drafts(
     with monkeypatch.context() as patch:
         patch.setattr(kind, "draft", draft)
         patch.setattr(kind, "supports_device_growth", way)
-        patch.setattr(kind, "probabilities" if way else "propose_on_device", nothing)
+        patch.setattr(level_drafter, "HostGrowth" if way else "DeviceGrowth", nothing)
         torch.manual_seed(0)
         run()
     return found
