@@ -22,8 +22,8 @@ from transformers import EncoderDecoderCache, GenerationMixin, PreTrainedModel
 import hf_spec
 from hf_spec import SpecStats, collect_stats
 from hf_spec.common.compat import CACHE_NAME, output_cache
+from hf_spec.engine import model_call, runner
 from hf_spec.engine.decode import drafter
-from hf_spec.engine.forward import model_call, runner
 from hf_spec.engine.models import cross_attention
 from hf_spec.evaluation.lossless.distribution import chi_square
 from hf_spec.generation import hook

@@ -43,7 +43,7 @@ from hf_spec.engine.fast.layer_tracing import (
 )
 from hf_spec.engine.fast.packed_linear import has_fast_forward, packed_changes
 from hf_spec.engine.forward.model_cache import cached_per_model
-from hf_spec.engine.forward.tree_attention import PackedStep
+from hf_spec.engine.forward.step import PackedStep
 
 logger = logging.getLogger(__name__)
 
@@ -486,7 +486,9 @@ def _weights_obstacle(tensors: Collection[Tensor]) -> str | None:
         return "its weights are of a tensor subclass"
     dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
     if unsupported := sorted(_name(dtype) for dtype in dtypes - TOLERANCE.keys()):
-        return f"it has weights in {unsupported[0]}; {', '.join(map(_name, TOLERANCE))} are compiled"
+        return (
+            f"it has weights in {unsupported[0]}; {', '.join(map(_name, TOLERANCE))} are compiled"
+        )
     return None
 
 

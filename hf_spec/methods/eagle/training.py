@@ -206,7 +206,9 @@ class StepsLoss:
             # What precedes a text has no output that could stand in for its first features.
             known = pairs.places >= step
             with self._autocast():
-                logits = self.head.head.draft_logits(outputs[pairs.rows[known], pairs.places[known]])
+                logits = self.head.head.draft_logits(
+                    outputs[pairs.rows[known], pairs.places[known]]
+                )
             distance = F.cross_entropy(logits.float(), opinion[known], reduction="sum")
             total = total + distance * (weights[step] / sum(weights))
         return total, len(truth)

@@ -16,7 +16,7 @@ from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.stopping import StopRules
 from hf_spec.engine.decode.verifiers import NodeDraw, ResidualRejection
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
-from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.runner import ModelRunner
 from tests.tiny_models import VOCAB, build, repetitive_prompt
 
 # Node 0 is the root; 1 and 2 are virtual, 3 and 4 are tokens, 5 is virtual below 4.
@@ -128,7 +128,7 @@ def test_the_runner_embeds_them_and_leaves_the_rest(name: str, acts: bool) -> No
             torch.testing.assert_close(logits[node], expected, atol=2e-4, rtol=1e-4)
         # Their keys and values go; a forward without them asks nothing of the layers.
         runner.keep([[3]])
-        assert runner.stored == [len(prompt) + 1]
+        assert runner.rows.stored == [len(prompt) + 1]
         root = DraftTree.from_rows([([33], [-1])])
         logits = runner.forward(root, [[*prompt, 20, 33]]).logits
         assert virtual.acted == ([[-1, -1]] if acts else [])

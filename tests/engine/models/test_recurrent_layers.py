@@ -6,7 +6,6 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from hf_spec.engine.forward.runner import ModelRunner
 from hf_spec.engine.models.recurrent_layers import (
     COMMITTED,
     Call,
@@ -17,6 +16,7 @@ from hf_spec.engine.models.recurrent_layers import (
     resumes,
     stateful_modules,
 )
+from hf_spec.engine.runner import ModelRunner
 from tests import tiny_models
 from tests.hybrid_models import HYBRIDS, MAMBA_1, PURE, build
 
