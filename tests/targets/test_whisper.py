@@ -462,7 +462,7 @@ class TestRefusals:
     def test_attention_without_masks(self, monkeypatch: pytest.MonkeyPatch) -> None:
         model = own_encoder()
         monkeypatch.setattr(model.config, "_attn_implementation_internal", "flash_attention_2")
-        refuse("takes no mask of a draft tree", model=model, input_features=sound(1))
+        refuse("takes no tree mask", model=model, input_features=sound(1))
 
     def test_a_falcon_head(self) -> None:
         with pytest.raises(hf_spec.UnsupportedError, match="takes no attention function"):

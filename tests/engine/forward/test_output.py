@@ -18,7 +18,7 @@ def output(states: list[int], nodes: list[int], pending: dict[int, list[int]]) -
 def test_kept_are_pending_tokens_root_and_what_was_accepted() -> None:
     ran = output(list(range(7)), [2, 3, 4, 5, 6], {0: [0, 1]})
     verdict = Verdict(TREE, accepted=[[2], [], []], bonus=[1, None, 2])
-    assert ran.kept_places(verdict) == {0: [0, 1, 2, 4], 2: [5]}
+    assert ran.committed_indices(verdict) == {0: [0, 1, 2, 4], 2: [5]}
 
 
 def test_a_stretch_before_moves_the_places_behind_it() -> None:
