@@ -159,10 +159,10 @@ class MixerCall:
         begun: set[int],
     ) -> MixerCall:
         """Build a call; a start of None is the committed state, and rows in `begun` have one."""
-        given = [start or (COMMITTED, row) for row, start in zip(rows, starts, strict=True)]
+        resolved = [start or (COMMITTED, row) for row, start in zip(rows, starts, strict=True)]
         return cls(
             Indices(rows),
-            given if any(starts) else None,
+            resolved if any(starts) else None,
             Indices(index),
             fresh=not any(starts) and begun.isdisjoint(rows),
         )
