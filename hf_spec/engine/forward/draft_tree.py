@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -147,20 +149,18 @@ class DraftTree:
     def ancestor_mask(self) -> Tensor:
         """(N, W) bool on the host: ancestors of each node, itself included.
 
-        W is the number of nodes in the largest row; columns count from the row's root. Computed by
-        pointer doubling: after step s every node has 2**s generations of ancestors.
+        W is the number of nodes in the largest row; columns count from the row's root.
         """
-        _, parent, row_start = self.on(torch.device("cpu"))
-        sizes = row_start.diff()
-        width = int(sizes.max())
-        index = torch.arange(self.num_nodes)
-        offset = index - row_start[:-1].repeat_interleave(sizes)
-        mask = offset[:, None] == torch.arange(width)
-        hop = torch.where(parent < 0, index, parent)
-        for _ in range(max(width - 1, 0).bit_length()):
-            mask = mask | mask[hop]
-            hop = hop[hop]
-        return mask
+        starts = self.row_start
+        width = max(end - start for start, end in pairwise(starts))
+        # Small operations of PyTorch take several times as long as those of NumPy.
+        mask = np.zeros((self.num_nodes, width), dtype=bool)
+        for start, end in pairwise(starts):
+            for node in range(start, end):
+                if node > start:
+                    mask[node] = mask[self.parent[node]]
+                mask[node, node - start] = True
+        return torch.from_numpy(mask)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import torch
@@ -32,16 +32,27 @@ def ragged_layout(segments: Sequence[Segment], sees: Tensor | None = None) -> Ra
         _bits(segments, max(tails)) if sees is None else torch.zeros(sees.shape, dtype=torch.uint8)
     )
     positions = [s.tail_position for s in segments if s.seen is not None]
+    columns = (
+        [s.slot for s in segments],
+        [0, *(s.end for s in segments)],
+        [s.num_keys for s in segments],
+        prefixes,
+        [s.first_position for s in segments],
+        [0, *accumulate(tails)][:-1],
+    )
+    # One tensor is split, since creating small tensors is slow.
+    numbers = torch.tensor([*chain.from_iterable(columns)], dtype=torch.int32)
+    slot, starts, num_keys, prefix, first, key_start = numbers.split([*map(len, columns)])
     return RaggedLayout(
-        slot=_ints([s.slot for s in segments]),
-        query_start=_ints([0, *(s.end for s in segments)]),
-        num_keys=_ints([s.num_keys for s in segments]),
-        prefix=_ints(prefixes),
+        slot=slot,
+        query_start=starts,
+        num_keys=num_keys,
+        prefix=prefix,
         bits=bits,
         position=torch.cat([s.position for s in segments]).int(),
-        first_position=_ints([s.first_position for s in segments]),
-        key_position=torch.cat(positions).int() if positions else _ints([]),
-        key_start=_ints([0, *accumulate(tails)][:-1]),
+        first_position=first,
+        key_position=torch.cat(positions).int() if positions else numbers[:0],
+        key_start=key_start,
         max_queries=max(s.num_tokens for s in segments),
         max_keys=max(s.num_keys for s in segments),
     )
@@ -148,7 +159,3 @@ def round_up(number: int) -> int:
     """Round up to one of 1, 2, 3, 4, 6, 8, 12, 16, 24, ...: few sizes, at most 50% too large."""
     power = 1 << max(number - 1, 0).bit_length()
     return power * 3 // 4 if number <= power * 3 // 4 else power
-
-
-def _ints(numbers: Sequence[int]) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int32)

@@ -159,6 +159,9 @@ class PackedStep:
     def send(self, device: torch.device, *others: Tensor) -> list[Tensor]:
         """Copy the layout and other host tensors to a device in one transfer; return the others."""
         layout, slot_mapping = self.on_host
+        if device.type == "cpu" and self.sees is None:
+            self._layouts[device] = layout, slot_mapping
+            return list(others)
         sent = send([*others, slot_mapping, *tensors_of(layout)], device)
         after = len(others)
         device_layout = with_tensors(layout, sent[after + 1 :])

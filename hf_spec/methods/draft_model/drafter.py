@@ -26,6 +26,7 @@ from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
 from hf_spec.engine.forward.output import ForwardOutput
 from hf_spec.engine.forward.padded_batching import BATCHING
 from hf_spec.engine.forward.vocabulary import num_embeddings
+from hf_spec.engine.runner import ModelRunner
 from hf_spec.methods.feature_pairs.draft_head import FewTokensHead
 
 # How drafts of a model with another tokenizer become the target's tokens.
