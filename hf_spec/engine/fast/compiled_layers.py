@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from torch.nn.modules import module as every_module
 from transformers import PreTrainedModel
 
-from hf_spec.engine.fast.forward_overrides import ForwardOverrides
 from hf_spec.engine.fast.layer_call import BoundLayer
 from hf_spec.engine.fast.layer_state import LayerState, UnwatchableError
 from hf_spec.engine.fast.layer_tracing import (
@@ -42,6 +41,7 @@ from hf_spec.engine.fast.layer_tracing import (
     tensors_of,
 )
 from hf_spec.engine.fast.packed_linear import has_fast_forward, packed_changes
+from hf_spec.engine.forward.forward_overrides import ForwardOverrides
 from hf_spec.engine.forward.model_cache import cached_per_model
 from hf_spec.engine.forward.step import PackedStep
 

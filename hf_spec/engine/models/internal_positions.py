@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_spec.common.compat import CACHE_LENGTH_NAMES
-from hf_spec.engine.fast.forward_overrides import ForwardOverrides
+from hf_spec.engine.forward.forward_overrides import ForwardOverrides
 
 
 def tables_of(model: PreTrainedModel) -> list[nn.Module]:

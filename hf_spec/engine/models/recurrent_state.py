@@ -27,8 +27,8 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from hf_spec.engine.fast.forward_overrides import ForwardOverrides
 from hf_spec.engine.forward.draft_tree import DraftTree
+from hf_spec.engine.forward.forward_overrides import ForwardOverrides
 from hf_spec.engine.forward.packing import PackedInputs, RectangularInputs
 from hf_spec.engine.forward.row_batch import RowWork
 from hf_spec.engine.models.recurrent_layers import (
