@@ -1,7 +1,7 @@
-"""Forwards of their own that modules have for a while, in any number of blocks that overlap.
+"""Replaces the forward of modules inside blocks that may overlap.
 
-Blocks may overlap in several threads, and models may share modules. A module gets its forward from
-the first block that wants one and gives it back when the last one ends.
+Blocks may overlap in several threads, and models may share modules. The first block that needs a
+module replaces its forward; the end of the last one restores it.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-# Modules -> the forwards of those among them that shall have one.
+# Modules -> replacements of the forwards of some or all of them.
 Make = Callable[[list[nn.Module]], Mapping[nn.Module, Callable[..., Any]]]
 
 
 class ForwardOverrides:
-    """The modules that have a forward of one kind."""
+    """Modules whose forward is replaced by one kind of override."""
 
     def __init__(self) -> None:
-        # The forward, the one that the module itself had instead of its class's, and the users.
-        self._given: WeakKeyDictionary[nn.Module, tuple[Any, Any, int]] = WeakKeyDictionary()
+        # Override, forward that the module had instead of its class's or None, number of users.
+        self._installed: WeakKeyDictionary[nn.Module, tuple[Any, Any, int]] = WeakKeyDictionary()
         self._lock = threading.Lock()
 
     @contextmanager
     def install(self, modules: Iterable[nn.Module], make: Make) -> Iterator[None]:
-        """For one block modules have their forwards; `make` is asked for those that have none."""
+        """Override the forwards of modules inside a block; `make` builds those that are missing."""
         with self._lock, ExitStack() as stack:
             fresh = []
             for module in modules:
@@ -37,7 +37,7 @@ class ForwardOverrides:
                 else:
                     fresh.append(module)
             for module, forward in make(fresh).items():
-                self._give(module, forward)
+                self._override(module, forward)
                 stack.callback(self._leave, module)
             leave = stack.pop_all()
         try:
@@ -47,28 +47,28 @@ class ForwardOverrides:
                 leave.close()
 
     def has(self, module: nn.Module) -> bool:
-        """Whether the forward that a module has now is the one from here."""
-        own = module.__dict__.get("forward")
-        return own is not None and self._given.get(module, (None,))[0] is own
+        """Return True if the current forward of a module is the override."""
+        current = module.__dict__.get("forward")
+        return current is not None and self._installed.get(module, (None,))[0] is current
 
     def _join(self, module: nn.Module) -> bool:
-        """Count one more user if the module has its forward already."""
-        if module not in self._given:
+        """Count one more user; return False if the module is not overridden."""
+        if module not in self._installed:
             return False
-        forward, before, users = self._given[module]
-        self._given[module] = forward, before, users + 1
+        forward, before, users = self._installed[module]
+        self._installed[module] = forward, before, users + 1
         return True
 
-    def _give(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        """Give a module its forward, for one user."""
-        self._given[module] = forward, module.__dict__.get("forward"), 1
+    def _override(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        """Override the forward of a module, for one user."""
+        self._installed[module] = forward, module.__dict__.get("forward"), 1
         module.__dict__["forward"] = forward
 
     def _leave(self, module: nn.Module) -> None:
-        """Count one user less; after the last one the module is as it was."""
-        forward, before, users = self._given.pop(module)
+        """Count one user less; restore the module after the last one."""
+        forward, before, users = self._installed.pop(module)
         if users > 1:
-            self._given[module] = forward, before, users - 1
+            self._installed[module] = forward, before, users - 1
         elif module.__dict__.get("forward") is forward:
             del module.__dict__["forward"]
             if before is not None:

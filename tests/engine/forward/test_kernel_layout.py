@@ -1,4 +1,4 @@
-"""What the kernels read of a packed step is what its segments say."""
+"""Layouts of packed steps agree with their segments."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_steps_of_one_size_share_a_shape() -> None:
 
 
 def test_a_shape_holds_what_can_be_padded_to_it() -> None:
-    """Padding goes to the last segment, which must not get more queries than the kernel is told."""
+    """Padding goes to the last segment, which must not get more queries than the kernel expects."""
     layout = ragged_layout(pack(work(), DraftTree.from_rows(TREE)).segments)
     sizes = Sizes.of(layout)
     assert sizes.hold(layout)

@@ -1,4 +1,4 @@
-"""What the last layer gives: the input of the final norm."""
+"""Output of the last layer: the input of the final norm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a forward gives: where kept tokens are among those that ran, and prompts in stretches."""
+"""Forward outputs: indices of committed tokens, and prompts that ran in chunks."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def test_padding_fills_every_row_up_to_the_longest() -> None:
     assert root.positions(TREE) == [4] * 5
     assert root.cache_indices == [4, 5, 6, 7, 8]
     assert idle.cache_indices == [6, 7, 8, 9, 10]
-    assert [w.num_tokens for w in rows] == [5, 0, 1], "padding is no token"
+    assert [w.num_tokens for w in rows] == [5, 0, 1], "padding does not count"
 
 
 # The same row 0 with gaps in its storage, and row 2 padded to four tokens.
@@ -108,7 +108,7 @@ def test_padding_sees_as_the_root_and_is_seen_by_nobody() -> None:
     idle = PaddedWork(row=1, stored=7, pending=[], first_index=7, fill=4)
     inputs = pack_padded([padded(WORK[0], fill=1), idle, FILLED], TREE)
     assert inputs.tokens == [1, 2, 3, 5, 6, 7, 5, 0, 0, 0, 0, 8, 8, 8, 8]
-    assert inputs.nodes == [3, 4, 5, 11], "padding is no node"
+    assert inputs.nodes == [3, 4, 5, 11], "padding is not a node"
     # Three nodes in row 0: as many tokens of the others pass the head.
     assert inputs.head_padding == [7, 8, 9, 12, 13]
     _, fork, nothing, root = inputs.segments

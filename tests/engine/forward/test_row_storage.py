@@ -1,4 +1,4 @@
-"""Where tokens stand: each row on its own, or all rows at one start with gaps."""
+"""Cache indices of tokens: each row on its own, or all rows aligned with gaps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def storage(batching: str = "padded") -> RowStorage:
 
 
 def chains(texts: list[list[int]], lengths: list[int]) -> DraftTree:
-    """A chain of so many drafts after the last token of each text, numbered 100 and up."""
+    """Draft a chain of `lengths` tokens after the last token of each text, numbered 100 and up."""
     rows = []
     for text, length in zip(texts, lengths, strict=True):
         tokens = [text[-1], *range(100, 100 + length)]
@@ -34,7 +34,7 @@ def chains(texts: list[list[int]], lengths: list[int]) -> DraftTree:
 def step(
     rows: RowStorage, texts: list[list[int]], drafted: list[int], accepted: list[int]
 ) -> list[RowWork]:
-    """One round: everything runs, so many drafts are kept and a bonus token follows."""
+    """One round: everything runs, `accepted` drafts are kept and a bonus token follows."""
     tree = chains(texts, drafted)
     nodes = range(tree.num_nodes)
     rows.begin_round(tree, texts, nodes)

@@ -239,7 +239,7 @@ def test_new_keys_and_values_are_stored_in_their_slots() -> None:
 
 
 def test_without_a_step_it_refuses() -> None:
-    """What it knows of a call is not enough to attend as the model's own attention would."""
+    """The call does not contain enough to attend like the model's own attention."""
     states = torch.zeros(2, HEADS, 5, WIDTH)
     with pytest.raises(UnsupportedError, match="without a draft tree"):
         tree_attention(Layer(KV_HEADS), states, states, states, None)

@@ -1,4 +1,4 @@
-"""What a decoder is given beside its tokens, and which models have one."""
+"""Additional arguments of decoders with cross attention, and which models have it."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def test_which_models_do() -> None:
 
 @pytest.mark.parametrize("name", [*OURS, "kimi_linear", "llama"])
 def test_a_cache_of_the_model_becomes_what_trees_store(name: str) -> None:
-    """What is taken over from a prompt that the model ran by itself."""
+    """The cache of a prompt that the model ran itself."""
     model = build(name) if name in ARCHITECTURES else hybrid_models.build(name)
     text = prompts("llama", "one")["input_ids"][0].tolist()
     runner = ModelRunner(model, 1)
