@@ -182,7 +182,7 @@ class ProposalDrafter(LevelDrafter):
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
         """Store the hidden states of the root and the accepted nodes, and update the policy."""
         super().observe(verdict, output)
-        kept_places = output.kept_places(verdict)
+        kept_places = output.committed_indices(verdict)
         spans = {
             row: (self._root_positions[row] - len(output.pending.get(row, [])), len(places))
             for row, places in kept_places.items()

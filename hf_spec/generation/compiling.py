@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 from hf_spec.common.errors import OptionError, choices
 from hf_spec.engine.fast.compiled_layers import CompiledLayers, compiling
 from hf_spec.engine.forward.draft_tree import DraftTree
-from hf_spec.engine.forward.runner import ModelRunner
 from hf_spec.engine.forward.tree_attention import takes_packed
 from hf_spec.engine.models.support_checks import check_model
+from hf_spec.engine.runner import ModelRunner
 
 MODES = ("on", "off")
 # Nodes of the warm-up steps: a compiled layer is for any number of tokens, or for exactly one.

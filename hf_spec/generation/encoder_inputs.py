@@ -18,8 +18,8 @@ from hf_spec.backend.device.placement import execution_device
 from hf_spec.common.compat import find_cache
 from hf_spec.common.errors import AssistantError
 from hf_spec.engine.decode.drafter import Drafter
-from hf_spec.engine.forward.runner import ModelRunner
 from hf_spec.engine.models.cross_attention import DECODER_NAMES, attends_to_encoder, is_lone_decoder
+from hf_spec.engine.runner import ModelRunner
 from hf_spec.generation.own_prefill import Prompt
 
 # Inputs of the encoder. Cross attention has no mask: audio is padded with silence.

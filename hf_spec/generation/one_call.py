@@ -19,9 +19,9 @@ from hf_spec.engine.decode.loop import speculative_decode, update_counts
 from hf_spec.engine.decode.stopping import StopRules
 from hf_spec.engine.fast.compiled_layers import compiling
 from hf_spec.engine.forward.draft_tree import DraftTree
-from hf_spec.engine.forward.runner import ModelRunner
 from hf_spec.engine.models.internal_positions import padding_of
 from hf_spec.engine.models.latent_kv import caches_latents
+from hf_spec.engine.runner import ModelRunner
 from hf_spec.generation import own_prefill
 from hf_spec.generation.call_checks import check_inputs, check_padding, check_streamer
 from hf_spec.generation.encoder_inputs import decoder_kwargs, share_encoder_output
@@ -89,8 +89,8 @@ def generate_with(  # noqa: PLR0913 - the signature that generate() calls
     )
     target = ModelRunner(model, num_rows, drafter.hidden_layers, drafter.virtual_tokens, batching)
     target.expected_length = state.expected_length
-    target.paddings = (~state.prompt_mask).sum(dim=1).tolist()
-    target.position_offsets = padding_of(model, attention_mask)
+    target.rows.paddings = (~state.prompt_mask).sum(dim=1).tolist()
+    target.rows.position_offsets = padding_of(model, attention_mask)
     cache = find_cache(model_kwargs)
     prompt = Prompt(input_ids, attention_mask, model_kwargs)
     if cache is not None and (stored := prompt.stored) and not prefills:
@@ -139,7 +139,7 @@ def _fill_cache(target: ModelRunner, state: GenerationState) -> None:
         # As in plain generate(), the last token of the longest row has no keys and values yet.
         text = [*tokens, *[state.pad_token_id] * (longest - state.generated[row])][:-1]
         target.shorten(row, min(len(tokens), len(text)))
-        rows.append(([text[-1]], [-1]) if target.stored[row] < len(text) else ([], []))
+        rows.append(([text[-1]], [-1]) if target.rows.stored[row] < len(text) else ([], []))
         texts.append(text)
     tree = DraftTree.from_rows(rows)
     if tree.num_nodes:

@@ -25,8 +25,8 @@ from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.loop import finish_step
 from hf_spec.engine.decode.verifiers import Verifier
 from hf_spec.engine.forward.output import ForwardOutput
-from hf_spec.engine.forward.runner import ModelRunner
 from hf_spec.engine.models.support_checks import takes_images
+from hf_spec.engine.runner import ModelRunner
 from hf_spec.generation.target_checks import is_past_rope
 
 # Inputs with the images of a prompt. Models need them only in the prefill.

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from hf_spec.common.compat import CACHE_NAME, CACHE_NAMES, find_cache
 from hf_spec.common.errors import UnsupportedError
-from hf_spec.engine.forward.row_batch import BATCHING
+from hf_spec.engine.forward.padded_batching import BATCHING
 from hf_spec.engine.forward.tree_attention import takes_packed
 from hf_spec.engine.models.recurrent_layers import num_attention_layers, resumes
 

@@ -26,7 +26,7 @@ from hf_spec.adapters.base_name import local_name
 from hf_spec.common.errors import OptionError
 from hf_spec.common.files import atomic_write
 from hf_spec.engine.forward.draft_tree import DraftTree
-from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.runner import ModelRunner
 from hf_spec.training.responses import Response
 
 SHARD_RESPONSES = 256

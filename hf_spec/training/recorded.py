@@ -44,7 +44,7 @@ class FeatureRecorder(Recorder):
 
     def observe(self, verdict: Verdict, output: ForwardOutput) -> None:
         """Take the features of all tokens that were run."""
-        kept = output.kept_places(verdict)
+        kept = output.committed_indices(verdict)
         places = [place for mine in kept.values() for place in mine]
         states = [output.hidden[layer][places] for layer in self.hidden_layers]
         self._states.append(torch.cat(states, dim=-1).to(torch.bfloat16).cpu())

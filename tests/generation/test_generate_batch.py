@@ -32,7 +32,7 @@ from hf_spec import (
     SpecRequestOutput,
     UnsupportedError,
 )
-from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.runner import ModelRunner
 from hf_spec.methods.registry import parse_strategy
 from tests import criteria, tiny_models
 from tests.model_watch import count_forwards, snapshot

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.stopping import StopRules
-from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.runner import ModelRunner
 from hf_spec.generation import own_prefill
 from hf_spec.generation.own_prefill import Prompt, first_round
 from hf_spec.methods.lookup.drafter import LookupConfig, LookupDrafter
@@ -126,7 +126,7 @@ def test_the_round_leaves_what_an_ordinary_one_leaves() -> None:
                 drafter.observe(verdict, output)
         verdict, output = seen[0]
         hidden = [output.hidden[-1][[*output.pending[row], output.nodes[row]]] for row in range(2)]
-        found.append((state.tokens, runner.stored, runner.forwards, hidden, runner))
+        found.append((state.tokens, runner.rows.stored, runner.forwards, hidden, runner))
     mine, usual = found
     assert mine[:3] == usual[:3]
     for one, other in zip(mine[3], usual[3], strict=True):

@@ -24,7 +24,7 @@ from hf_spec import AssistantError, SpecGenerateOutput
 from hf_spec.backend.device.capture import padded_steps
 from hf_spec.common.compat import CACHE_NAME
 from hf_spec.engine.decode import drafter
-from hf_spec.engine.forward.row_batch import BATCHING
+from hf_spec.engine.forward.padded_batching import BATCHING
 from hf_spec.evaluation.lossless.distribution import chi_square
 from hf_spec.generation import own_prefill
 from hf_spec.generation.one_call import generate_with

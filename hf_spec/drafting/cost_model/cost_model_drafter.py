@@ -49,8 +49,8 @@ from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.verifiers import Verifier
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
 from hf_spec.engine.forward.output import ForwardOutput
-from hf_spec.engine.forward.runner import ModelRunner
 from hf_spec.engine.models.recurrent_layers import recurrent_share
+from hf_spec.engine.runner import ModelRunner
 
 Policed = TypeVar("Policed", bound=PolicyConfig)
 

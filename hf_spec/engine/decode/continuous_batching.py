@@ -31,7 +31,7 @@ from hf_spec.engine.decode.stopping import StopRules
 from hf_spec.engine.decode.streaming import BatchStreamer
 from hf_spec.engine.decode.verifiers import Verifier
 from hf_spec.engine.fast.compiled_layers import compiling
-from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.runner import ModelRunner
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from hf_spec.engine.decode.stopping import StopRules
 from hf_spec.engine.decode.verifiers import NodeDraw, ResidualRejection, Verifier
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
 from hf_spec.engine.forward.output import ForwardOutput
-from hf_spec.engine.forward.runner import ModelRunner
 from hf_spec.engine.forward.virtual_tokens import VirtualTokens
+from hf_spec.engine.runner import ModelRunner
 
 
 class DraftRunner(Protocol):

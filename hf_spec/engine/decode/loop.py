@@ -9,7 +9,7 @@ from hf_spec.engine.decode.padding_scores import score_padding
 from hf_spec.engine.decode.verifiers import Verifier
 from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.engine.forward.output import ForwardOutput
-from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.runner import ModelRunner
 
 
 def speculative_decode(

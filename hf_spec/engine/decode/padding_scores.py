@@ -12,7 +12,7 @@ from torch import Tensor
 from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.verifiers import Verifier, Walk
 from hf_spec.engine.forward.draft_tree import DraftTree
-from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.runner import ModelRunner
 
 
 def score_padding(target: ModelRunner, verifier: Verifier, state: GenerationState) -> None:

@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from torch.nn.modules import module as every_module
 from transformers import PreTrainedModel
 
-from hf_spec.engine.fast.forward_overrides import ForwardOverrides
 from hf_spec.engine.fast.layer_call import BoundLayer
 from hf_spec.engine.fast.layer_state import LayerState, UnwatchableError
 from hf_spec.engine.fast.layer_tracing import (
@@ -42,8 +41,9 @@ from hf_spec.engine.fast.layer_tracing import (
     tensors_of,
 )
 from hf_spec.engine.fast.packed_linear import has_fast_forward, packed_changes
+from hf_spec.engine.forward.forward_overrides import ForwardOverrides
 from hf_spec.engine.forward.model_cache import cached_per_model
-from hf_spec.engine.forward.tree_attention import PackedStep
+from hf_spec.engine.forward.step import PackedStep
 
 logger = logging.getLogger(__name__)
 
@@ -486,7 +486,9 @@ def _weights_obstacle(tensors: Collection[Tensor]) -> str | None:
         return "its weights are of a tensor subclass"
     dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
     if unsupported := sorted(_name(dtype) for dtype in dtypes - TOLERANCE.keys()):
-        return f"it has weights in {unsupported[0]}; {', '.join(map(_name, TOLERANCE))} are compiled"
+        return (
+            f"it has weights in {unsupported[0]}; {', '.join(map(_name, TOLERANCE))} are compiled"
+        )
     return None
 
 

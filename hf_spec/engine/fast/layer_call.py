@@ -14,7 +14,7 @@ from hf_spec.backend.cpu.layer_source import AttentionPlan
 from hf_spec.backend.cpu.layer_values import TOKENS
 from hf_spec.engine.fast.layer_tracing import LayerCall, LayerFunction, addresses_of
 from hf_spec.engine.fast.packed_linear import kernel_weight, reads_rounded_weights
-from hf_spec.engine.forward.tree_attention import LayerTraits, PackedStep
+from hf_spec.engine.forward.step import LayerTraits, PackedStep
 
 
 class _Table(NamedTuple):
@@ -113,7 +113,9 @@ class BoundLayer:
             if traits.storage != index:
                 return None
             # The first tokens of a generation.
-            pool.layer(index, *(_no_tokens(heads, plan.dtype) for heads in (plan.keys, plan.values)))
+            pool.layer(
+                index, *(_no_tokens(heads, plan.dtype) for heads in (plan.keys, plan.values))
+            )
         keys = pool.keys[traits.storage]
         if keys.dtype != plan.dtype or step.addresses is None:
             return None

@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from hf_spec.backend.cpu.layer_source import LayerSource, layer_source
 from hf_spec.backend.cpu.layer_values import SourceError
-from hf_spec.engine.forward.tree_attention import PackedStep, TracedStep
+from hf_spec.engine.forward.step import PackedStep, TracedStep
 
 # Name under which layers pass the step on.
 STEP = "spec_step"
@@ -225,7 +225,9 @@ def _multiply(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     return result
 
 
-def compile_layer(layer: nn.Module, weights: Mapping[str, Tensor], call: LayerCall) -> LayerFunction:
+def compile_layer(
+    layer: nn.Module, weights: Mapping[str, Tensor], call: LayerCall
+) -> LayerFunction:
     """Compile calls of one kind for all layers of one kind.
 
     Raises:

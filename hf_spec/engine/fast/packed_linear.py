@@ -38,7 +38,7 @@ from hf_spec.backend.cpu.packed_products import (
     padded_product,
     rounded_rows,
 )
-from hf_spec.engine.fast.forward_overrides import ForwardOverrides
+from hf_spec.engine.forward.forward_overrides import ForwardOverrides
 
 # With fewer elements the packed call costs more than it saves (measured, break-even at 256 x 256).
 # It is made anyway in dtypes of `SAME_BITS`.

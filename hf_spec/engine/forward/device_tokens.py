@@ -1,4 +1,4 @@
-"""What a device knows of a forward that its host has queued without looking."""
+"""Draft tokens that were chosen on the device and not copied to the host."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class DeviceTokens:
-    """What only the device knows of the nodes of a forward.
+    """Token ids and visibility bits of the nodes of a forward pass, on the device.
 
     Attributes:
-        tokens: (M,) int64, in the order of the nodes.
-        sees: (M, bytes) uint8 as `RaggedLayout.bits`, the nodes of its row that each descends from,
-            and itself, the root left out; None where the tree says so.
+        tokens: (M,) int64 token ids, in the order of the nodes.
+        sees: (M, bytes) uint8 like `RaggedLayout.bits`: ancestors of each node in its row, itself
+            included, without the root; None if the tree defines them.
     """
 
     tokens: Tensor
     sees: Tensor | None = None
 
     def to(self, device: torch.device) -> DeviceTokens:
-        """The same on another device."""
+        """Copy to another device."""
         return DeviceTokens(
             self.tokens.to(device), None if self.sees is None else self.sees.to(device)
         )

@@ -1,8 +1,8 @@
-"""The contract of virtual tokens: nodes of a draft tree that ask the target and propose nothing.
+"""Protocol of virtual tokens: nodes of a draft tree that the target runs and that propose nothing.
 
-Such a node has a negative token id. It takes a place in the tree like any other, so its position
-and what it attends to come for free, and no other node sees it but those below it. What it is to
-the model, an embedding and perhaps more, is the business of whoever sends it.
+Such a node has a negative token id. Its position and its mask are those of any node; only its
+descendants attend to it. Its embedding, and what layers compute for it, are defined by the drafter
+that adds it.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from transformers import PreTrainedModel
 
 
 class VirtualTokens(Protocol):
-    """What virtual nodes stand for in a model's forward."""
+    """Meaning of virtual nodes in a model's forward pass."""
 
     def active(self, model: PreTrainedModel) -> AbstractContextManager[None]:
-        """Make `model` ready for forwards with virtual tokens; as it was found afterwards."""
+        """Prepare `model` for virtual tokens; restore it when the block ends."""
 
     @property
     def acts_on_layers(self) -> bool:
-        """Whether layers compute something else for virtual tokens, which `acting` is for."""
+        """True if layers treat virtual tokens differently, inside `acting`."""
 
     def embed(self, model: PreTrainedModel, token_ids: Tensor) -> Tensor:
-        """(B, T, hidden size) `inputs_embeds` of (B, T) ids on the device of the embeddings.
+        """Return (B, T, hidden size) `inputs_embeds` of (B, T) ids on the embeddings' device.
 
-        Those of the model itself but where an id is negative. It asks the device nothing.
+        Ids from 0 on get the model's own embeddings. Does not synchronize with the device.
         """
 
     def acting(self, token_ids: Tensor) -> AbstractContextManager[None]:
-        """Hold for one forward of an active model what layers need to know of (B, T) host ids."""
+        """Run one forward pass of an active model on these (B, T) host ids."""

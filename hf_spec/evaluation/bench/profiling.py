@@ -18,9 +18,9 @@ from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.logits_processors import NodeProcessors
 from hf_spec.engine.decode.verifiers import Verifier
-from hf_spec.engine.forward.model_call import ModelCall
 from hf_spec.engine.forward.row_storage import RowStorage
-from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.model_call import ModelCall
+from hf_spec.engine.runner import ModelRunner
 from hf_spec.evaluation.bench.timing import synchronize
 from hf_spec.methods.eagle.head import EagleHead
 from hf_spec.methods.falcon.head import FalconHead
@@ -62,6 +62,7 @@ _SEAMS = (
     (FalconHead, "attend", "verify: forward"),
     (HeadRunner, "top_tokens", "verify: forward"),
     (NodeProcessors, "__call__", "processors"),
+    (ModelRunner, "keep", "KV moves"),
     (RowStorage, "keep", "KV moves"),
     (GenerationState, "commit", "commit"),
     (Drafter, "draft", _DRAFTING),

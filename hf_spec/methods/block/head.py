@@ -21,7 +21,8 @@ from transformers import Qwen3Config
 from transformers.activations import ACT2FN
 
 from hf_spec.adapters.adapter import BaseModel
-from hf_spec.engine.forward.tree_attention import PackedStep, tree_attention
+from hf_spec.engine.forward.step import PackedStep
+from hf_spec.engine.forward.tree_attention import tree_attention
 from hf_spec.methods.block.markov import CONFIDENCE, ConfidenceHead, MarkovHead
 from hf_spec.methods.block.markov import PREFIX as MARKOV
 from hf_spec.methods.published_weights import OutputHead

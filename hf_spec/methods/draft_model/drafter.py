@@ -24,8 +24,9 @@ from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.forward.device_tokens import DeviceTokens
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
 from hf_spec.engine.forward.output import ForwardOutput
-from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.forward.padded_batching import BATCHING
 from hf_spec.engine.forward.vocabulary import num_embeddings
+from hf_spec.engine.runner import ModelRunner
 from hf_spec.methods.feature_pairs.draft_head import FewTokensHead
 
 # How drafts of a model with another tokenizer become the target's tokens.
@@ -140,7 +141,7 @@ class DraftModelDrafter(LevelDrafter):
     def supports_device_growth(self) -> bool:
         """True on a GPU, if the draft model reads the drafted token ids as they are."""
         # The bits that the device computes for trees have no room for gaps in the KV cache.
-        has_bits = self.shape.children == 1 or not self._runner.batching.pads_kv
+        has_bits = self.shape.children == 1 or not BATCHING[self.config.batching].pads_kv
         return self.reads_own_tokens and has_bits and self._runner.supports_device_tokens
 
     def probabilities(self, state: GenerationState, growth: Growth) -> Tensor:

@@ -139,4 +139,5 @@ def _segment(num_pairs: int, starts: Tensor, depth: int, size: int) -> Segment:
         last_position=int(position.max()),
         tail_position=torch.cat([torch.arange(num_pairs), *before, position]),
         seen=visible,
+        cache_indices=range(visible.shape[1] - count * size, visible.shape[1]),
     )

@@ -141,7 +141,7 @@ class PairRows:
 
     def learn(self, verdict: Verdict, output: ForwardOutput, head: PairHead) -> None:
         """Add the features of every root and of the accepted nodes, as `head` makes them."""
-        kept_places = output.kept_places(verdict)
+        kept_places = output.committed_indices(verdict)
         for row in kept_places:
             if self.rows[row].first < 0:
                 pending = len(output.pending.get(row, []))

@@ -32,8 +32,9 @@ from hf_spec.engine.forward.attention_span import Segment
 from hf_spec.engine.forward.device_tokens import DeviceTokens
 from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.engine.forward.kv_pool import KVPool
-from hf_spec.engine.forward.tree_attention import PackedAttention, PackedStep, takes_packed
-from hf_spec.engine.models.query_scaling import TokenPlaces, scales_by_place
+from hf_spec.engine.forward.step import PackedStep
+from hf_spec.engine.forward.tree_attention import PackedAttention, takes_packed
+from hf_spec.engine.models.query_scaling import QueryPositions, scales_queries
 from hf_spec.methods.feature_pairs.rows import MaskTokens, PairHead, PairRow, State
 
 # Pairs of a prompt that run at once; limits masks and activations.
@@ -219,21 +220,17 @@ class HeadRunner:
     def _begin(self, segments: Sequence[Segment]) -> tuple[PackedStep, Tensor]:
         self.forwards += 1
         self._layers.begin_step()
-        writes = [
-            (s.slot, s.start, s.end, slice(s.num_keys - s.end + s.start, s.num_keys))
-            for s in segments
-        ]
         self.pool.reserve(max(segment.num_keys for segment in segments))
         positions = torch.cat([segment.position for segment in segments])
-        return PackedStep(self.pool, writes, segments), positions
+        return PackedStep(self.pool, segments), positions
 
     def _attend(self, mixed: Tensor, positions: Tensor, step: PackedStep) -> Tensor:
         # A 4D mask of one element is passed through as it is: no model builds a mask of its own.
         mask = mixed.new_ones(1, 1, 1, 1, dtype=torch.bool)
         where: dict[str, Any] = {"attention_mask": mask, "position_ids": positions[None]}
-        if scales_by_place(self.head.attention):
-            where[CACHE_NAME] = TokenPlaces(positions)
-        with self._attention.chosen():
+        if scales_queries(self.head.attention):
+            where[CACHE_NAME] = QueryPositions(positions)
+        with self._attention.active():
             outputs = self.head.attend(mixed[None], spec_step=step, **where)
         step.check(self.head.attention, self.head.shape.num_layers)
         self._layers.end_step(step.written)
@@ -315,6 +312,7 @@ class HeadRunner:
             seen=seen,
             prefix=begin,
             first_position=row.first,
+            cache_indices=range(begin, end),
         )
 
     def _block_segment(self, row: PairRow, blocks: Blocks, start: int) -> Segment:
@@ -332,6 +330,7 @@ class HeadRunner:
             seen=blocks.visible,
             prefix=pairs,
             first_position=row.first,
+            cache_indices=range(pairs + len(position) - length, pairs + len(position)),
         )
 
 

@@ -22,7 +22,7 @@ from hf_spec.engine.decode.drafter import Drafter
 from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.stopping import StopRules
 from hf_spec.engine.forward.draft_tree import DraftTree
-from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.runner import ModelRunner
 from hf_spec.generation.open_generation import OpenGeneration
 from hf_spec.methods.draft_model.config import DraftConfig
 from hf_spec.methods.draft_model.drafter import DraftModelDrafter
@@ -64,7 +64,7 @@ def drain(batch: ContinuousBatch) -> list[int]:
     with batch.active():
         while batch.unfinished:
             batch.step()
-            sizes.append(batch._target.pool.nbytes())
+            sizes.append(batch._target.rows.pool.nbytes())
     return sizes
 
 
@@ -109,7 +109,7 @@ def test_memory_is_that_of_the_slots(strategy: str) -> None:
         state = batch._state
         rows = (state.padded_ids.shape, len(state.tokens), len(state.scores))
         runner = getattr(drafter, "_runner", None)
-        kept = 0 if runner is None else runner.pool.nbytes()
+        kept = 0 if runner is None else runner.rows.pool.nbytes()
         pairs = getattr(drafter, "_pairs", None)
         per_row = [len(getattr(drafter, "_indexes", ())), len(pairs.rows) if pairs else 0]
         return sizes, rows, (kept, per_row)
@@ -136,7 +136,7 @@ def test_a_slot_forgets_the_sequence_before() -> None:
     def restart(row: int) -> None:
         works(row)
         assert drafter._runner is not None
-        seen.append((drafter._runner.stored[row], drafter.policy.limit(row)))
+        seen.append((drafter._runner.rows.stored[row], drafter.policy.limit(row)))
 
     drafter.restart = restart  # type: ignore[method-assign]
     drain(batch_of(7, drafter))
@@ -318,7 +318,7 @@ def test_memory_of_an_open_batch_is_that_of_the_slots() -> None:
                 while batch.unfinished:
                     batch.step()
         state = batch._state
-        return batch._target.pool.nbytes(), state.padded_ids.shape, len(state.stats.rows)
+        return batch._target.rows.pool.nbytes(), state.padded_ids.shape, len(state.stats.rows)
 
     assert measure(12) == measure(2)
 

@@ -21,7 +21,7 @@ from hf_spec.engine.fast import layer_tracing as layer_programs
 from hf_spec.engine.fast.compiled_layers import CompiledLayers
 from hf_spec.engine.fast.layer_call import BoundLayer
 from hf_spec.engine.forward.draft_tree import DraftTree
-from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.runner import ModelRunner
 from hf_spec.methods.registry import parse_strategy
 from hf_spec.methods.sdsat.adaptive_tokens import from_adapter
 from tests import tiny_models

@@ -20,7 +20,7 @@ from hf_spec.backend.cpu.packed_products import rounded_rows
 from hf_spec.engine.fast import layer_call as bound_program
 from hf_spec.engine.fast.layer_call import BoundLayer
 from hf_spec.engine.forward.draft_tree import DraftTree
-from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.runner import ModelRunner
 from tests import tiny_models
 from tests.compiler import needs_compiler
 

@@ -1,4 +1,4 @@
-"""What a device knows of a forward, moved with it."""
+"""Device tokens on another device."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.stopping import StopRules
 from hf_spec.engine.decode.verifiers import NodeDraw, ResidualRejection
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
-from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.runner import ModelRunner
 from tests.tiny_models import VOCAB, build, repetitive_prompt
 
 # Node 0 is the root; 1 and 2 are virtual, 3 and 4 are tokens, 5 is virtual below 4.
@@ -72,7 +72,7 @@ def test_the_tree_counts_tokens_alone() -> None:
 def test_node_draw_never_goes_there(first: int, do_sample: bool, penalty: bool) -> None:
     logits = torch.zeros(len(TOKENS), VOCAB)
     logits[0, first] = logits[3, 21] = logits[4, 9] = 1000.0
-    # What virtual nodes say is no answer to anything.
+    # The logits of virtual nodes verify nothing.
     logits[[1, 2, 5], 33] = 5000.0
     processors = [RepetitionPenaltyLogitsProcessor(1.1)] if penalty else []
     state = start(do_sample=do_sample)
@@ -116,7 +116,7 @@ def test_the_runner_embeds_them_and_leaves_the_rest(name: str, acts: bool) -> No
     prompt = repetitive_prompt()[0].tolist()
     embedding: Any = model.get_input_embeddings()
     with torch.no_grad():
-        # A virtual token that means token 40: its node says what the model says after 40.
+        # A virtual token embedded as token 40: its node has the logits of the model after 40.
         virtual = AnyVector(embedding(torch.tensor(40)), acts)
     runner = ModelRunner(model, 1, virtual_tokens=virtual)
     drafted = DraftTree.from_rows([([prompt[-1], -1, -1, 20], [-1, 0, 1, 0])])
@@ -126,9 +126,9 @@ def test_the_runner_embeds_them_and_leaves_the_rest(name: str, acts: bool) -> No
         for node, path in enumerate(([], [40], [40, 40], [20])):
             expected = model(torch.tensor([[*prompt, *path]])).logits[0, -1]
             torch.testing.assert_close(logits[node], expected, atol=2e-4, rtol=1e-4)
-        # Their keys and values go; a forward without them asks nothing of the layers.
+        # Their keys and values are dropped; a forward pass without them does not act on the layers.
         runner.keep([[3]])
-        assert runner.stored == [len(prompt) + 1]
+        assert runner.rows.stored == [len(prompt) + 1]
         root = DraftTree.from_rows([([33], [-1])])
         logits = runner.forward(root, [[*prompt, 20, 33]]).logits
         assert virtual.acted == ([[-1, -1]] if acts else [])

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from hf_spec.drafting.token_graph import TokenGraph
-from hf_spec.engine.forward.row_batch import BATCHING
+from hf_spec.engine.forward.padded_batching import BATCHING
 from hf_spec.evaluation.trace import pictures
 from hf_spec.evaluation.trace.pictures import ACCEPTED, PADDING, Canvas
 

@@ -20,7 +20,7 @@ from hf_spec import AssistantError, FalconConfig, OptionError, UnsupportedError
 from hf_spec.adapters.folder import save_adapter
 from hf_spec.common.compat import CACHE_NAME
 from hf_spec.drafting.rank_tree import RankTree, published_trees
-from hf_spec.engine.forward import runner as runner_module
+from hf_spec.engine import runner as runner_module
 from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.methods.falcon.drafter import FalconDrafter, used_lists
 from hf_spec.methods.falcon.head import FalconHead, FalconShape

@@ -16,7 +16,7 @@ from hf_spec.adapters.published import PublishedHead
 from hf_spec.drafting.length_policy import make_policy
 from hf_spec.engine.decode.loop import speculative_step
 from hf_spec.engine.decode.verifiers import NodeDraw
-from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.runner import ModelRunner
 from hf_spec.methods.gemma_assistant.drafter import GemmaAssistantDrafter
 from hf_spec.methods.gemma_assistant.head import build
 from tests import tiny_models

@@ -63,7 +63,7 @@ def test_a_path_through_a_merge_edge_is_accepted_and_repaired(
             committed = len(self._runner_state.tokens[row])
             if any(flags):
                 after = len(path) - flags.index(True)
-                seen["dropped"] += committed - 1 - self._runner.stored[row] >= after
+                seen["dropped"] += committed - 1 - self._runner.rows.stored[row] >= after
 
     drafting = DraftModelDrafter.draft
 

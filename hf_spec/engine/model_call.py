@@ -1,4 +1,4 @@
-"""How a model's forward is called, whatever it names its arguments, and what is read from it."""
+"""Calls a model's forward under the argument names that it has, and reads its results."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from transformers.utils import output_capturing
 from hf_spec.common.compat import cache_argument
 from hf_spec.engine.forward.last_layer import BEFORE_NORM, LastLayer
 from hf_spec.engine.forward.vocabulary import fit_logits, fit_tokens, num_embeddings
-from hf_spec.engine.models import internal_positions as own_positions
+from hf_spec.engine.models import internal_positions
 from hf_spec.engine.models.cross_attention import CrossAttention, takes_positions
 
-# Older transformers count the layers of a list otherwise, and not from the end; they return all.
+# Older transformers number the layers of a list differently and not from the end; they return all.
 SELECTS_LAYERS = hasattr(output_capturing, "selected_hidden_states")
 
 
 class ModelCall:
-    """The forward of one model.
+    """The forward pass of one model.
 
     Args:
         model: a causal language model, or an encoder-decoder of which it calls the decoder.
@@ -30,7 +30,7 @@ class ModelCall:
         vocab_size: see `ModelRunner`.
 
     Attributes:
-        cross_attention: what a decoder is called with beside its tokens; None for others.
+        cross_attention: additional arguments of a decoder that attends to an encoder, or None.
         vocab_size: V of tokens and logits outside of the model.
     """
 
@@ -41,8 +41,8 @@ class ModelCall:
         self.hidden_layers = tuple(hidden_layers)
         self._model = model
         self._last = LastLayer(model) if BEFORE_NORM in self.hidden_layers else None
-        self._own_size = num_embeddings(model)
-        self.vocab_size = vocab_size or self._own_size
+        self._model_vocab_size = num_embeddings(model)
+        self.vocab_size = vocab_size or self._model_vocab_size
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._takes_positions = takes_positions(model)
         selected = [layer for layer in self.hidden_layers if layer != BEFORE_NORM]
@@ -51,11 +51,11 @@ class ModelCall:
             self._always["output_hidden_states"] = selected if SELECTS_LAYERS else True
 
     def active(self) -> AbstractContextManager[None]:
-        """Make the model ready to be told positions; it is as before after the block."""
-        return own_positions.active(self._model)
+        """Prepare the model for explicit positions; restore it when the block ends."""
+        return internal_positions.active(self._model)
 
-    def plainly(self, inputs: Mapping[str, Any]) -> Any:
-        """The result for arguments as plain `generate()` gives them."""
+    def prefill(self, inputs: Mapping[str, Any]) -> Any:
+        """Call the model with the arguments of plain `generate()`."""
         with self._watched():
             return self._model(**inputs, **self._always)
 
@@ -69,9 +69,9 @@ class ModelCall:
         cache: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """The result for (B, T) tokens, or their embeddings, at (B, T) positions.
+        """Call the model with (B, T) tokens, or their embeddings, at (B, T) position ids.
 
-        Models that do not know `logits_to_keep` give those of all tokens, see `kept`.
+        Models without `logits_to_keep` return the logits of all tokens, see `logits_of`.
         """
         if self._takes_positions:
             kwargs["position_ids"] = positions
@@ -81,29 +81,29 @@ class ModelCall:
         if cache is not None:
             kwargs |= cache_argument(self._model.forward, cache)
         if embeddings is None:
-            small = self._own_size < self.vocab_size
-            kwargs["input_ids"] = fit_tokens(tokens, self._own_size) if small else tokens
+            size = self._model_vocab_size
+            kwargs["input_ids"] = fit_tokens(tokens, size) if size < self.vocab_size else tokens
         else:
             kwargs["inputs_embeds"] = embeddings
         kwargs |= self._always
         if self.cross_attention is not None:
             kwargs = self.cross_attention.arguments(kwargs)
-        with own_positions.told(positions), self._watched():
+        with internal_positions.position_ids(positions), self._watched():
             return self._model(**kwargs)
 
-    def kept(self, result: Any, kept: Tensor) -> Tensor:
-        """(M, V) logits of the tokens to keep of a call with one line of tokens."""
+    def logits_of(self, result: Any, tokens: Tensor) -> Tensor:
+        """Return (M, V) logits of the M tokens that were passed as `logits_to_keep`."""
         logits: Tensor = result.logits[0]
-        return logits if self._keeps_logits else logits[kept]
+        return logits if self._keeps_logits else logits[tokens]
 
-    def fitted(self, logits: Tensor) -> Tensor:
-        """Logits of the vocabulary outside of the model."""
-        if self._own_size == self.vocab_size:
+    def fit_vocabulary(self, logits: Tensor) -> Tensor:
+        """Cut or pad logits to `vocab_size`."""
+        if self._model_vocab_size == self.vocab_size:
             return logits
         return fit_logits(logits, self.vocab_size)
 
     def hidden(self, result: Any) -> list[Tensor]:
-        """(B * T, hidden size) of each of the hidden layers."""
+        """Return (B * T, hidden size) states of each of the hidden layers."""
         return [self._states(result, layer).flatten(0, 1) for layer in self.hidden_layers]
 
     def _watched(self) -> AbstractContextManager[None]:
@@ -112,7 +112,7 @@ class ModelCall:
     def _states(self, result: Any, layer: int) -> Tensor:
         if self._last is not None and layer == BEFORE_NORM:
             return self._last.take()
-        # Beside those of an encoder they have another name.
+        # An encoder-decoder returns those of its decoder under another name.
         states = getattr(result, "decoder_hidden_states", None) or result.hidden_states
-        found: Tensor = states[layer]
-        return found
+        selected: Tensor = states[layer]
+        return selected

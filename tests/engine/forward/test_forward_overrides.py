@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from torch import nn
 
-from hf_spec.engine.fast.forward_overrides import ForwardOverrides
+from hf_spec.engine.forward.forward_overrides import ForwardOverrides
 
 
 def ours() -> str:

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_spec.engine.forward.last_layer import BEFORE_NORM
-from hf_spec.engine.forward.model_call import ModelCall
+from hf_spec.engine.model_call import ModelCall
 from tests import tiny_models
 
 TOKENS = torch.tensor([[5, 6, 7, 9]])
@@ -34,7 +34,7 @@ def plain(model: PreTrainedModel) -> Any:
 def test_the_logits_are_those_of_the_kept_tokens(name: str) -> None:
     model = tiny_models.build(name)
     calling, result, _ = call(model, [])
-    torch.testing.assert_close(calling.kept(result, KEPT), plain(model).logits[0, KEPT])
+    torch.testing.assert_close(calling.logits_of(result, KEPT), plain(model).logits[0, KEPT])
 
 
 def test_a_forward_that_keeps_all_logits_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,7 +49,7 @@ def test_a_forward_that_keeps_all_logits_is_served(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(model, "forward", forward)
     calling, result, _ = call(model, [])
     assert result.logits.shape[1] == 4
-    torch.testing.assert_close(calling.kept(result, KEPT), expected)
+    torch.testing.assert_close(calling.logits_of(result, KEPT), expected)
 
 
 def test_hidden_states_come_in_the_order_that_was_asked() -> None:
@@ -67,6 +67,6 @@ def test_a_larger_vocabulary_is_filled_up() -> None:
     model = tiny_models.build("llama")
     own = model.config.vocab_size
     calling, result, _ = call(model, [], own + 3)
-    logits = calling.fitted(calling.kept(result, KEPT))
+    logits = calling.fit_vocabulary(calling.logits_of(result, KEPT))
     assert logits.shape == (2, own + 3)
     assert bool((logits[:, own:] == -torch.inf).all())

@@ -16,13 +16,13 @@ from transformers import PreTrainedModel
 
 import hf_spec
 from hf_spec.common.errors import UnsupportedError
-from hf_spec.engine.forward import runner as runner_module
+from hf_spec.engine import runner as runner_module
 from hf_spec.engine.forward import tree_attention as attention
 from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.engine.forward.kv_pool import MIN_CAPACITY, KVPool
 from hf_spec.engine.forward.output import ForwardOutput
-from hf_spec.engine.forward.row_batch import BATCHING
-from hf_spec.engine.forward.runner import ModelRunner
+from hf_spec.engine.forward.padded_batching import BATCHING
+from hf_spec.engine.runner import ModelRunner
 from tests import tiny_models
 from tests.model_watch import snapshot
 from tests.plain_logits import expected_logits, path_to
@@ -76,7 +76,7 @@ def test_every_node_gets_the_logits_of_its_own_path(name: str) -> None:
     with ModelRunner(model, 4).active() as runner:
         output = runner.forward(tree, sequences())
     close(output.logits, expected_logits(model, tree, sequences()))
-    assert runner.stored == [len(row) - 1 for row in SEQUENCES] + [0]
+    assert runner.rows.stored == [len(row) - 1 for row in SEQUENCES] + [0]
 
 
 @pytest.mark.parametrize("batching", BATCHING)
@@ -94,7 +94,7 @@ def test_growing_a_tree_node_by_node_is_one_forward(name: str, batching: str) ->
         # What was stored piece by piece serves the next round as well.
         runner.keep([[2, 4, 5], [1], [], []])
         whole.keep([[2, 4, 5], [1], [], []])
-        assert runner.stored == whole.stored == [15, 2, 5, 0]
+        assert runner.rows.stored == whole.rows.stored == [15, 2, 5, 0]
 
 
 @pytest.mark.parametrize("batching", BATCHING)
@@ -207,11 +207,11 @@ def test_memory_grows_by_doubling_only(name: str) -> None:
             runner.keep([[1, 2], []])
             rows[0] += [9, 9, 10 + step % 50]
             rows[1] += [10 + step % 50]
-            assert runner.stored == [len(row) - 1 for row in rows]
-            sizes.append(runner.pool.nbytes())
+            assert runner.rows.stored == [len(row) - 1 for row in rows]
+            sizes.append(runner.rows.pool.nbytes())
     assert len(rows[0]) < MIN_CAPACITY
     assert len(set(sizes)) == 1
-    assert runner.pool.capacity == MIN_CAPACITY
+    assert runner.rows.pool.capacity == MIN_CAPACITY
 
 
 @pytest.mark.parametrize("name", MODELS)
