@@ -80,7 +80,7 @@ def test_a_body_that_writes_nothing_fails(tmp_path: Path) -> None:
     assert content(tmp_path / "result") == "old"
 
 
-def test_json_is_written_whole(tmp_path: Path) -> None:
+def test_json_is_written_atomically(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     write_json(path, {"a": "é"})
     assert path.read_text() == '{\n "a": "\\u00e9"\n}'

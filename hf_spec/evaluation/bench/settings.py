@@ -16,7 +16,7 @@ class Suite(Settings):
     """Settings of a benchmark.
 
     Attributes:
-        batch_sizes: batch sizes.
+        batch_sizes: batch size.
         new_tokens: maximum new tokens per row.
         repeats: timed repetitions.
         sample: sample; sampled outputs are not compared.
@@ -69,8 +69,8 @@ class CalibrationSettings(Settings):
     """Grid of DISCO's options and how it is measured.
 
     Attributes:
-        thresholds: acceptance thresholds to try (the paper's tau).
-        longest: maximum draft lengths to try (the paper's SL_max).
+        thresholds: acceptance threshold to try (the paper's tau).
+        longest: maximum draft length to try (the paper's SL_max).
         static_lengths: lengths of the static baseline.
         reference: static length that every speedup is relative to.
         new_tokens: new tokens per run.
@@ -109,7 +109,7 @@ class TreeSettings(Settings):
         depth: maximum depth of a path.
         num_ranks: ranks per position that a path may use.
         max_nodes: maximum nodes sent to the target.
-        drafted_nodes: sizes of trees that are drafted fully and sent in part.
+        drafted_nodes: size of a tree that is drafted fully and sent in part.
         generations: generations that these trees are measured on.
         node_counts: sizes of the timed trees; `max_nodes` is added, larger ones are dropped.
         new_tokens: new tokens per timed run.

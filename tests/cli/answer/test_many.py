@@ -90,7 +90,7 @@ def test_answers_come_in_the_order_of_the_prompts(
     assert (again.exit_code, "has all answers already" in again.stderr) == (0, True)
 
 
-def test_a_run_goes_on_from_whole_lines(
+def test_a_run_resumes_from_complete_lines(
     folder: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, works = tmp_path / "out.jsonl", many._answers

@@ -111,7 +111,10 @@ def test_the_model_is_left_as_found(comparer: Comparer, compared: Any) -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("  \n", "the prompt is empty"), ("ba" * 250, r"the prompt has 25\d tokens; .* context of 256")],
+    [
+        ("  \n", "the prompt is empty"),
+        ("ba" * 250, r"the prompt has 25\d tokens; .* context of 256"),
+    ],
 )
 def test_prompts_that_cannot_be_answered(comparer: Comparer, text: str, message: str) -> None:
     with pytest.raises(hf_spec.OptionError, match=message):
