@@ -327,7 +327,7 @@ class ModelRunner:
     def _run_rectangular(self, work: list[RowWork], tree: DraftTree) -> ForwardOutput:
         """Run one forward pass of a model without the attention interface."""
         pool = self.rows.pool
-        inputs = align_right(work, tree, pool.num_slots, spare_index=pool.capacity - 1)
+        inputs = align_right(work, tree, pool.num_slots, pool.capacity - 1)
         self._cache.place(inputs.cache_indices.to(self.device), inputs.visible.shape[2])
         mask = inputs.visible[:, None].to(self.device)
         if self.model.config._attn_implementation == "eager":
