@@ -25,16 +25,15 @@ from hf_spec.common.compat import output_cache
 from hf_spec.engine.fast.compiled_layers import CompiledLayers, uncompiled
 from hf_spec.engine.fast.cuda_graphs import StepGraphs
 from hf_spec.engine.fast.packed_linear import install_packed_linears, use_packed_linears
-from hf_spec.engine.forward.device_tokens import DeviceTokens
 from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.engine.forward.kv_pool import PoolCache
+from hf_spec.engine.forward.node_tokens import DeviceTokens, VirtualTokens
 from hf_spec.engine.forward.output import ForwardOutput
 from hf_spec.engine.forward.packing import PackedInputs, RectangularInputs, align_right
 from hf_spec.engine.forward.padded_batching import make_storage
 from hf_spec.engine.forward.row_batch import RowWork
 from hf_spec.engine.forward.step import PackedStep
 from hf_spec.engine.forward.tree_attention import PackedAttention, takes_packed
-from hf_spec.engine.forward.virtual_tokens import VirtualTokens
 from hf_spec.engine.model_call import ModelCall
 from hf_spec.engine.models.alibi import tree_alibi
 from hf_spec.engine.models.cross_attention import CrossAttention, decoding_parts, num_layers
@@ -327,7 +326,7 @@ class ModelRunner:
     def _run_rectangular(self, work: list[RowWork], tree: DraftTree) -> ForwardOutput:
         """Run one forward pass of a model without the attention interface."""
         pool = self.rows.pool
-        inputs = align_right(work, tree, pool.num_slots, spare_index=pool.capacity - 1)
+        inputs = align_right(work, tree, pool.num_slots, pool.capacity - 1)
         self._cache.place(inputs.cache_indices.to(self.device), inputs.visible.shape[2])
         mask = inputs.visible[:, None].to(self.device)
         if self.model.config._attn_implementation == "eager":

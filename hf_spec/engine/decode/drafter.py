@@ -18,8 +18,8 @@ from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.stopping import StopRules
 from hf_spec.engine.decode.verifiers import NodeDraw, ResidualRejection, Verifier
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
+from hf_spec.engine.forward.node_tokens import VirtualTokens
 from hf_spec.engine.forward.output import ForwardOutput
-from hf_spec.engine.forward.virtual_tokens import VirtualTokens
 from hf_spec.engine.runner import ModelRunner
 
 

@@ -24,7 +24,7 @@ class DraftTree:
 
     A node with a negative token id is *virtual*: the target runs it, but it proposes no token. No
     token equals it, so it is never accepted, and its keys and values are dropped with those of the
-    rejected nodes (see `hf_spec.engine.forward.virtual_tokens`).
+    rejected nodes (see `hf_spec.engine.forward.node_tokens`).
 
     Attributes:
         tokens: token id of each of the N nodes.

@@ -21,8 +21,8 @@ from hf_spec.drafting.length_policy import LengthPolicy, make_policy
 from hf_spec.drafting.level_drafter import LevelConfig, LevelDrafter
 from hf_spec.drafting.tree_growth import Growth
 from hf_spec.engine.decode.generation_state import GenerationState
-from hf_spec.engine.forward.device_tokens import DeviceTokens
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
+from hf_spec.engine.forward.node_tokens import DeviceTokens
 from hf_spec.engine.forward.output import ForwardOutput
 from hf_spec.engine.forward.padded_batching import BATCHING
 from hf_spec.engine.forward.vocabulary import num_embeddings

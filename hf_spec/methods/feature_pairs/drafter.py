@@ -18,8 +18,8 @@ from hf_spec.drafting.length_policy import LengthPolicy
 from hf_spec.drafting.level_drafter import LevelConfig, LevelDrafter
 from hf_spec.drafting.tree_growth import Growth, TreeShape
 from hf_spec.engine.decode.generation_state import GenerationState
-from hf_spec.engine.forward.device_tokens import DeviceTokens
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
+from hf_spec.engine.forward.node_tokens import DeviceTokens
 from hf_spec.engine.forward.output import ForwardOutput
 from hf_spec.methods.feature_pairs.rows import PairHead, PairRows, State
 from hf_spec.methods.feature_pairs.runner import HeadRunner, draft_blocks

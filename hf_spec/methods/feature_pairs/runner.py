@@ -29,9 +29,9 @@ from hf_spec.engine.fast.compiled_layers import CompiledLayers
 from hf_spec.engine.fast.cuda_graphs import StepGraphs
 from hf_spec.engine.fast.packed_linear import install_packed_linears, use_packed_linears
 from hf_spec.engine.forward.attention_span import Segment
-from hf_spec.engine.forward.device_tokens import DeviceTokens
 from hf_spec.engine.forward.draft_tree import DraftTree
 from hf_spec.engine.forward.kv_pool import KVPool
+from hf_spec.engine.forward.node_tokens import DeviceTokens
 from hf_spec.engine.forward.step import PackedStep
 from hf_spec.engine.forward.tree_attention import PackedAttention, takes_packed
 from hf_spec.engine.models.query_scaling import QueryPositions, scales_queries

@@ -71,7 +71,7 @@ class AdaptiveShape:
 
 
 class AdaptiveTokens:
-    """The adaptive tokens of one model; implements `decoding.virtual_tokens.VirtualTokens`.
+    """The adaptive tokens of one model; implements `VirtualTokens`.
 
     Args:
         shape: of which kind they are.

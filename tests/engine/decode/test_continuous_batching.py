@@ -109,7 +109,7 @@ def test_memory_is_that_of_the_slots(strategy: str) -> None:
         state = batch._state
         rows = (state.padded_ids.shape, len(state.tokens), len(state.scores))
         runner = getattr(drafter, "_runner", None)
-        kept = 0 if runner is None else runner.rows.pool.nbytes()
+        kept = 0 if runner is None else getattr(runner, "rows", runner).pool.nbytes()
         pairs = getattr(drafter, "_pairs", None)
         per_row = [len(getattr(drafter, "_indexes", ())), len(pairs.rows) if pairs else 0]
         return sizes, rows, (kept, per_row)

@@ -440,7 +440,7 @@ class TestOutOfMemory:
         compute, calls = ModelRunner._compute, []
 
         def failing(self: ModelRunner, *args: Any) -> list[Tensor]:
-            calls.append(self.pool.capacity)
+            calls.append(self.rows.pool.capacity)
             if len(calls) == 2:
                 raise torch.OutOfMemoryError("no room")
             return compute(self, *args)

@@ -47,7 +47,7 @@ def patched(model: nn.Module) -> list[str]:
 def clean_store() -> Iterator[None]:
     with nothing_packed():
         yield
-    assert not cpu_linear._forwards._given
+    assert not cpu_linear._forwards._installed
 
 
 @pytest.fixture

@@ -130,7 +130,7 @@ def test_a_reused_cache() -> None:
 def test_holes_in_the_mask_are_refused() -> None:
     mask = torch.ones_like(plain("one"))
     mask[0, 3] = 0
-    refuse("a chunk counts it", model=llama4(), input_ids=plain("one"), attention_mask=mask)
+    refuse("a chunk counts", model=llama4(), input_ids=plain("one"), attention_mask=mask)
 
 
 def test_a_truncated_draft_scales_too() -> None:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from hf_spec import AssistantError
 from hf_spec.adapters.published import PublishedHead, read_published
-from hf_spec.engine.forward.device_tokens import DeviceTokens
 from hf_spec.engine.forward.last_layer import BEFORE_NORM, LastLayer
+from hf_spec.engine.forward.node_tokens import DeviceTokens
 from hf_spec.methods.eagle.head import EagleHead
 from hf_spec.methods.eagle.head import build as build_head
 from hf_spec.methods.feature_pairs.rows import PairRow

@@ -1,4 +1,4 @@
-"""Virtual nodes: no rule goes there, no count has them, and their embeddings are the sender's."""
+"""Virtual nodes are never accepted or counted, and their drafter embeds them; device tokens."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from hf_spec.engine.decode.generation_state import GenerationState
 from hf_spec.engine.decode.stopping import StopRules
 from hf_spec.engine.decode.verifiers import NodeDraw, ResidualRejection
 from hf_spec.engine.forward.draft_tree import DraftTree, Verdict
+from hf_spec.engine.forward.node_tokens import DeviceTokens
 from hf_spec.engine.runner import ModelRunner
 from tests.tiny_models import VOCAB, build, repetitive_prompt
 
@@ -139,3 +140,11 @@ def test_the_runner_embeds_them_and_leaves_the_rest(name: str, acts: bool) -> No
 def test_tokens_of_a_verdict_have_none() -> None:
     verdict = Verdict(tree(), [[3, 4]], [9])
     assert verdict.tokens(0) == [20, 21, 9]
+
+
+def test_device_tokens_move_with_their_bits() -> None:
+    meta = torch.device("meta")
+    moved = DeviceTokens(torch.arange(3), torch.zeros(3, 1, dtype=torch.uint8)).to(meta)
+    assert moved.sees is not None
+    assert (moved.tokens.device, moved.sees.device) == (meta, meta)
+    assert DeviceTokens(torch.arange(3)).to(meta).sees is None
