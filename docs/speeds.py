@@ -43,8 +43,8 @@ def setting(record: dict[str, Any]) -> str:
     """Return what was measured, when, and on which machine, as one sentence."""
     env, suite = record["environment"], record["suite"]
     return (
-        f"{record['model']}, {record['dtype']}, greedy, batch size 1, {record['prompts']} "
-        f"prompts of six tasks, {suite['new_tokens']} new tokens, {suite['repeats']} repetitions, "
+        f"{record['model']}, {record['dtype']}, greedy, batch size 1, "
+        f"{rows_of(record)[0]['outputs']} prompts, {suite['new_tokens']} new tokens, {suite['repeats']} repetitions, "
         f"interleaved; {env['device']}, {env['threads']} threads, {env['cpu_capability']}, torch "
         f"{env['torch']}, transformers {env['transformers']}, {record['date']}."
     )
