@@ -79,7 +79,8 @@ class LayerCall:
         self.args = args
         # The step refers to its calls, so they must not refer to the step.
         self.kwargs = {name: None if name == STEP else value for name, value in kwargs.items()}
-        self.key, self.key_owner = -1, None
+        self.key = -1
+        self.key_owner: object = None
         self._names = tuple(name for name in kwargs if name != STEP)
         self._rest = (*args[1:], *(kwargs[name] for name in self._names))
         self._leaves: list[Any] = []
