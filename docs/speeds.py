@@ -45,7 +45,8 @@ def setting(record: dict[str, Any]) -> str:
     return (
         f"{record['model']}, {record['dtype']}, greedy, batch size 1, "
         f"{rows_of(record)[0]['outputs']} prompts, {suite['new_tokens']} new tokens, "
-        f"{suite['repeats']} repetitions, interleaved; {env['device']}, {env['threads']} threads, {env['cpu_capability']}, torch "
+        f"{suite['repeats']} repetitions, interleaved; {env['device']}, "
+        f"{env['threads']} threads, {env['cpu_capability']}, torch "
         f"{env['torch']}, transformers {env['transformers']}, {record['date']}."
     )
 
